@@ -1,0 +1,48 @@
+# `make demo` and `make test` need Python 3.11+, make, a C++ compiler and a package index; the rest sets itself up.
+# MODEL=path runs the demo on a local checkpoint. GPU_PYTHON is an interpreter that already has torch with CUDA.
+
+GPU_PYTHON ?= python3
+PYTHON     ?= $(shell .ci/find-python)
+VENV       := .venv
+BIN        := $(VENV)/bin
+READY      := $(VENV)/.ready
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-cpu test-kernels lint types wheel gpu setup clean
+
+demo: setup
+	$(BIN)/python -m benchmarks demo $(if $(MODEL),--model "$(MODEL)")
+
+test: test-kernels test-cpu
+
+test-cpu: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 tests --ignore=tests/kernels
+
+test-kernels: setup
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 tests/kernels
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: setup
+	$(BIN)/pyright
+
+wheel: setup
+	PYTHON=$(BIN)/python bash .ci/wheel-smoke
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks gpu
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist
