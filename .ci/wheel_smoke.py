@@ -19,7 +19,9 @@ def check_owner() -> None:
     for name, package in PACKAGES.items():
         assert owners[name] == [DISTRIBUTION], f"{name} belongs to {owners[name]}"
         folder = Path(package.__file__).parent
-        assert folder.is_relative_to(sys.prefix), f"{name} was imported from {folder}, not from this environment"
+        assert folder.is_relative_to(sys.prefix), (
+            f"{name} was imported from {folder}, not from this environment"
+        )
         assert (folder / "py.typed").exists(), f"{name} has no py.typed"
 
 
@@ -42,4 +44,6 @@ if __name__ == "__main__":
     check_owner()
     check_entry_point()
     check_ops()
-    print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)} on torch {torch.__version__}: wheel is whole")
+    print(
+        f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)} on torch {torch.__version__}: wheel is whole"
+    )

@@ -1,0 +1,1 @@
+"""Everything that measures: `python -m benchmarks --help`."""

@@ -1,0 +1,23 @@
+"""`python -m benchmarks COMMAND`: everything in this repository that measures."""
+
+import argparse
+import sys
+
+from benchmarks import cpu_bench, demo, gpu_proof, moe_bench
+
+COMMANDS = {"demo": demo, "moe": moe_bench, "cpu": cpu_bench, "gpu": gpu_proof}
+
+
+def main() -> int:
+    """Parses the command line and runs one command; each is a module with `add_arguments` and `main`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    arguments = parser.parse_args()
+    return COMMANDS[arguments.command].main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

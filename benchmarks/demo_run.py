@@ -1,0 +1,170 @@
+"""One model run one way: eager, stock torch.compile, or ours. Generates, counts compiles and takes times."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.generation import Generation, generate, next_token_logits, static_cache
+from benchmarks.report import progress
+
+BATCH = 2
+CACHE_LENGTH = 256
+PROMPT_LENGTH = 24
+FURTHER_LENGTHS = (9, 40, 2, 17, 65)
+Step = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class CompileLog:
+    """A backend that counts what it compiles before handing the graph to `backend`."""
+
+    backend: Callable[..., Callable[..., object]]
+    graphs: int = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs += 1
+        return self.backend(graph, example_inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step function is run. `wrap` compiles it, or returns it as it is.
+
+    graphs: counts the graphs compiled so far, None where nothing is counted.
+    """
+
+    name: str
+    wrap: Callable[[Step], Step]
+    log: CompileLog | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """What was seen of one model run one way; times in seconds, rates in tokens per second."""
+
+    way: str
+    first: Generation | None = None
+    further: list[Generation] = field(default_factory=list)
+    first_compiles: int = 0
+    further_compiles: int = 0
+    decode_compiles: int = 0
+    cold_s: float | None = None
+    warm_s: float | None = None
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+
+
+def eager() -> Way:
+    """The model as transformers runs it."""
+    return Way("eager", lambda step: step)
+
+
+def stock(mode: str | None = None) -> Way:
+    """`torch.compile` as torch ships it."""
+    return Way("torch.compile", lambda step: torch.compile(step, mode=mode))
+
+
+def ours(mode: str | None = None) -> Way:
+    """`torch.compile` of the patched model with our backend, in one graph."""
+    from inductor_passes.backend import moe_inductor
+
+    log = CompileLog(partial(moe_inductor, mode=mode) if mode else moe_inductor)
+    return Way("ours", lambda step: torch.compile(step, fullgraph=True, backend=log), log)
+
+
+def prompts(vocab_size: int, length: int, device: str) -> Tensor:
+    """[BATCH, length] token ids, the same for every way."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, vocab_size, (BATCH, length), generator=generator).to(device)
+
+
+class Session:
+    """A model with its cache and its step function, run one way."""
+
+    def __init__(self, model: nn.Module, way: Way, steps: int) -> None:
+        self.model, self.way, self.steps = model, way, steps
+        self.cache = static_cache(model, BATCH, CACHE_LENGTH)
+        self.compiled = way.wrap(next_token_logits(model, self.cache))
+        self.device = next(model.parameters()).device.type
+        self.run = Run(way.name)
+
+    def prompt(self, length: int) -> Tensor:
+        return prompts(self.model.config.vocab_size, length, self.device)
+
+    def step(self, input_ids: Tensor) -> Tensor:
+        """One call, as a serving loop makes it; compiles made by a call of length 1 are decode's."""
+        torch.compiler.cudagraph_mark_step_begin()
+        before = self.graphs
+        logits = self.compiled(input_ids)
+        if input_ids.shape[1] == 1:
+            self.run.decode_compiles += self.graphs - before
+        return logits
+
+    @property
+    def graphs(self) -> int:
+        return self.way.log.graphs if self.way.log else 0
+
+    def generate(self, length: int, steps: int) -> Generation:
+        return generate(self.step, self.cache, self.prompt(length), steps)
+
+    @torch.no_grad()
+    def compile_cold_and_warm(self) -> None:
+        """First prefill and decode with an empty cache on disk, then again with only the disk cache left."""
+        if self.way.name == "eager":
+            return
+        self.run.cold_s = self._first_calls(f"{self.way.name}: compiling, nothing cached")
+        torch.compiler.reset()
+        self.run.decode_compiles, before = 0, self.graphs
+        self.run.warm_s = self._first_calls(f"{self.way.name}: compiling again, disk cache kept")
+        self.run.first_compiles = self.graphs - before
+
+    def _first_calls(self, label: str) -> float:
+        started = time.perf_counter()
+        with progress(label):
+            self.generate(PROMPT_LENGTH, 2)
+        return time.perf_counter() - started
+
+    @torch.no_grad()
+    def generate_all(self) -> None:
+        """The long generation, then one short one for each further prompt length."""
+        with progress(f"{self.way.name}: generating"):
+            self.run.first = self.generate(PROMPT_LENGTH, self.steps)
+            before = self.graphs
+            self.run.further = [self.generate(length, 4) for length in FURTHER_LENGTHS]
+            self.run.further_compiles = self.graphs - before
+
+    @torch.no_grad()
+    def time_rates(self, repeats: int = 7, decode_steps: int = 16) -> None:
+        """Medians over `repeats` of one prefill and of a stretch of decode steps."""
+        prompt = self.prompt(PROMPT_LENGTH)
+        token = prompt[:, :1].contiguous()
+        for _ in range(2):  # the second call of a shape is the first that replays a CUDA graph
+            self._prefill(prompt), self._decode(token, 3)
+        prefill = [self._prefill(prompt) for _ in range(repeats)]
+        decode = [self._decode(token, decode_steps) for _ in range(repeats)]
+        self.run.prefill_rate = prompt.numel() / statistics.median(prefill)
+        self.run.decode_rate = BATCH * decode_steps / statistics.median(decode)
+
+    def _prefill(self, prompt: Tensor) -> float:
+        self.cache.reset()
+        return self._timed(lambda: self.step(prompt))
+
+    def _decode(self, token: Tensor, steps: int) -> float:
+        self.cache.reset()
+        return self._timed(lambda: [self.step(token) for _ in range(steps)])
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        self._synchronize()
+        started = time.perf_counter()
+        call()
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,62 @@
+"""What the MoE benchmark times: each takes (inputs, weights, top_k) and returns [T, H]."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.workloads import Inputs, Weights, route
+
+Implementation = Callable[[Inputs, Weights, int], Tensor]
+
+
+def ours(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+    """`moe_ops.fused_moe`."""
+    return _fused_moe(top_k)(inputs, weights)
+
+
+@lru_cache(maxsize=None)
+def _fused_moe(top_k: int) -> Callable[[Inputs, Weights], Tensor]:
+    import moe_ops
+
+    routing = moe_ops.RoutingConfig(top_k=top_k)
+    return lambda inputs, weights: moe_ops.fused_moe(
+        inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, routing
+    )
+
+
+def gmm(hidden_states: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, top_k: int) -> Tensor:
+    """What a PyTorch user writes today: sort the routed rows by expert, two `grouped_mm`, undo the sort, add up."""
+    topk_weights, topk_ids = route(router_logits, top_k)
+    sorted_ids, order = torch.sort(topk_ids.flatten(), stable=True)
+    experts = torch.arange(w13.shape[0], device=w13.device)
+    ends = torch.searchsorted(sorted_ids, experts, right=True).to(torch.int32)
+    gate, up = F.grouped_mm(hidden_states[order // top_k], w13.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
+    expert_out = F.grouped_mm(F.silu(gate) * up, w2.transpose(-2, -1), offs=ends)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    routed = expert_out[inverse].view(*topk_ids.shape, -1)  # [T, K, H]
+    return (routed * topk_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+@lru_cache(maxsize=None)
+def _compiled_gmm() -> Callable[..., Tensor]:
+    return torch.compile(gmm, fullgraph=True, dynamic=False)
+
+
+def gmm_compile(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+    """`gmm` under stock torch.compile, one graph per shape."""
+    return _compiled_gmm()(inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, top_k)
+
+
+def gmm_eager(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+    """`gmm` as it stands."""
+    return gmm(inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, top_k)
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "fused_moe": ours,
+    "gmm_compile": gmm_compile,
+    "gmm_eager": gmm_eager,
+}

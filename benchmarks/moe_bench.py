@@ -1,0 +1,192 @@
+"""One MoE layer at real sizes on a GPU: fused_moe beside torch.compile over grouped_mm, gated on correctness.
+
+A run can be cut into slices (`--workloads`, `--ts`, `--budget`); `--compare A.csv B.csv` puts slices together.
+Every implementation's result is compared with a float32 reference first; no time is taken of a wrong one.
+"""
+
+import argparse
+import csv
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import peers
+from benchmarks.implementations import IMPLEMENTATIONS, Implementation
+from benchmarks.report import machine
+from benchmarks.timing import time_graph
+from benchmarks.workloads import (
+    TOKEN_COUNTS,
+    WORKLOADS,
+    Cell,
+    Inputs,
+    Weights,
+    cells_of,
+    load_of,
+    make_inputs,
+    make_weights,
+    reference,
+    roofline,
+)
+
+MAX_RELATIVE_ERROR = 8e-3  # bfloat16; careful implementations reach 2e-3 to 4e-3
+
+
+class WrongResult(Exception):
+    """An implementation's output is too far from the reference to be worth timing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One implementation in one cell."""
+
+    cell: Cell
+    impl: str
+    us: float
+    row: dict[str, object]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks moe`."""
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma list, default all five")
+    parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
+    parser.add_argument("--impls", default="fused_moe,gmm_compile", help=f"from {', '.join(IMPLEMENTATIONS)}")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds after which no cell starts"
+    )
+    parser.add_argument("--cell-ms", type=float, default=40.0, help="milliseconds of replays per measurement")
+    parser.add_argument("--out", type=Path, default=Path("build/moe.csv"), help="CSV to append to")
+    parser.add_argument("--compare", type=Path, nargs="+", help="measure nothing, put these CSVs together")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures or compares; the status is 1 when a result was wrong, or a comparison of CSVs misses a win."""
+    if arguments.compare:
+        text, won_all = peers.verdict(peers.read_rows(arguments.compare))
+        print(text)
+        return int(not won_all)
+    if not torch.cuda.is_available():
+        print("python -m benchmarks moe needs a CUDA GPU; on a CPU there is `python -m benchmarks cpu`")
+        return 2
+    print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
+    cells = [
+        cell
+        for name in arguments.workloads.split(",")
+        for cell in cells_of(WORKLOADS[name], tuple(int(count) for count in arguments.ts.split(",")))
+    ]
+    wrong = run(cells, arguments.impls.split(","), arguments.out, arguments.budget, arguments.cell_ms)
+    print("\n" + peers.verdict(peers.read_rows([arguments.out]))[0])
+    return int(wrong > 0)
+
+
+@torch.inference_mode()
+def run(cells: Sequence[Cell], impls: Sequence[str], out: Path, budget_s: float, cell_ms: float) -> int:
+    """Measures `impls` in every cell, appending to `out`. Returns how many results were wrong or failed."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    deadline, failed = time.monotonic() + budget_s, 0
+    weights: list[Weights] = []
+    for previous, cell in zip([None, *cells], cells):
+        if previous is None or previous.workload is not cell.workload:
+            weights.clear()
+            _release()
+            weights += [
+                make_weights(cell.workload, 17 * i + 1, "cuda") for i in range(cell.workload.weight_copies)
+            ]
+        if time.monotonic() > deadline:
+            print(f"out of time before {cell.workload.name} T={cell.tokens} {cell.routing}", flush=True)
+            break
+        failed += _measure_cell(cell, weights, impls, out, cell_ms)
+        _release()
+    return failed
+
+
+def _measure_cell(cell: Cell, weights: list[Weights], impls: Sequence[str], out: Path, cell_ms: float) -> int:
+    inputs, failed = make_inputs(cell, "cuda"), 0
+    for impl in impls:
+        started = time.monotonic()
+        try:
+            measured = measure(cell, inputs, weights, impl, cell_ms)
+        except Exception as error:  # one implementation's failure is a result, the others still run
+            failed += 1
+            print(
+                f"FAILED {cell.workload.name} T={cell.tokens} {cell.routing} {impl}: {error!r}"[:400],
+                flush=True,
+            )
+            continue
+        append(out, measured)
+        print(
+            f"{cell.workload.name} T={cell.tokens:<6}{cell.routing:<8} {impl:<12} {measured.us:10.1f} us "
+            f"{measured.row['pct_roof']:>6}% of roof  [{time.monotonic() - started:.1f} s]",
+            flush=True,
+        )
+    return failed
+
+
+def measure(cell: Cell, inputs: list[Inputs], weights: list[Weights], impl: str, cell_ms: float) -> Measured:
+    """Checks the implementation, then times it. Raises WrongResult when the check fails."""
+    implementation, top_k = IMPLEMENTATIONS[impl], cell.workload.top_k
+    check(implementation, inputs[-1], weights[(len(inputs) - 1) % len(weights)], top_k)
+    calls = [partial(implementation, one, copy, top_k) for one, copy in zip(inputs, itertools.cycle(weights))]
+    us = time_graph(calls, cell_ms)
+    return Measured(cell, impl, us, _row(cell, inputs, impl, us))
+
+
+def check(implementation: Implementation, inputs: Inputs, weights: Weights, top_k: int) -> float:
+    """The relative Frobenius error against float32. Raises WrongResult above 8e-3 or for a non-finite result."""
+    expected = reference(inputs, weights, top_k)
+    error = float((implementation(inputs, weights, top_k).float() - expected).norm() / expected.norm())
+    if not error <= MAX_RELATIVE_ERROR:
+        raise WrongResult(f"relative error {error:.2e}: expected at most {MAX_RELATIVE_ERROR:.0e}")
+    return error
+
+
+def append(out: Path, measured: Measured) -> None:
+    """Adds one row to the CSV, with the header first in a new file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not out.exists()
+    with out.open("a", newline="") as lines:
+        writer = csv.DictWriter(lines, peers.COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow(measured.row)
+
+
+def _row(cell: Cell, inputs: list[Inputs], impl: str, us: float) -> dict[str, object]:
+    load = load_of(cell, inputs)
+    roof, floor = roofline(cell, load), peers.practical_floor(cell)
+    return {
+        "workload": cell.workload.name,
+        "E": cell.workload.num_experts,
+        "k": cell.workload.top_k,
+        "H": cell.workload.hidden_size,
+        "I": cell.workload.intermediate_size,
+        "T": cell.tokens,
+        "routing": cell.routing,
+        "impl": impl,
+        "kind": "ours" if impl == "fused_moe" else "peer",
+        "us": f"{us:.2f}",
+        "runs": 1,
+        "run_spread": "1.000",
+        "mode": "graph",
+        "roof_us": f"{roof.us:.2f}",
+        "bound": roof.bound,
+        "pct_roof": f"{100 * roof.us / us:.1f}",
+        "practical_floor_us": "" if floor is None else f"{floor:.2f}",
+        "pct_practical": "" if floor is None else f"{100 * floor / us:.1f}",
+        "tflops": f"{roof.flops / us / 1e6:.1f}",
+        "tbps": f"{roof.min_bytes / us / 1e6:.3f}",
+        "distinct_experts": f"{load.distinct_experts:.1f}",
+        "max_load": load.max_load,
+        "flops": f"{roof.flops:.4g}",
+        "min_bytes": f"{roof.min_bytes:.4g}",
+    }
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

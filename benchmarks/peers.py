@@ -1,0 +1,118 @@
+"""Figures of other implementations, recorded earlier (see data/README.md), and the comparison with them."""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import table
+from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, Cell, cells_of
+
+RECORDED = Path(__file__).parent / "data" / "peers_h200.csv"
+COLUMNS = (
+    *("workload", "E", "k", "H", "I", "T", "routing", "impl", "kind", "us", "runs", "run_spread", "mode"),
+    *("roof_us", "bound", "pct_roof", "practical_floor_us", "pct_practical", "tflops", "tbps"),
+    *("distinct_experts", "max_load", "flops", "min_bytes"),
+)
+BASELINE = "gmm_compile"
+
+Row = dict[str, str]
+Key = tuple[str, int, str]
+
+
+def read_rows(paths: Iterable[Path]) -> list[Row]:
+    """The rows of CSV files with the columns above."""
+    rows: list[Row] = []
+    for path in paths:
+        with path.open(newline="") as lines:
+            rows += csv.DictReader(lines)
+    return rows
+
+
+def times_of(rows: Iterable[Row], impl: str) -> dict[Key, float]:
+    """Microseconds of one implementation by (workload, T, routing); the best where there are several."""
+    times: dict[Key, float] = {}
+    for row in rows:
+        if row["impl"] == impl:
+            key = (row["workload"], int(row["T"]), row["routing"])
+            times[key] = min(float(row["us"]), times.get(key, float("inf")))
+    return times
+
+
+def practical_floor(cell: Cell) -> float | None:
+    """Microseconds that one perfect weight pass or two dense products take on this cell's card, where recorded."""
+    key = (cell.workload.name, cell.tokens, cell.routing)
+    for row in read_rows([RECORDED]):
+        if (row["workload"], int(row["T"]), row["routing"]) == key and row["practical_floor_us"]:
+            return float(row["practical_floor_us"])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Ours against torch.compile over grouped_mm in one cell; `recorded` says where the baseline's time is from."""
+
+    key: Key
+    ours: float
+    baseline: float
+    recorded: bool
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster ours is."""
+        return self.baseline / self.ours
+
+
+def compare(rows: list[Row], impl: str = "fused_moe") -> list[Comparison]:
+    """One comparison per measured cell: with the recorded baseline where there is one, else with the run's own."""
+    recorded, beside = times_of(read_rows([RECORDED]), BASELINE), times_of(rows, BASELINE)
+    comparisons = []
+    for key, ours in times_of(rows, impl).items():
+        baseline = recorded.get(key, beside.get(key))
+        if baseline is not None:
+            comparisons.append(Comparison(key, ours, baseline, key in recorded))
+    return comparisons
+
+
+def all_keys() -> list[Key]:
+    """The 45 cells: five workloads at eight token counts, and zipf routing at 4096."""
+    cells = [cell for workload in WORKLOADS.values() for cell in cells_of(workload, TOKEN_COUNTS)]
+    return [(cell.workload.name, cell.tokens, cell.routing) for cell in cells]
+
+
+def verdict(rows: list[Row]) -> tuple[str, bool]:
+    """The comparison as a table with a closing sentence, and whether ours wins every one of the 45 cells."""
+    comparisons = {comparison.key: comparison for comparison in compare(rows)}
+    best_peer = _best_peers()
+    lines = []
+    for key in all_keys():
+        if key not in comparisons:
+            continue
+        c = comparisons[key]
+        source = "recorded" if c.recorded else "this run"
+        peer = f"{best_peer[key] / c.ours:.2f}" if key in best_peer else "-"
+        lines.append(
+            (
+                f"{key[0]} T={key[1]} {key[2]}",
+                f"{c.ours:.1f}",
+                f"{c.baseline:.1f}",
+                source,
+                f"{c.ratio:.2f}",
+                peer,
+            )
+        )
+    won = sum(comparison.ratio > 1 for comparison in comparisons.values())
+    header = ("cell", "fused_moe us", f"{BASELINE} us", "baseline from", "times faster", "best peer / ours")
+    closing = (
+        f"faster than {BASELINE} in {won} of {len(comparisons)} measured cells ({len(all_keys())} in all)"
+    )
+    return f"{table(header, lines)}\n\n{closing}", won == len(all_keys())
+
+
+def _best_peers() -> dict[Key, float]:
+    best: dict[Key, float] = {}
+    for row in read_rows([RECORDED]):
+        if row["kind"] == "peer":
+            key = (row["workload"], int(row["T"]), row["routing"])
+            best[key] = min(float(row["us"]), best.get(key, float("inf")))
+    return best
