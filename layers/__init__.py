@@ -1,0 +1,21 @@
+"""Mixture-of-experts modules. They are right with no compiler pass installed, and never import one.
+
+`layers.huggingface` plugs the same operators into transformers models; it is imported by name only, so that
+these layers need no transformers.
+"""
+
+from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
+from layers.fused_moe import FusedMoE
+from layers.moe_block import MoEBlock
+from layers.router import Router
+from layers.shared_experts import SharedExperts
+
+__all__ = [
+    "FusedMoE",
+    "MoEBlock",
+    "MoEConfig",
+    "Router",
+    "RouterConfig",
+    "SharedExpertConfig",
+    "SharedExperts",
+]

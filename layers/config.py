@@ -1,0 +1,164 @@
+"""What a MoE layer is, as small frozen values. No tensors, no modules: configs pickle, hash and compare by value.
+
+Everything a forward needs is settled here, once: routing and activation carry their canonical strings, so that
+equal configs give equal graphs and nothing is formatted while a layer is traced.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from moe_ops import Activation, RoutingConfig
+
+Emit = Literal["auto", "stages", "fused"]
+SharedGate = Literal["plain", "sigmoid"]
+WeightOn = Literal["output", "input"]
+
+
+def _is_floating(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _require_type(name: str, value: object, expected: type | tuple[type, ...]) -> None:
+    if not isinstance(value, expected):
+        options = expected if isinstance(expected, tuple) else (expected,)
+        names = " or ".join(option.__name__ for option in options)
+        raise TypeError(f"{name}={value!r}: expected {names}, got {type(value).__name__}")
+
+
+def _require_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}={value}: expected at least 1")
+
+
+def _require_choice(name: str, value: object, choices: object) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The gate in front of the experts, and how its verdict is applied.
+
+    Args:
+        has_bias: the gate's linear layer has a bias (gpt-oss).
+        has_correction_bias: a float32 bias per expert is added to the scores for *selection* only
+            (`e_score_correction_bias`, DeepSeek-V3).
+        gate_dtype: dtype of the gate's GEMM and so of the logits; None keeps the model's dtype. Scores are
+            computed in float32 either way; DeepSeek-V3 and GLM-4 also want `torch.float32` logits.
+        weight_on: "output" weighs what an expert returns; "input" weighs what it is given, and needs one
+            expert per token (Llama-4).
+
+    Raises:
+        TypeError, ValueError: a field has the wrong type or value; the message names all three.
+    """
+
+    has_bias: bool = False
+    has_correction_bias: bool = False
+    gate_dtype: torch.dtype | None = None
+    weight_on: WeightOn = "output"
+
+    def __post_init__(self) -> None:
+        _require_type("has_bias", self.has_bias, bool)
+        _require_type("has_correction_bias", self.has_correction_bias, bool)
+        _require_choice("weight_on", self.weight_on, WeightOn)
+        if self.gate_dtype is not None and not _is_floating(self.gate_dtype):
+            raise TypeError(f"gate_dtype={self.gate_dtype!r}: expected None or a floating torch.dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertConfig:
+    """An expert that every token visits, added to the routed output after routed scaling.
+
+    Args:
+        intermediate_size: its width; several shared experts are one of the summed width.
+        gated: "plain" adds it as it is (DeepSeek), "sigmoid" times `sigmoid(linear(hidden))` (Qwen2-MoE).
+
+    Raises:
+        TypeError, ValueError: a field has the wrong type or value.
+    """
+
+    intermediate_size: int
+    gated: SharedGate = "plain"
+
+    def __post_init__(self) -> None:
+        _require_positive("intermediate_size", self.intermediate_size)
+        _require_choice("gated", self.gated, SharedGate)
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A mixture-of-experts layer: sizes, routing, activation, and two nested configs for the rarer choices.
+
+    Args:
+        num_experts: E, counted over all devices.
+        top_k: K, experts per token.
+        hidden_size: H.
+        intermediate_size: I of one routed expert.
+        routing: how logits become weighted experts; None means `RoutingConfig(top_k=top_k)`.
+        activation: an `Activation` or its canonical string; stored as an `Activation`.
+        has_bias: experts have `w13_bias` and `w2_bias`.
+        emit: "auto" gives stage ops to a compiler and one fused op to eager PyTorch. "fused" is the choice for
+            `torch.compile` or export without this project's passes, "stages" shows every stage in eager.
+        router: gate bias, correction bias, logits dtype, where the weight is applied.
+        shared_experts: None for none.
+
+    Raises:
+        TypeError, ValueError: a field has the wrong type or value, or contradicts another one.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    routing: RoutingConfig = None  # type: ignore[assignment]  # never None after __post_init__
+    activation: Activation | str = "silu"
+    has_bias: bool = False
+    emit: Emit = "auto"
+    router: RouterConfig = RouterConfig()
+    shared_experts: SharedExpertConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
+            _require_positive(name, getattr(self, name))
+        _require_type("has_bias", self.has_bias, bool)
+        _require_choice("emit", self.emit, Emit)
+        _require_type("router", self.router, RouterConfig)
+        if self.shared_experts is not None:
+            _require_type("shared_experts", self.shared_experts, SharedExpertConfig)
+        object.__setattr__(self, "routing", self._resolve_routing())
+        object.__setattr__(self, "activation", _resolve_activation(self.activation))
+        self._check_experts()
+
+    def gate_up_size(self, intermediate_size: int) -> int:
+        """Rows of a gate-and-up projection: 2I, or I when the activation has no gate."""
+        return 2 * intermediate_size if _resolve_activation(self.activation).is_gated else intermediate_size
+
+    def _resolve_routing(self) -> RoutingConfig:
+        routing = RoutingConfig(top_k=self.top_k) if self.routing is None else self.routing
+        _require_type("routing", routing, RoutingConfig)
+        if routing.top_k != self.top_k:
+            raise ValueError(
+                f"top_k={self.top_k}: expected routing.top_k={routing.top_k} (give one, or both alike)"
+            )
+        return routing
+
+    def _check_experts(self) -> None:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k}: expected at most num_experts={self.num_experts}")
+        groups = self.routing.num_groups
+        if self.num_experts % groups:
+            raise ValueError(
+                f"routing.num_groups={groups}: expected a divisor of num_experts={self.num_experts}"
+            )
+        if self.router.weight_on == "input" and self.top_k != 1:
+            raise ValueError(f"top_k={self.top_k}: expected 1 with router.weight_on='input'")
+
+
+def _resolve_activation(activation: Activation | str) -> Activation:
+    _require_type("activation", activation, (Activation, str))
+    return Activation.from_spec(activation) if isinstance(activation, str) else activation

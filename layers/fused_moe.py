@@ -1,0 +1,181 @@
+"""The routed experts as one module: logits in, hidden states out.
+
+Letters: T tokens, H hidden size, E experts, K experts per token, I intermediate size.
+
+Traced by a compiler the forward is a straight line of stage ops that passes can fuse across; eager, it is one
+fused op. The module holds weights and nothing else: no streams, no names, no per-layer state in the graph, so
+that identical layers share one compiled graph.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers.config import MoEConfig
+from moe_ops import fused_experts, fused_moe, topk_routing
+
+
+class FusedMoE(nn.Module):
+    """Routes every token to K of E experts and adds up what they return.
+
+    Args:
+        config: sizes, routing and activation.
+        expert_map: [E] integers for a layer that holds only some of the experts: the local index of every
+            global expert, -1 for one that lives elsewhere and contributes nothing here. Placement is not a
+            weight, so the buffer is not saved in the state dict.
+        device, dtype: of the parameters; `device="meta"` allocates nothing.
+
+    Attributes:
+        w13_weight: [E_local, 2I, H], gate rows first, or alternating when `config.activation.interleaved`
+            ([E_local, I, H] for an ungated activation).
+        w2_weight: [E_local, H, I].
+        w13_bias, w2_bias: [E_local, 2I] and [E_local, H], or None.
+        e_score_correction_bias: [E] float32 buffer or None. It stays float32 when the module is cast:
+            rounded to bfloat16 it would pick other experts.
+
+    Raises:
+        TypeError, ValueError: `expert_map` does not describe `config.num_experts` experts.
+    """
+
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    e_score_correction_bias: Tensor | None
+    expert_map: Tensor | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        expert_map: Tensor | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._placement = None if expert_map is None else _placement(expert_map, config.num_experts)
+        for name, shape in _parameter_shapes(config, self.num_local_experts).items():
+            parameter = (
+                None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            )
+            self.register_parameter(name, parameter)
+        has_correction = config.router.has_correction_bias
+        correction = (
+            torch.empty(config.num_experts, device=device, dtype=torch.float32) if has_correction else None
+        )
+        self.register_buffer("e_score_correction_bias", correction)
+        placement = (
+            torch.empty(config.num_experts, device=device, dtype=torch.int32) if self._placement else None
+        )
+        self.register_buffer("expert_map", placement, persistent=False)
+        self.reset_parameters()
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts have their weights here: E without an `expert_map`."""
+        return self.config.num_experts if self._placement is None else max(self._placement) + 1
+
+    def reset_parameters(self) -> None:
+        """Fills weights and biases uniformly in ±1/sqrt(fan_in) as `nn.Linear` does; no selection bias."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                fan_in = self.config.hidden_size if name.startswith("w13") else self.config.intermediate_size
+                nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+            if self.e_score_correction_bias is not None:
+                self.e_score_correction_bias.zero_()
+            if self.expert_map is not None:
+                self.expert_map.copy_(torch.tensor(self._placement, dtype=torch.int32))
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor, shared: Tensor | None = None) -> Tensor:
+        """The weighted sum of the chosen experts, plus `shared`.
+
+        Args:
+            hidden_states: [..., H] in the weights' dtype.
+            router_logits: [..., E] with the same leading dimensions, any floating dtype.
+            shared: [..., H], added to the routed output before it is rounded.
+
+        Returns:
+            [..., H] in the dtype of `hidden_states`.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+        logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
+        addend = None if shared is None else shared.reshape(tokens.shape)
+        run_experts = self._weigh_input if self.config.router.weight_on == "input" else self._weigh_output
+        return run_experts(tokens, logits, addend).reshape(hidden_states.shape)
+
+    def _weigh_output(self, tokens: Tensor, logits: Tensor, shared: Tensor | None) -> Tensor:
+        config = self.config
+        return fused_moe(
+            tokens,
+            logits,
+            self.w13_weight,
+            self.w2_weight,
+            config.routing,
+            config.activation,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+            correction_bias=self.e_score_correction_bias,
+            expert_map=self.expert_map,
+            shared=shared,
+            emit=config.emit,
+        )
+
+    def _weigh_input(self, tokens: Tensor, logits: Tensor, shared: Tensor | None) -> Tensor:
+        config = self.config
+        topk_weights, topk_ids = topk_routing(logits, config.routing, self.e_score_correction_bias)
+        return fused_experts(
+            tokens,
+            self.w13_weight,
+            self.w2_weight,
+            topk_weights,
+            topk_ids,
+            config.activation,
+            w13_bias=self.w13_bias,
+            w2_bias=self.w2_bias,
+            expert_map=self.expert_map,
+            apply_router_weight_on_input=True,
+            shared=shared,
+            emit=config.emit,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FusedMoE":
+        # Every cast and move of a module comes through here; it may move the selection bias, not round it.
+        correction = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        moved = self.e_score_correction_bias
+        if correction is not None and moved is not None and moved.dtype != correction.dtype:
+            self.e_score_correction_bias = correction.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        config = self.config
+        sizes = f"num_experts={config.num_experts}, hidden_size={config.hidden_size}"
+        return f"{sizes}, intermediate_size={config.intermediate_size}, routing={config.routing.spec!r}"
+
+
+def _parameter_shapes(config: MoEConfig, num_experts: int) -> dict[str, tuple[int, ...] | None]:
+    H, I = config.hidden_size, config.intermediate_size
+    gate_up = config.gate_up_size(I)
+    return {
+        "w13_weight": (num_experts, gate_up, H),
+        "w2_weight": (num_experts, H, I),
+        "w13_bias": (num_experts, gate_up) if config.has_bias else None,
+        "w2_bias": (num_experts, H) if config.has_bias else None,
+    }
+
+
+def _placement(expert_map: Any, num_experts: int) -> tuple[int, ...]:
+    """The map as plain integers: it survives meta devices and `to_empty`, and sizes the weights."""
+    if not isinstance(expert_map, Tensor) or expert_map.is_floating_point() or expert_map.dtype == torch.bool:
+        raise TypeError(f"expert_map={expert_map!r}: expected an integer tensor")
+    if expert_map.shape != (num_experts,):
+        raise ValueError(
+            f"expert_map has shape {tuple(expert_map.shape)}: expected ({num_experts},) = [num_experts]"
+        )
+    placement = tuple(int(local) for local in expert_map.tolist())
+    local = sorted(index for index in placement if index >= 0)
+    if not local or local != list(range(len(local))) or min(placement) < -1:
+        raise ValueError(f"expert_map={list(placement)}: expected each of 0..E_local-1 once and -1 elsewhere")
+    return placement

@@ -1,0 +1,109 @@
+"""transformers' experts function, on our operators.
+
+transformers calls `fn(experts_module, hidden_states[T, H], top_k_index[T, K], top_k_weights[T, K])` for every
+class decorated with `use_experts_implementation`. The module says how its weights lie (`is_transposed`,
+`is_concatenated`, `has_bias`, `has_gate`); we take them as views. An id equal to the local expert count is
+transformers' sentinel for "not here", and our operators drop ids out of range anyway.
+
+The function is traced by Dynamo, so it only compares and looks up: no option is built or formatted in it.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import activations
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from moe_ops import Activation, build_dispatch, combine, fused_experts, grouped_gemm, permute
+
+NAME = "moe_ops"
+
+_GATED = {
+    nn.SiLU: "silu",
+    activations.SiLUActivation: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_tanh",
+    activations.NewGELUActivation: "gelu_tanh",
+}
+_SWIGLU_OAI = Activation("swiglu_oai", interleaved=True)
+
+
+def register() -> None:
+    """Adds the implementation to transformers' registry, for every model of the process."""
+    ExpertsInterface.register(NAME, experts_forward)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of the chosen experts' outputs.
+
+    Args:
+        self: a transformers experts module.
+        hidden_states: [T, H].
+        top_k_index: [T, K] integers; those outside [0, E_local) contribute nothing.
+        top_k_weights: [T, K], any floating dtype.
+
+    Returns:
+        [T, H] in the dtype of `hidden_states`.
+    """
+    activation = known_activation(self)
+    if activation is None:
+        return _run_stages(self, hidden_states, top_k_index, top_k_weights)
+    w13, w2, w13_bias, w2_bias = _weights(self)
+    return fused_experts(
+        hidden_states, w13, w2, top_k_weights, top_k_index, activation, w13_bias=w13_bias, w2_bias=w2_bias
+    )
+
+
+def known_activation(experts: Any) -> str | None:
+    """The spec of the experts' activation, or None when only the module itself can compute it."""
+    if getattr(experts, "has_post_expert_norm", False):
+        return None
+    if not getattr(experts, "has_gate", True):
+        return "relu2" if type(experts.act_fn) is activations.ReLUSquaredActivation else None
+    gate = type(experts)._apply_gate
+    if gate is _default_apply_gate:  # act_fn(first half) * second half, whatever is_concatenated says
+        return _GATED.get(type(experts.act_fn))
+    if gate is GptOssExperts._apply_gate:
+        return _swiglu_oai(experts)
+    return None
+
+
+def _swiglu_oai(experts: Any) -> str | None:
+    # Another alpha or limit needs an Activation built outside the traced function: patch() leaves it here.
+    if hasattr(experts, "moe_ops_activation"):
+        return experts.moe_ops_activation
+    is_default = experts.alpha == _SWIGLU_OAI.alpha and experts.limit == _SWIGLU_OAI.limit
+    return _SWIGLU_OAI.spec if is_default else None
+
+
+def prepare(experts: Any) -> None:
+    """Settles, outside any trace, the options that `experts_forward` cannot build while being traced."""
+    if type(experts)._apply_gate is GptOssExperts._apply_gate:
+        options = Activation("swiglu_oai", alpha=experts.alpha, limit=experts.limit, interleaved=True)
+        experts.moe_ops_activation = options.spec
+
+
+def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """w13 [E, 2I, H], w2 [E, H, I] and their biases, as views in whatever strides the checkpoint has."""
+    has_bias = getattr(experts, "has_bias", False)
+    up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
+    w13, w2 = getattr(experts, up), experts.down_proj
+    if getattr(experts, "is_transposed", False):
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+    w13_bias = getattr(experts, up + "_bias") if has_bias else None
+    return w13, w2, w13_bias, experts.down_proj_bias if has_bias else None
+
+
+def _run_stages(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Our stages around the module's own activation and post-expert norm."""
+    w13, w2, w13_bias, w2_bias = _weights(self)
+    plan = build_dispatch(top_k_index, w13.shape[0])
+    rows = permute(hidden_states, plan.sorted_slots)  # [S, H]
+    gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)  # [S, 2I]
+    has_gate = getattr(self, "has_gate", True)
+    activated = self._apply_gate(gate_up) if has_gate else self.act_fn(gate_up)  # [S, I]
+    expert_out = grouped_gemm(activated, w2, plan.expert_offsets, w2_bias)  # [S, H]
+    if getattr(self, "has_post_expert_norm", False):
+        expert_out = self.post_expert_norm(expert_out)
+    return combine(expert_out, top_k_weights, plan.inverse)

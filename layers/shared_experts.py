@@ -1,0 +1,47 @@
+"""The expert that every token visits."""
+
+import torch
+from torch import Tensor, nn
+
+from layers.config import MoEConfig, SharedExpertConfig
+from moe_ops import gated_activation
+
+
+class SharedExperts(nn.Module):
+    """A dense gated MLP beside the routed experts, optionally scaled per token by a sigmoid gate.
+
+    Args:
+        config: the layer's sizes and activation.
+        shared: width and gating of this expert.
+        device, dtype: of the parameters.
+
+    Attributes:
+        gate_up_proj: linear, H to 2I, gate columns first, or alternating when the activation is interleaved
+            (H to I for an ungated activation).
+        down_proj: linear, I to H.
+        gate: linear, H to 1, or None for a plain shared expert.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        shared: SharedExpertConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        H, I = config.hidden_size, shared.intermediate_size
+        self.activation = config.activation
+        self.gate_up_proj = nn.Linear(H, config.gate_up_size(I), bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(I, H, bias=False, device=device, dtype=dtype)
+        is_gated = shared.gated == "sigmoid"
+        self.gate = nn.Linear(H, 1, bias=False, device=device, dtype=dtype) if is_gated else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] to [T, H]."""
+        gate_up = self.gate_up_proj(hidden_states)  # [T, 2I]
+        expert_out = self.down_proj(gated_activation(gate_up, self.activation))
+        if self.gate is None:
+            return expert_out
+        return torch.sigmoid(self.gate(hidden_states)) * expert_out
