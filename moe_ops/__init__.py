@@ -1,0 +1,38 @@
+"""Mixture-of-Experts operators for PyTorch that the compiler can see through.
+
+Importing this package registers `torch.ops.moe.*` and adds the hash of its sources to the compile cache key.
+"""
+
+from moe_ops._cache_key import source_hash, tag_compile_caches
+from moe_ops.activation import gated_activation
+from moe_ops.combine import combine
+from moe_ops.dispatch import build_dispatch
+from moe_ops.fused_experts import fused_experts
+from moe_ops.fused_moe import fused_moe
+from moe_ops.gather_gemm_act import gather_gemm_act
+from moe_ops.gemm_combine import gemm_combine
+from moe_ops.grouped_gemm import grouped_gemm
+from moe_ops.permute import permute
+from moe_ops.routing import topk_routing
+from moe_ops.routing_dispatch import routing_dispatch
+from moe_ops.types import Activation, DispatchPlan, RoutingConfig
+
+__all__ = [
+    "Activation",
+    "DispatchPlan",
+    "RoutingConfig",
+    "build_dispatch",
+    "combine",
+    "fused_experts",
+    "fused_moe",
+    "gated_activation",
+    "gather_gemm_act",
+    "gemm_combine",
+    "grouped_gemm",
+    "permute",
+    "routing_dispatch",
+    "source_hash",
+    "topk_routing",
+]
+
+tag_compile_caches()

@@ -1,0 +1,184 @@
+"""combine: weighted sum of a token's expert outputs.
+
+    out[t] = sum over k of topk_weights[t, k] * expert_out[inverse[t*K + k]]  + shared[t]
+
+T tokens, K experts per token, S = T*K slots, H hidden size. Accumulated in float32 (float64 for float64) in slot
+order, so repeated runs agree bit for bit; rounded once. A slot with inverse -1 is skipped without reading. `shared`
+is the output of shared experts, or a residual, and enters after the routed sum. Static shapes, no host sync.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import _checks, _library
+
+
+def combine(
+    expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None = None
+) -> Tensor:
+    """Brings expert outputs back to tokens.
+
+    Args:
+        expert_out: [S, H] rows in expert order, any floating dtype.
+        topk_weights: [T, K], any floating dtype, from `topk_routing`.
+        inverse: [S] int32, from `build_dispatch`: -1 drops the slot.
+        shared: [T, H], dtype of expert_out, added in the compute dtype.
+
+    Returns:
+        [T, H], dtype of expert_out.
+
+    Raises:
+        ValueError: ranks, sizes or devices that do not fit.
+        TypeError: wrong dtypes.
+
+    Gradient: to expert_out, topk_weights and shared, once; differentiating it again raises RuntimeError.
+
+    Example:
+        >>> out = moe_ops.combine(expert_out, topk_weights, plan.inverse)
+    """
+    return _library.call("combine", expert_out, topk_weights, inverse, shared)
+
+
+def check(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> None:
+    """The checks of `combine`."""
+    _checks.expect_floating("expert_out", expert_out)
+    _checks.expect_shape("expert_out", expert_out, ("S", "H"))
+    check_weights(topk_weights, inverse)
+    _checks.expect_shape("inverse", inverse, (expert_out.shape[0],))
+    check_shared(shared, topk_weights.shape[0], expert_out.shape[1], "expert_out", expert_out)
+    _checks.expect_same_device(
+        expert_out.device, "expert_out", expert_out=expert_out, topk_weights=topk_weights, inverse=inverse
+    )
+
+
+def check_weights(topk_weights: Tensor, inverse: Tensor) -> None:
+    """Checks [T, K] weights against the [S] inverse of a plan."""
+    _checks.expect_floating("topk_weights", topk_weights)
+    _checks.expect_shape("topk_weights", topk_weights, ("T", "K"))
+    _checks.expect_index("inverse", inverse, (torch.int32,))
+    _checks.expect_shape("inverse", inverse, (topk_weights.shape[0] * topk_weights.shape[1],))
+
+
+def check_shared(
+    shared: Tensor | None,
+    num_tokens: int | torch.SymInt,
+    hidden_size: int | torch.SymInt,
+    reference: str,
+    like: Tensor,
+) -> None:
+    """Checks a shared-expert output [T, H] against dtype and device of the argument called `reference`."""
+    if shared is not None:
+        _checks.expect_shape("shared", shared, (num_tokens, hidden_size))
+        _checks.expect_same_dtype(like.dtype, reference, shared=shared)
+        _checks.expect_same_device(like.device, reference, shared=shared)
+
+
+def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
+    """The definition of `combine`, in plain PyTorch."""
+    num_tokens, top_k = topk_weights.shape
+    dtype = _checks.compute_dtype(expert_out.dtype)
+    out = torch.zeros((num_tokens, expert_out.shape[1]), dtype=dtype, device=expert_out.device)
+    rows = inverse.view(num_tokens, top_k)
+    for k in range(top_k):
+        kept = (rows[:, k] >= 0).nonzero().squeeze(1)
+        values = expert_out.index_select(0, rows[:, k].index_select(0, kept)).to(dtype)
+        values *= topk_weights[:, k].index_select(0, kept).to(dtype).unsqueeze(1)
+        # Plain addition when nothing is dropped: the common case, and no slower than it must be.
+        out = out.add_(values) if kept.numel() == num_tokens else out.index_add_(0, kept, values)
+    if shared is not None:
+        out += shared
+    return out.to(expert_out.dtype)
+
+
+def _cuda(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
+    if topk_weights.numel() == 0:
+        return _fake(expert_out, topk_weights, inverse, shared)
+    from moe_ops.kernels import combine as kernels
+
+    return kernels.launch(expert_out, topk_weights, inverse, shared)
+
+
+def _fake(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
+    return expert_out.new_empty((topk_weights.shape[0], expert_out.shape[1]))
+
+
+def _check_backward(grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor) -> None:
+    check(expert_out, topk_weights, inverse, None)
+    _checks.expect_shape("grad", grad, (topk_weights.shape[0], expert_out.shape[1]))
+    _checks.expect_same_dtype(expert_out.dtype, "expert_out", grad=grad)
+    _checks.expect_same_device(expert_out.device, "expert_out", grad=grad)
+
+
+def _reference_backward(
+    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    dtype = _checks.compute_dtype(expert_out.dtype)
+    kept = (inverse >= 0).nonzero().squeeze(1)
+    rows = inverse.index_select(0, kept)
+    grad_rows = grad.index_select(0, kept // topk_weights.shape[1]).to(dtype)
+    grad_out = torch.zeros_like(expert_out, memory_format=torch.contiguous_format)
+    weights = topk_weights.flatten().index_select(0, kept).to(dtype)
+    grad_out[rows] = (grad_rows * weights.unsqueeze(1)).to(expert_out.dtype)
+    grad_weights = topk_weights.new_zeros(topk_weights.numel())
+    dots = (grad_rows * expert_out.index_select(0, rows).to(dtype)).sum(1)
+    grad_weights[kept] = dots.to(topk_weights.dtype)
+    return grad_out, grad_weights.view(topk_weights.shape)
+
+
+def _cuda_backward(
+    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    if topk_weights.numel() == 0:
+        return _fake_backward(grad, expert_out, topk_weights, inverse)
+    from moe_ops.kernels import combine as kernels
+
+    return kernels.launch_backward(grad, expert_out, topk_weights, inverse)
+
+
+def _fake_backward(
+    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    return expert_out.new_empty(expert_out.shape), topk_weights.new_empty(topk_weights.shape)
+
+
+_library.define(
+    "combine(Tensor expert_out, Tensor topk_weights, Tensor inverse, Tensor? shared) -> Tensor",
+    check=check,
+    cpu=reference,
+    cuda=_cuda,
+    fake=_fake,
+)
+_library.define(
+    "combine_backward(Tensor grad, Tensor expert_out, Tensor topk_weights, Tensor inverse) "
+    "-> (Tensor grad_expert_out, Tensor grad_topk_weights)",
+    check=_check_backward,
+    cpu=_reference_backward,
+    cuda=_cuda_backward,
+    fake=_fake_backward,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    expert_out, topk_weights, inverse, shared = inputs
+    ctx.has_shared = shared is not None
+    ctx.save_for_backward(expert_out, topk_weights, inverse)
+
+
+def combine_gradient(
+    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `combine` to expert_out [S, H] and topk_weights [T, K]."""
+    return _library.call("combine_backward", grad.contiguous(), expert_out, topk_weights, inverse)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    grad_out, grad_weights = combine_gradient(grad, *ctx.saved_tensors)
+    return grad_out, grad_weights, None, grad if ctx.has_shared else None
+
+
+_library.define_gradient("combine", _setup_context, _backward)
+_library.define_no_double_backward("combine_backward")
+_library.define_vmap("combine")
+_library.define_vmap("combine_backward")

@@ -1,0 +1,108 @@
+"""build_dispatch: expert ids to the order in which experts process slots.
+
+    expert(slot)   = expert_map[id] or id; a slot whose id, or mapped id, is out of range is dropped
+    sorted_slots   = slots stably sorted by expert, dropped slots last
+    inverse[slot]  = row of the slot in sorted_slots, -1 if dropped
+    expert_offsets = exclusive prefix sum of the number of slots per expert
+
+T tokens, K experts per token, S = T*K slots, E experts held here. `permute`, `grouped_gemm` and `combine` consume
+the plan. All outputs are integers of static shape: no gradient, no host sync.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_ops import _checks, _library
+from moe_ops.types import DispatchPlan
+
+
+def build_dispatch(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> DispatchPlan:
+    """Sorts routed slots by expert.
+
+    Args:
+        topk_ids: [T, K] int32 or int64. Ids outside the range are dropped, whatever their size.
+        num_experts: E, the experts held here (`w13.shape[0]`).
+        expert_map: [E_global] int32: ids are global and map to a local id in [0, E), or -1 for an expert held
+            elsewhere. Without it ids are in [0, E).
+
+    Returns:
+        DispatchPlan(sorted_slots [S], inverse [S], expert_offsets [E+1]), all int32.
+
+    Raises:
+        ValueError: wrong rank, num_experts < 1, tensors on different devices.
+        TypeError: ids or map of another dtype.
+
+    Example:
+        >>> plan = moe_ops.build_dispatch(topk_ids, num_experts=8)
+        >>> rows_of_expert_3 = plan.sorted_slots[plan.expert_offsets[3] : plan.expert_offsets[4]]
+    """
+    return DispatchPlan(*_library.call("build_dispatch", topk_ids, expert_map, num_experts))
+
+
+def check_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> None:
+    """The checks every operator that takes expert ids shares."""
+    _checks.expect_index("topk_ids", topk_ids)
+    _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
+    check_map(expert_map, num_experts)
+    _checks.expect_same_device(topk_ids.device, "topk_ids", topk_ids=topk_ids, expert_map=expert_map)
+
+
+def check_map(expert_map: Tensor | None, num_experts: int) -> None:
+    """The checks of an expert map and a local expert count."""
+    if num_experts < 1:
+        raise ValueError(f"num_experts={num_experts}: expected at least 1")
+    if expert_map is not None:
+        _checks.expect_index("expert_map", expert_map, (torch.int32,))
+        _checks.expect_shape("expert_map", expert_map, ("E_global",))
+
+
+def reference(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition of `build_dispatch`, in plain PyTorch."""
+    expert = local_experts(topk_ids.flatten(), expert_map, num_experts)
+    ranked, order = expert.sort(stable=True)
+    offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=ranked.device), out_int32=True)
+    rows = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
+    inverse = torch.empty_like(rows).index_copy_(0, order, rows.masked_fill(ranked == num_experts, -1))
+    return order.to(torch.int32), inverse, offsets
+
+
+def local_experts(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+    """Local expert of each id as int64, `num_experts` for an id that is dropped. Checked before any narrowing."""
+    ids = ids.long()
+    num_ids = num_experts if expert_map is None else expert_map.shape[0]
+    valid = (ids >= 0) & (ids < num_ids)
+    if expert_map is not None and num_ids > 0:
+        ids = expert_map[ids.where(valid, 0)].long()
+        valid &= (ids >= 0) & (ids < num_experts)
+    return ids.where(valid, num_experts)
+
+
+def _cuda(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    if topk_ids.numel() == 0:
+        slots, inverse, offsets = fake(topk_ids, expert_map, num_experts)
+        return slots, inverse, offsets.zero_()
+    from moe_ops.kernels import dispatch as kernels
+
+    return kernels.launch(topk_ids, expert_map, num_experts)
+
+
+def fake(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of the right metadata, uninitialised."""
+    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    return (
+        topk_ids.new_empty((num_slots,), dtype=torch.int32),
+        topk_ids.new_empty((num_slots,), dtype=torch.int32),
+        topk_ids.new_empty((num_experts + 1,), dtype=torch.int32),
+    )
+
+
+_library.define(
+    "build_dispatch(Tensor topk_ids, Tensor? expert_map, int num_experts) "
+    "-> (Tensor sorted_slots, Tensor inverse, Tensor expert_offsets)",
+    check=check_ids,
+    cpu=reference,
+    cuda=_cuda,
+    fake=fake,
+)
+_library.define_no_gradient("build_dispatch")
+_library.define_vmap("build_dispatch")

@@ -1,0 +1,271 @@
+"""fused_experts: the experts of a whole MoE layer in one call, from expert ids.
+
+    out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]],  e = topk_ids[t, k]
+
+Traced by a compiler it emits the stage operators, so that passes can fuse across every border; eager it is one
+operator, which picks its kernels on the host from the token count. The operator saves inputs, routing and plan for
+its gradient and recomputes the rest.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moe_ops import _checks, _library
+from moe_ops.activation import activation_gradient, activation_spec, gated_activation, out_features
+from moe_ops.combine import check_shared, combine, combine_gradient
+from moe_ops.dispatch import build_dispatch, check_ids, reference as dispatch_reference
+from moe_ops.gather_gemm_act import reference as up_reference
+from moe_ops.gemm_combine import reference as down_reference
+from moe_ops.grouped_gemm import check_bias, check_weight, gradients as gemm_gradients, grouped_gemm
+from moe_ops.permute import permute, permute_gradient
+from moe_ops.types import Activation
+
+Emit = Literal["auto", "stages", "fused"]
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str | Activation = "silu",
+    *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    shared: Tensor | None = None,
+    emit: Emit = "auto",
+) -> Tensor:
+    """Runs the chosen experts of each token and sums them with their weights.
+
+    Args:
+        hidden_states: [T, H], any floating dtype.
+        w13: [E, 2I, H] gate and up rows ([E, I, H] for an ungated activation), w2: [E, H, I]; dtype of
+            hidden_states, stride 1 in either of the last two dimensions, never copied.
+        topk_weights: [T, K], any floating dtype. topk_ids: [T, K] int32 or int64; an id out of range (padding,
+            remote expert) contributes exactly zero.
+        activation: a name or an `Activation`.
+        w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
+        expert_map: [E_global] int32, global to local ids, -1 for remote ones; see `build_dispatch`.
+        apply_router_weight_on_input: weigh the experts' input instead of their output; only for K = 1.
+        shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
+        emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted.
+
+    Returns:
+        [T, H], dtype of hidden_states.
+
+    Raises:
+        ValueError, TypeError: the message names argument, value and expectation. Under `torch.compile` the same
+            text is inside the compiler's error.
+
+    Gradient: to every floating argument; twice only as far as the stages allow.
+
+    Example:
+        >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
+    """
+    hidden_states, w13, w2, w13_bias, w2_bias, shared = autocast(
+        hidden_states, w13, w2, w13_bias, w2_bias, shared
+    )
+    if apply_router_weight_on_input:
+        hidden_states, topk_weights = _weigh_input(hidden_states, topk_weights)
+    spec = activation_spec(activation)
+    tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared)
+    if emits_stages(emit):
+        return _expert_stages(*tensors, spec)
+    return _library.call("fused_experts", *tensors, spec)
+
+
+def emits_stages(emit: Emit) -> bool:
+    """The one switch between stage operators and fused operator."""
+    if emit == "auto":
+        return torch.compiler.is_compiling()
+    if emit not in ("stages", "fused"):
+        raise ValueError(f"emit={emit!r}: expected 'auto', 'stages' or 'fused'")
+    return emit == "stages"
+
+
+def autocast(hidden_states: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do."""
+    device_type = hidden_states.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return hidden_states, *tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in (hidden_states, *tensors))
+
+
+def _weigh_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    if topk_weights.dim() != 2 or topk_weights.shape[1] != 1:
+        shape = list(topk_weights.shape)
+        raise ValueError(
+            f"apply_router_weight_on_input=True with topk_weights of shape {shape}: expected [T, 1]"
+        )
+    return hidden_states * topk_weights.to(hidden_states.dtype), torch.ones_like(topk_weights)
+
+
+def _expert_stages(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
+    shared: Tensor | None,
+    activation: str,
+) -> Tensor:
+    _check_sizes(hidden_states, w13, w2, topk_weights, topk_ids)
+    plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
+    rows = permute(hidden_states, plan.sorted_slots)
+    gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)
+    activated = gated_activation(gate_up, activation)
+    expert_out = grouped_gemm(activated, w2, plan.expert_offsets, w2_bias)
+    return combine(expert_out, topk_weights, plan.inverse, shared)
+
+
+def _check_sizes(
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor
+) -> None:
+    """What the stages cannot say in the caller's names. Traced by Dynamo, so it stays plain."""
+    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
+    _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
+    _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], "I"))
+    _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
+    _checks.expect_shape("topk_weights", topk_weights, ("T", topk_ids.shape[1]))
+    _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", w13=w13, w2=w2)
+
+
+def _check(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
+    shared: Tensor | None,
+    activation: str,
+) -> None:
+    check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
+    check_ids(topk_ids, expert_map, w13.shape[0])
+    _checks.expect_shape("topk_ids", topk_ids, (hidden_states.shape[0], "K"))
+    _checks.expect_floating("topk_weights", topk_weights)
+    _checks.expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
+    check_shared(shared, hidden_states.shape[0], hidden_states.shape[1], "hidden_states", hidden_states)
+    _checks.expect_same_device(
+        hidden_states.device,
+        "hidden_states",
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+    )
+
+
+def check_expert_weights(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    activation: str,
+) -> None:
+    _checks.expect_floating("hidden_states", hidden_states)
+    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
+    check_weight("w13", w13, hidden_states.shape[1], None)
+    if w13.shape[0] < 1:
+        raise ValueError(f"w13 has shape {list(w13.shape)}: expected at least one expert")
+    features = out_features(w13.shape[1], Activation.from_spec(activation), "w13")
+    _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
+    _checks.expect_weight_strides("w2", w2)
+    check_bias("w13_bias", w13_bias, w13)
+    check_bias("w2_bias", w2_bias, w2)
+    tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
+    _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", **tensors)
+    _checks.expect_same_device(hidden_states.device, "hidden_states", hidden_states=hidden_states, **tensors)
+
+
+def reference(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    expert_map: Tensor | None,
+    shared: Tensor | None,
+    activation: str,
+) -> Tensor:
+    slots, inverse, offsets = dispatch_reference(topk_ids, expert_map, w13.shape[0])
+    activated = up_reference(hidden_states, w13, slots, offsets, w13_bias, activation)
+    return down_reference(activated, w2, offsets, w2_bias, topk_weights, inverse, shared)
+
+
+def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
+    if hidden_states.shape[0] == 0:
+        return hidden_states.new_empty(hidden_states.shape)
+    from moe_ops.kernels import fused as kernels
+
+    *tensors, activation = args
+    return kernels.fused_experts(hidden_states, *tensors, Activation.from_spec(activation))
+
+
+def fake(hidden_states: Tensor, *args: Any) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)
+
+
+_library.define(
+    "fused_experts(Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
+    "Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map, Tensor? shared, str activation) -> Tensor",
+    check=_check,
+    cpu=reference,
+    cuda=_cuda,
+    fake=fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, ctx.activation = (
+        inputs
+    )
+    plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
+    ctx.has_shared = shared is not None
+    ctx.save_for_backward(hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, *plan)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
+        grad, ctx.saved_tensors, ctx.activation, (needs[0], needs[1], needs[2], needs[5], needs[6])
+    )
+    to_shared = grad if ctx.has_shared else None
+    return to_hidden, to_w13, to_w2, to_weights, None, to_b13, to_b2, None, to_shared, None
+
+
+def expert_gradients(
+    grad: Tensor, saved: tuple[Any, ...], activation: str, needs: tuple[bool, bool, bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients to (hidden_states, w13, w2, topk_weights, w13_bias, w2_bias), through the stages run again."""
+    hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, inverse, offsets = saved
+    needs_hidden, needs_w13, needs_w2, needs_b13, needs_b2 = needs
+    rows = permute(hidden_states, slots)
+    gate_up = grouped_gemm(rows, w13, offsets, w13_bias)
+    activated = gated_activation(gate_up, activation)
+    expert_out = grouped_gemm(activated, w2, offsets, w2_bias)
+    to_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
+    to_activated, to_w2, to_b2 = gemm_gradients(to_out, activated, w2, offsets, (True, needs_w2, needs_b2))
+    to_gate_up = activation_gradient(to_activated, gate_up, activation)
+    to_rows, to_w13, to_b13 = gemm_gradients(
+        to_gate_up, rows, w13, offsets, (needs_hidden, needs_w13, needs_b13)
+    )
+    to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, hidden_states.shape[0])
+    return to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2
+
+
+_library.define_gradient("fused_experts", _setup_context, _backward)
+_library.define_vmap("fused_experts", token_args=("hidden_states", "topk_weights", "topk_ids", "shared"))

@@ -1,0 +1,169 @@
+"""fused_moe: a whole MoE layer in one call, from router logits: topk_routing, then fused_experts.
+
+Traced by a compiler it emits the stage operators; eager it is one operator. See `fused_experts`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_ops import _checks, _library
+from moe_ops.activation import activation_spec
+from moe_ops.dispatch import check_map
+from moe_ops.fused_experts import Emit, autocast, check_expert_weights, emits_stages, expert_gradients, fake
+from moe_ops.fused_experts import fused_experts, reference as experts_reference
+from moe_ops.routing import (
+    check_router,
+    reference as routing_reference,
+    routing_gradient,
+    routing_spec,
+    topk_routing,
+)
+from moe_ops.types import Activation, RoutingConfig
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    routing: RoutingConfig,
+    activation: str | Activation = "silu",
+    *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    correction_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    shared: Tensor | None = None,
+    emit: Emit = "auto",
+) -> Tensor:
+    """Routes each token, runs its experts and sums them: `topk_routing`, then `fused_experts`.
+
+    Args:
+        hidden_states: [T, H]. router_logits: [T, E], any floating dtype (E_global with an expert_map).
+        routing: see `RoutingConfig`. correction_bias: [E], see `topk_routing`.
+        The others as in `fused_experts`.
+
+    Returns:
+        [T, H], dtype of hidden_states.
+
+    Raises:
+        ValueError, TypeError: as `topk_routing` and `fused_experts` do.
+
+    Example:
+        >>> out = moe_ops.fused_moe(hidden_states, logits, w13, w2, moe_ops.RoutingConfig(top_k=2))
+    """
+    if emits_stages(emit) or shared is not None:
+        topk_weights, topk_ids = topk_routing(router_logits, routing, correction_bias)
+        biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
+        return fused_experts(
+            hidden_states, w13, w2, topk_weights, topk_ids, activation,
+            **biases, expert_map=expert_map, shared=shared, emit=emit,
+        )  # fmt: skip
+    hidden_states, w13, w2, w13_bias, w2_bias, _ = autocast(hidden_states, w13, w2, w13_bias, w2_bias, None)
+    specs = routing_spec(routing), activation_spec(activation)
+    return _library.call(
+        "fused_moe",
+        hidden_states,
+        router_logits,
+        w13,
+        w2,
+        w13_bias,
+        w2_bias,
+        correction_bias,
+        expert_map,
+        *specs,
+    )
+
+
+def _check(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    correction_bias: Tensor | None,
+    expert_map: Tensor | None,
+    routing: str,
+    activation: str,
+) -> None:
+    check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
+    check_router(router_logits, correction_bias, routing)
+    check_map(expert_map, w13.shape[0])
+    num_experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
+    _checks.expect_shape("router_logits", router_logits, (hidden_states.shape[0], num_experts))
+    _checks.expect_same_device(
+        hidden_states.device, "hidden_states", router_logits=router_logits, expert_map=expert_map
+    )
+
+
+def _reference(
+    hidden_states: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    correction_bias: Tensor | None,
+    expert_map: Tensor | None,
+    routing: str,
+    activation: str,
+) -> Tensor:
+    weights, ids = routing_reference(router_logits, correction_bias, routing)
+    return experts_reference(
+        hidden_states, w13, w2, weights, ids, w13_bias, w2_bias, expert_map, None, activation
+    )
+
+
+def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
+    if hidden_states.shape[0] == 0:
+        return hidden_states.new_empty(hidden_states.shape)
+    from moe_ops.kernels import fused as kernels
+
+    *tensors, routing, activation = args
+    options = RoutingConfig.from_spec(routing), Activation.from_spec(activation)
+    return kernels.fused_moe(hidden_states, *tensors, *options)
+
+
+_library.define(
+    "fused_moe(Tensor hidden_states, Tensor router_logits, Tensor w13, Tensor w2, Tensor? w13_bias, "
+    "Tensor? w2_bias, Tensor? correction_bias, Tensor? expert_map, str routing, str activation) -> Tensor",
+    check=_check,
+    cpu=_reference,
+    cuda=_cuda,
+    fake=fake,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    (
+        hidden_states,
+        logits,
+        w13,
+        w2,
+        w13_bias,
+        w2_bias,
+        correction_bias,
+        expert_map,
+        ctx.routing,
+        ctx.activation,
+    ) = inputs
+    weights, ids, *plan = _library.operator("routing_dispatch")(
+        logits, correction_bias, expert_map, w13.shape[0], ctx.routing
+    )
+    ctx.save_for_backward(logits, ids, hidden_states, w13, w2, weights, w13_bias, w2_bias, *plan)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    logits, ids, *saved = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
+        grad, tuple(saved), ctx.activation, (needs[0], needs[2], needs[3], needs[4], needs[5])
+    )
+    to_logits = routing_gradient(to_weights, logits, ids, ctx.routing) if needs[1] else None
+    return to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, None, None, None, None
+
+
+_library.define_gradient("fused_moe", _setup_context, _backward)
+_library.define_vmap("fused_moe", token_args=("hidden_states", "router_logits"))

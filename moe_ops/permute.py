@@ -1,0 +1,144 @@
+"""permute: brings token rows into expert order.
+
+    out[row] = hidden_states[sorted_slots[row] // K],   K = S / T
+
+T tokens, H hidden size, K experts per token, S = T*K routed slots. `grouped_gemm` consumes the result. A gather:
+static output shape, no host sync, capturable. Its gradient sums a token's K rows in slot order, so it is
+deterministic.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import _checks, _library
+
+
+def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
+    """Gathers the rows of `hidden_states` in the order of `sorted_slots`.
+
+    Args:
+        hidden_states: [T, H], any floating dtype.
+        sorted_slots: [S] int32, from `build_dispatch`; S a multiple of T.
+
+    Returns:
+        [S, H], dtype of hidden_states. Rows of dropped slots are gathered too; nothing reads them.
+
+    Raises:
+        ValueError: wrong rank, S not a multiple of T, tensors on different devices.
+        TypeError: wrong dtype.
+
+    Example:
+        >>> plan = moe_ops.build_dispatch(topk_ids, num_experts)
+        >>> rows = moe_ops.permute(hidden_states, plan.sorted_slots)
+    """
+    return _library.call("permute", hidden_states, sorted_slots)
+
+
+def _check(hidden_states: Tensor, sorted_slots: Tensor) -> None:
+    _checks.expect_floating("hidden_states", hidden_states)
+    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
+    _check_slots(sorted_slots, hidden_states.shape[0])
+    _checks.expect_same_device(hidden_states.device, "hidden_states", sorted_slots=sorted_slots)
+
+
+def _check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
+    _checks.expect_index("sorted_slots", sorted_slots, (torch.int32,))
+    _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
+    num_slots = sorted_slots.shape[0]
+    if isinstance(num_slots, int) and isinstance(num_tokens, int) and num_slots % max(num_tokens, 1):
+        raise ValueError(f"sorted_slots has {num_slots} rows: expected a multiple of the {num_tokens} tokens")
+
+
+def _tokens(sorted_slots: Tensor, num_tokens: int) -> Tensor:
+    return sorted_slots // max(sorted_slots.shape[0] // max(num_tokens, 1), 1)
+
+
+def _reference(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
+    return hidden_states.index_select(0, _tokens(sorted_slots, hidden_states.shape[0]))
+
+
+def _cuda(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
+    if sorted_slots.numel() == 0:
+        return _fake(hidden_states, sorted_slots)
+    from moe_ops.kernels import permute as kernels
+
+    return kernels.launch(hidden_states, sorted_slots)
+
+
+def _fake(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
+    return hidden_states.new_empty((sorted_slots.shape[0], hidden_states.shape[1]))
+
+
+def _check_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> None:
+    _checks.expect_floating("grad", grad)
+    _checks.expect_shape("grad", grad, (sorted_slots.shape[0], "H"))
+    _check_slots(sorted_slots, num_tokens)
+    _checks.expect_same_device(grad.device, "grad", sorted_slots=sorted_slots)
+
+
+def _reference_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
+    by_slot = torch.empty_like(grad, dtype=_checks.compute_dtype(grad.dtype))
+    by_slot[sorted_slots] = grad.to(by_slot.dtype)
+    top_k = sorted_slots.shape[0] // max(num_tokens, 1)
+    return by_slot.view(num_tokens, top_k, grad.shape[1]).sum(1).to(grad.dtype)
+
+
+def _cuda_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
+    if num_tokens == 0:
+        return _fake_backward(grad, sorted_slots, num_tokens)
+    from moe_ops.kernels import permute as kernels
+
+    return kernels.launch_backward(grad, sorted_slots, num_tokens)
+
+
+def _fake_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
+    return grad.new_empty((num_tokens, grad.shape[1]))
+
+
+_library.define(
+    "permute(Tensor hidden_states, Tensor sorted_slots) -> Tensor",
+    check=_check,
+    cpu=_reference,
+    cuda=_cuda,
+    fake=_fake,
+)
+_library.define(
+    "permute_backward(Tensor grad, Tensor sorted_slots, SymInt num_tokens) -> Tensor",
+    check=_check_backward,
+    cpu=_reference_backward,
+    cuda=_cuda_backward,
+    fake=_fake_backward,
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden_states, sorted_slots = inputs
+    ctx.num_tokens = hidden_states.shape[0]
+    ctx.save_for_backward(sorted_slots)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (sorted_slots,) = ctx.saved_tensors
+    return permute_gradient(grad, sorted_slots, ctx.num_tokens), None
+
+
+def permute_gradient(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
+    """Gradient of `permute` to hidden_states: [S, H] to [T, H]."""
+    return _library.call("permute_backward", grad, sorted_slots, num_tokens)
+
+
+def _setup_context_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (sorted_slots,) = ctx.saved_tensors
+    return permute(grad, sorted_slots), None, None
+
+
+_library.define_gradient("permute", _setup_context, _backward)
+_library.define_gradient("permute_backward", _setup_context_backward, _double_backward)
+_library.define_vmap("permute")
+_library.define_vmap("permute_backward")

@@ -1,0 +1,211 @@
+"""Options and plans: the values that cross the public API. Leaf module, imports nothing of ours.
+
+An option object has a canonical string, its `spec`: operator schemas take strings, not dataclasses, and equal
+options give equal strings, so identical layers share one compiled graph. The string is built once, when the
+object is made, because formatting it inside `forward` would break a full graph.
+"""
+
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+
+ScoreFn = Literal["softmax", "sigmoid"]
+RoutingOrder = Literal["score_then_topk", "topk_then_score"]
+GroupScore = Literal["max", "top2_sum"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
+
+_UNGATED = frozenset({"relu2"})
+_TAKES_ALPHA = frozenset({"swiglu_oai"})
+_TAKES_LIMIT = frozenset({"silu", "swiglu_oai"})
+_SWIGLU_OAI_ALPHA = 1.702  # gpt-oss reference implementation
+_SWIGLU_OAI_LIMIT = 7.0
+
+_Options = TypeVar("_Options", "RoutingConfig", "Activation")
+
+
+class DispatchPlan(NamedTuple):
+    """Where every routed slot goes. A slot is `token * top_k + k`, token-major; there are S = T*K of them.
+
+    With K = 1, E = 2 and topk_ids = [1, 0, 1, -1] the plan is sorted_slots = [1, 0, 2, 3],
+    inverse = [1, 0, 2, -1] and expert_offsets = [0, 1, 3]: expert 0 owns row 0, expert 1 rows 1 and 2, and
+    the slot that no expert takes is sorted last.
+    """
+
+    sorted_slots: torch.Tensor
+    """[S] int32: slots grouped by expert, stable within an expert, dropped slots last."""
+    inverse: torch.Tensor
+    """[S] int32: the row of a slot in `sorted_slots`, -1 for a dropped slot."""
+    expert_offsets: torch.Tensor
+    """[E+1] int32: exclusive prefix sum of rows per expert."""
+
+
+def _require_choice(name: str, value: object, choices: object) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}={value}: expected at least 1")
+
+
+def _spec_items(options: object, skip: tuple[str, ...] = ()) -> list[str]:
+    """`field=value` for every field that differs from its default, in declaration order."""
+    items = []
+    for option in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, option.name)
+        if option.init and option.name not in skip and value != option.default:
+            items.append(f"{option.name}={value}")
+    return items
+
+
+def _parse_items(options: type[_Options], items: list[str]) -> dict[str, Any]:
+    known = {option.name: option for option in fields(options) if option.init}
+    parsed: dict[str, Any] = {}
+    for item in items:
+        name, _, text = item.partition("=")
+        if name not in known or not text:
+            raise ValueError(
+                f"{options.__name__} option {item!r}: expected name=value, name one of {', '.join(known)}"
+            )
+        parsed[name] = _parse_value(known[name].default, name, text)
+    return parsed
+
+
+def _parse_value(default: object, name: str, text: str) -> object:
+    if isinstance(default, bool):
+        if text not in ("True", "False"):
+            raise ValueError(f"option {name}={text}: expected True or False")
+        return text == "True"
+    if isinstance(default, str):
+        return text
+    try:
+        return int(text) if isinstance(default, int) else float(text)
+    except ValueError:
+        raise ValueError(f"option {name}={text}: expected a number") from None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How router logits become K weighted experts per token; see `moe_ops.topk_routing` for the maths.
+
+    Args:
+        top_k: experts per token, K >= 1.
+        score_fn: "softmax" over all experts or elementwise "sigmoid".
+        order: "score_then_topk" scores all experts, then selects; "topk_then_score" selects on the raw
+            logits and scores the K selected ones only.
+        renormalize: divide the K weights by their sum (a zero sum divides by 1).
+        renorm_eps: added to that sum (DeepSeek-V3 uses 1e-20).
+        num_groups, topk_groups: group-limited selection: of `num_groups` equal groups of experts only the
+            best `topk_groups` may be chosen from (DeepSeek-V2/V3).
+        group_score: a group's score: its best expert ("max") or the sum of its best two ("top2_sum").
+        group_fill: selection score given to experts of the groups left out: -inf, or 0.0 as some models do.
+        scale: multiplies the final weights (routed scaling factor).
+
+    Raises:
+        ValueError, TypeError: a field is out of range; the message names field, value and expectation.
+    """
+
+    top_k: int = 2
+    score_fn: ScoreFn = "softmax"
+    order: RoutingOrder = "score_then_topk"
+    renormalize: bool = True
+    renorm_eps: float = 0.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: GroupScore = "max"
+    group_fill: float = float("-inf")
+    scale: float = 1.0
+    spec: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "num_groups", "topk_groups"):
+            _require_positive_int(name, getattr(self, name))
+        _require_choice("score_fn", self.score_fn, ScoreFn)
+        _require_choice("order", self.order, RoutingOrder)
+        _require_choice("group_score", self.group_score, GroupScore)
+        if self.topk_groups > self.num_groups:
+            raise ValueError(f"topk_groups={self.topk_groups}: expected at most num_groups={self.num_groups}")
+        if not self.renorm_eps >= 0.0:
+            raise ValueError(f"renorm_eps={self.renorm_eps}: expected a number >= 0")
+        for name in ("renorm_eps", "group_fill", "scale"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        items = [f"top_k={self.top_k}", *_spec_items(self, skip=("top_k",))]
+        object.__setattr__(self, "spec", ";".join(items))
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def from_spec(spec: str) -> "RoutingConfig":
+        """The config whose `spec` this is. Raises ValueError for an unknown option or value."""
+        return RoutingConfig(**_parse_items(RoutingConfig, spec.split(";")))
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The gate of an expert: how [S, 2I] gate and up columns become [S, I]; see `moe_ops.gated_activation`.
+
+    Args:
+        name: "silu", "gelu", "gelu_tanh", "swiglu_oai" (gated) or "relu2" (ungated: [S, I] to [S, I]).
+        alpha: sigmoid slope of "swiglu_oai", default 1.702.
+        limit: clamp of "swiglu_oai" (default 7.0) and of clamped "silu" (default: no clamp).
+        interleaved: gate and up columns alternate (even gate, odd up) instead of gate first. A layout of the
+            weights, not a formula.
+
+    Raises:
+        ValueError: unknown name, an option the activation does not have, or a limit that is not positive.
+    """
+
+    name: ActivationName = "silu"
+    alpha: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+    spec: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        _require_choice("activation", self.name, ActivationName)
+        if self.name == "swiglu_oai":
+            object.__setattr__(self, "alpha", _SWIGLU_OAI_ALPHA if self.alpha is None else float(self.alpha))
+            object.__setattr__(self, "limit", _SWIGLU_OAI_LIMIT if self.limit is None else float(self.limit))
+        self._check_options()
+        items = [self.name, *self._options_spec()]
+        object.__setattr__(self, "spec", ";".join(items))
+
+    def _check_options(self) -> None:
+        if self.alpha is not None and self.name not in _TAKES_ALPHA:
+            raise ValueError(f"alpha={self.alpha}: activation {self.name!r} has no alpha; expected None")
+        if self.limit is not None and self.name not in _TAKES_LIMIT:
+            raise ValueError(f"limit={self.limit}: activation {self.name!r} has no limit; expected None")
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit={self.limit}: expected a positive number")
+        if self.interleaved and not self.is_gated:
+            raise ValueError(
+                f"interleaved=True: activation {self.name!r} has no gate to interleave; expected False"
+            )
+
+    def _options_spec(self) -> list[str]:
+        # Defaults stay out, so that the bare name "swiglu_oai" is already canonical.
+        defaults = (
+            {"alpha": _SWIGLU_OAI_ALPHA, "limit": _SWIGLU_OAI_LIMIT} if self.name == "swiglu_oai" else {}
+        )
+        numbers = [(name, getattr(self, name)) for name in ("alpha", "limit")]
+        items = [
+            f"{name}={value}" for name, value in numbers if value is not None and value != defaults.get(name)
+        ]
+        return items + (["interleaved=True"] if self.interleaved else [])
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the input has gate and up columns (2I of them) rather than I."""
+        return self.name not in _UNGATED
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def from_spec(spec: str) -> "Activation":
+        """The activation whose `spec` (or bare name) this is. Raises ValueError for an unknown one."""
+        name, *items = spec.split(";")
+        return Activation(name, **_parse_items(Activation, items))  # type: ignore[arg-type]
