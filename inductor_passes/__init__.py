@@ -1,0 +1,11 @@
+"""Inductor graph passes that fuse Mixture-of-Experts stages. Importing it changes nothing; `options` opts in.
+
+torch.compile(model, options=inductor_passes.options())
+torch.compile(model, backend="moe_inductor")
+print(inductor_passes.explain(model, inputs))
+"""
+
+from inductor_passes.base import Fusion, MoEPass, Refused
+from inductor_passes.options import options
+
+__all__ = ["Fusion", "MoEPass", "Refused", "options"]

@@ -1,0 +1,181 @@
+"""Every private torch API the passes use, in one place.
+
+Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`, `torch._functorch` or
+`torch._higher_order_ops`: when a torch release moves a name, this file is what changes. Tested on torch 2.11 and
+2.13; differences between them are noted where they matter.
+"""
+
+import contextlib
+import copy
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.utils import fresh_cache, is_cudagraph_unsafe_fx_node
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = [
+    "CustomGraphPass",
+    "FakeTensor",
+    "call_with_is_inference",
+    "compile_fx",
+    "detect_fake_mode",
+    "fresh_cache",
+    "fresh_code",
+    "graph_breaks_counted",
+    "inductor_option_names",
+    "is_cudagraph_unsafe_fx_node",
+    "kernel_constants",
+    "kernel_index",
+    "mode_table",
+    "post_grad_backend",
+    "post_grad_pre_pass",
+    "preserved_dynamo_state",
+    "stable_topological_sort",
+    "statically_known_true",
+    "trace",
+    "triton_launch",
+    "uncompiled",
+    "with_graph_break_reason",
+    "with_launch_options",
+]
+
+
+def mode_table() -> dict[str, dict[str, Any]]:
+    """`torch.compile` modes and the Inductor options each stands for."""
+    return torch._inductor.list_mode_options()  # type: ignore[return-value]
+
+
+def inductor_option_names() -> frozenset[str]:
+    """Names that `torch.compile(options=...)` takes."""
+    return frozenset(torch._inductor.list_options())
+
+
+def post_grad_pre_pass() -> Any:
+    """The pass (2.13: or sequence of passes) the user put in the global slot, or None."""
+    return inductor_config.post_grad_custom_pre_pass
+
+
+def call_with_is_inference(
+    graph_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool
+) -> None:
+    """Runs a user's pass as Inductor would: 2.13's inference-aware ones also take `is_inference`."""
+    aware = getattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    if aware is not None and isinstance(graph_pass, aware):
+        graph_pass(graph, is_inference)
+    else:
+        graph_pass(graph)
+
+
+def trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
+    """The ATen graph of `function` on fake `values`, after Inductor's decompositions."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = detect_fake_mode(values)
+    with mode if mode is not None else contextlib.nullcontext():
+        return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*values)
+
+
+# Triton launches as graph nodes
+
+
+def triton_launch() -> Any:
+    """The functional higher-order op that stands for one launch of a user's Triton kernel."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+
+    return triton_kernel_wrapper_functional
+
+
+def kernel_index(kernel: Any) -> int:
+    """A process-local number for a Triton kernel; it lives only as long as the compile that uses it."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    return kernel_side_table.add_kernel(kernel)
+
+
+def kernel_constants(constants: Mapping[str, Any]) -> int:
+    """A process-local number for a launch's compile-time arguments."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    return kernel_side_table.add_constant_args(dict(constants))
+
+
+def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    """`kernel` bound to one launch configuration, the only form in which Inductor takes these two."""
+    import triton
+
+    return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
+
+
+# What explain() needs of Dynamo and AOTAutograd
+
+OnGraph = Callable[[torch.fx.GraphModule, Sequence[Any]], None]
+
+
+def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
+    """A backend that shows every graph as our pass would get it, generates no code and runs the ATen graph.
+
+    Caches are off, so a graph compiled before is traced again.
+    """
+
+    def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        on_graph(gm, example_inputs)
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        with inductor_config.patch(force_disable_caches=True):
+            return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
+
+    return backend
+
+
+def uncompiled(function: Any) -> Any:
+    """The module or function behind `torch.compile`'s wrapper."""
+    while True:
+        inner = getattr(function, "_orig_mod", None) or getattr(function, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            return function
+        function = inner
+
+
+def with_graph_break_reason(module: torch.fx.GraphModule) -> Any | None:
+    """Why Dynamo ended this graph early (`.reason`, `.user_stack`), or None when it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason if reason is not None and reason.graph_break else None
+
+
+def graph_breaks_counted() -> dict[str, int]:
+    """Dynamo's own count of graph breaks by reason."""
+    return dict(counters["graph_break"])
+
+
+@contextlib.contextmanager
+def preserved_dynamo_state() -> Iterator[None]:
+    """Counts afresh inside, and leaves Dynamo's counters as they were."""
+    from torch._dynamo import output_graph
+
+    saved, reasons = copy.deepcopy(dict(counters)), list(output_graph.graph_break_reasons)
+    counters.clear()
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(saved)
+        output_graph.graph_break_reasons[:] = reasons
+
+
+def fresh_code(function: types.FunctionType) -> types.FunctionType:
+    """A copy of `function` that Dynamo has never seen: its caches hang on the code object."""
+    clone = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    clone.__kwdefaults__, clone.__defaults__ = function.__kwdefaults__, function.__defaults__
+    return clone

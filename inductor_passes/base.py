@@ -1,0 +1,92 @@
+"""What a pass is and what it reports: the leaf of this package."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+LOGGER = logging.getLogger("inductor_passes")
+
+LAYER_KEY = "moe_layer"
+"""`node.meta[LAYER_KEY]` is the name of the MoE layer a node belongs to; rewrites carry it over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """One rewrite that happened."""
+
+    layer: str
+    """Path of the module the layer came from, e.g. "model.layers.0.mlp", or "moe_0"."""
+    kind: str
+    """The operator that took over, e.g. "gather_gemm_act" or "fused_moe"."""
+    nodes: tuple[str, ...]
+    """Names of the graph nodes it replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One rewrite that could have happened and did not."""
+
+    layer: str
+    node: str
+    reason: str
+
+
+class Refusal(Exception):
+    """Raised by a guard clause of a pass: the node it looked at, and why the rewrite is not right there."""
+
+    def __init__(self, node: torch.fx.Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node = node
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class PassLog:
+    """Collects what the passes did to one graph."""
+
+    fused: list[Fusion] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+
+    def fuse(self, kind: str, anchor: torch.fx.Node, nodes: Iterable[torch.fx.Node]) -> None:
+        """Records a rewrite of `nodes`, whose last one is `anchor`."""
+        fusion = Fusion(layer_of(anchor), kind, tuple(node.name for node in nodes))
+        LOGGER.debug("fused %s in %s: %s", fusion.kind, fusion.layer, ", ".join(fusion.nodes))
+        self.fused.append(fusion)
+
+    def refuse(self, refusal: Refusal, anchor: torch.fx.Node) -> None:
+        """Records why nothing was done at `anchor`."""
+        refused = Refused(layer_of(anchor), refusal.node.name, refusal.reason)
+        LOGGER.info("refused in %s at %s: %s", refused.layer, refused.node, refused.reason)
+        self.refused.append(refused)
+
+    def counts(self) -> Counter[str]:
+        """How often each kind of rewrite happened."""
+        return Counter(fusion.kind for fusion in self.fused)
+
+
+def layer_of(node: torch.fx.Node) -> str:
+    """Name of the MoE layer `node` belongs to, "?" outside any."""
+    return node.meta.get(LAYER_KEY, "?")
+
+
+class MoEPass(Protocol):
+    """One rewrite of a post-grad graph. Passes are stateless: the same instance serves every compile.
+
+    `run` leaves a graph that passes `lint()`, gives every node it makes `meta["val"]`, and finds nothing to do
+    when run again.
+    """
+
+    name: str
+    """Short name, for logs."""
+    requires: tuple[str, ...]
+    """Operators of `torch.ops.moe` without any of which the pass has nothing to do."""
+    inference_only: bool
+    """Whether the rewrite hides an intermediate that a training graph saves for its backward."""
+
+    def run(self, graph: torch.fx.Graph, log: PassLog) -> None:
+        """Rewrites `graph` in place and records what it did and what it refused."""
+        ...

@@ -1,0 +1,156 @@
+"""CollapseMoE: a layer whose halves are fused becomes one operator, which picks its kernels by token count.
+
+    ids  -> build_dispatch   -> gather_gemm_act -> gemm_combine    becomes  fused_experts(..., topk_ids, ...)
+    logits -> routing_dispatch -> gather_gemm_act -> gemm_combine  becomes  fused_moe(..., router_logits, ...)
+
+When something else reads the router's weights or ids, or a shared expert is added, the router stays its own
+operator and the rest becomes fused_experts.
+"""
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from inductor_passes import _compat
+from inductor_passes.base import PassLog, Refusal
+from inductor_passes.graph_tools import (
+    arguments,
+    call,
+    describe,
+    erase_dead,
+    expect_one_plan,
+    expect_only_user,
+    expect_op,
+    find,
+    getitem_source,
+    is_op,
+    outputs,
+    pick,
+    replacement,
+    rewrite_each,
+)
+
+
+class CollapseMoE:
+    """dispatch -> gather_gemm_act -> gemm_combine becomes fused_experts or fused_moe."""
+
+    name = "collapse_moe"
+    requires = ("gemm_combine",)
+    inference_only = True
+
+    def run(self, graph: Graph, log: PassLog) -> None:
+        """Collapses at every gemm_combine."""
+        rewrite_each(graph, find(graph, "gemm_combine"), _rewrite, log)
+
+
+def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
+    second = arguments(down)
+    up = expect_op(second["x"], "gather_gemm_act", "the input of gemm_combine", down)
+    expect_only_user(up, down, "the activated rows")
+    first = arguments(up)
+    plan = _plan_of(first, second, down)
+    _expect_all_experts(plan, first["w13"], up)
+    if is_op(plan, "routing_dispatch") and _router_is_private(plan, first, second):
+        fused = _as_fused_moe(graph, plan, first, second, down)
+    else:
+        fused = _as_fused_experts(graph, plan, first, second, down)
+    log.fuse(describe(fused), down, (plan, up, down))
+    down.replace_all_uses_with(fused)
+    erase_dead(graph, (down, up))
+    _drop_plan(graph, plan)
+
+
+def _plan_of(first: dict[str, Any], second: dict[str, Any], down: Node) -> Node:
+    plan = expect_one_plan(
+        down,
+        sorted_slots=first["sorted_slots"],
+        expert_offsets=second["expert_offsets"],
+        inverse=second["inverse"],
+    )
+    if not is_op(plan, "build_dispatch", "routing_dispatch"):
+        raise Refusal(
+            down, f"the dispatch plan comes from {describe(second['inverse'])}, not from build_dispatch"
+        )
+    _expect_roles(plan, first, second, down)
+    return plan  # type: ignore[return-value]
+
+
+def _expect_roles(plan: Node | None, first: dict[str, Any], second: dict[str, Any], down: Node) -> None:
+    shift = 2 if is_op(plan, "routing_dispatch") else 0
+    wanted = (first["sorted_slots"], second["inverse"], second["expert_offsets"])
+    for index, tensor in enumerate(wanted):
+        if getitem_source(tensor) != (plan, shift + index):
+            raise Refusal(down, f"{describe(tensor)} is used in another role than the plan gives it")
+    if first["expert_offsets"] is not second["expert_offsets"]:
+        raise Refusal(down, "the two grouped GEMMs use different expert_offsets")
+
+
+def _expect_all_experts(plan: Node, w13: Node, up: Node) -> None:
+    planned, held = arguments(plan)["num_experts"], w13.meta["val"].shape[0]
+    if not _compat.statically_known_true(planned == held):
+        raise Refusal(up, f"the plan is for {planned} experts, w13 holds {held}")
+
+
+def _router_is_private(plan: Node, first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether the router serves this layer only, so that its weights and ids need not exist outside."""
+    weights_are_ours = getitem_source(second["topk_weights"]) == (plan, 0)
+    readers = {user for index, out in outputs(plan).items() if index < 2 for user in out.users}
+    ours = {user for user in readers if is_op(user, "gemm_combine") and arguments(user) == second}
+    return weights_are_ours and readers == ours and second["shared"] is None
+
+
+def _as_fused_moe(
+    graph: Graph, plan: Node, first: dict[str, Any], second: dict[str, Any], down: Node
+) -> Node:
+    routing = arguments(plan)
+    args = (
+        first["hidden_states"],
+        routing["router_logits"],
+        first["w13"],
+        second["w2"],
+        first["w13_bias"],
+        second["w2_bias"],
+        routing["correction_bias"],
+        routing["expert_map"],
+        routing["routing"],
+        first["activation"],
+    )
+    return replacement(graph, "fused_moe", args, down)
+
+
+def _as_fused_experts(
+    graph: Graph, plan: Node, first: dict[str, Any], second: dict[str, Any], down: Node
+) -> Node:
+    args = (
+        first["hidden_states"],
+        first["w13"],
+        second["w2"],
+        second["topk_weights"],
+        _topk_ids(graph, plan),
+        first["w13_bias"],
+        second["w2_bias"],
+        arguments(plan)["expert_map"],
+        second["shared"],
+        first["activation"],
+    )
+    return replacement(graph, "fused_experts", args, down)
+
+
+def _topk_ids(graph: Graph, plan: Node) -> Node:
+    if is_op(plan, "build_dispatch"):
+        return arguments(plan)["topk_ids"]
+    return pick(graph, plan, 1)
+
+
+def _drop_plan(graph: Graph, plan: Node) -> None:
+    """Erases a plan nobody reads; a router whose plan nobody reads goes back to being topk_routing."""
+    erase_dead(graph, (plan,))
+    if not is_op(plan, "routing_dispatch") or not plan.users or any(index > 1 for index in outputs(plan)):
+        return
+    routing = arguments(plan)
+    args = (routing["router_logits"], routing["correction_bias"], routing["routing"])
+    with graph.inserting_before(plan):
+        router = call(graph, "topk_routing", args, like=plan)
+    for index, getitem in outputs(plan).items():
+        getitem.replace_all_uses_with(pick(graph, router, index))
+    erase_dead(graph, (plan,))

@@ -1,0 +1,189 @@
+"""Small helpers to read and rewrite graphs of MoE operators. Guards raise `Refusal` with a reason for people."""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+import moe_ops  # noqa: F401  (registers torch.ops.moe)
+from inductor_passes import _compat
+from inductor_passes.base import LAYER_KEY, PassLog, Refusal
+
+# What a new node inherits from the one it replaces. Not "val", and not "eager_input_vals": they describe the
+# arguments of the old node, and Inductor would apply them to the new one's.
+_INHERITED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "custom", "original_aten", LAYER_KEY)
+
+
+def overload(name: str) -> Any:
+    """The operator `torch.ops.moe.<name>.default`."""
+    return getattr(torch.ops.moe, name).default
+
+
+def is_op(node: object, *names: str) -> bool:
+    """Whether `node` calls one of our operators."""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and any(node.target is overload(n) for n in names)
+    )
+
+
+def is_moe_op(node: Node) -> bool:
+    """Whether `node` calls any operator of `torch.ops.moe`."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "moe"
+
+
+def find(graph: Graph, *names: str) -> list[Node]:
+    """Calls of our operators `names`, in graph order."""
+    return [node for node in graph.nodes if is_op(node, *names)]
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The node's arguments by schema name, those left to their default included."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    values = dict(node.kwargs)
+    values.update(zip((arg.name for arg in schema.arguments), node.args, strict=False))
+    return {arg.name: values.get(arg.name, arg.default_value) for arg in schema.arguments}
+
+
+def getitem_source(node: object) -> tuple[Node, int] | None:
+    """`(source, index)` when `node` picks one output of a node with several."""
+    if isinstance(node, Node) and node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return None
+
+
+def outputs(node: Node) -> dict[int, Node]:
+    """The getitem nodes of a node with several outputs, by index."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}  # type: ignore[misc]
+
+
+def describe(value: object) -> str:
+    """What produces `value`, in words for a refusal."""
+    if not isinstance(value, Node):
+        return repr(value)
+    if value.op == "placeholder":
+        return f"the graph input {value.name}"
+    source = getitem_source(value)
+    if source is not None:
+        return f"output {source[1]} of {describe(source[0])}"
+    return str(value.target).removesuffix(".default").replace("moe.", "")
+
+
+def expect_op(value: object, name: str, role: str, consumer: Node) -> Node:
+    """`value` as a call of our operator `name`; refuses otherwise."""
+    if is_op(value, name):
+        return value  # type: ignore[return-value]
+    raise Refusal(consumer, f"{role} comes from {describe(value)}, not from {name}")
+
+
+def expect_only_user(node: Node, user: Node, role: str) -> None:
+    """Refuses when anything but `user` reads `node`."""
+    for other in node.users:
+        if other is not user:
+            raise Refusal(node, f"{role} has another user: {describe(other)}")
+
+
+def expect_one_plan(consumer: Node, **tensors: object) -> Node | None:
+    """The dispatch whose outputs all `tensors` are, None when all are graph inputs; refuses a mixture."""
+    sources = {name: (getitem_source(tensor) or (None, -1))[0] for name, tensor in tensors.items()}
+    if len(set(sources.values())) == 1:
+        return next(iter(sources.values()))
+    raise Refusal(consumer, f"{' and '.join(tensors)} come from different dispatch plans")
+
+
+def call(graph: Graph, name: str, args: Sequence[Any], like: Node) -> Node:
+    """Inserts a call of our operator `name` at the graph's insertion point, with value and inherited metadata.
+
+    Inductor keeps the strides of an operator's arguments only where it finds `eager_input_vals`; without them a
+    node that a pass inserted could be fed a re-laid-out tensor in spite of its `needs_exact_strides` tag.
+    """
+    values = map_arg(tuple(args), lambda arg: arg.meta["val"])
+    try:
+        result = fake_call(overload(name), values)
+    except (TypeError, ValueError) as error:  # the fused operator's own checks
+        raise Refusal(like, f"{name} does not take these arguments: {error}") from error
+    node = graph.call_function(overload(name), tuple(args))
+    inherit_meta(node, like)
+    node.meta["eager_input_vals"] = (values, {})
+    node.meta["val"] = result
+    return node
+
+
+def inherit_meta(node: Node, like: Node) -> None:
+    """Copies what describes where a node came from."""
+    node.meta.update({key: like.meta[key] for key in _INHERITED_META if key in like.meta})
+
+
+def fake_call(function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Result of `function` on fake values: new fake tensors, no computation."""
+    mode = _compat.detect_fake_mode(values)
+    if mode is None:
+        return function(*values)
+    with mode:
+        return function(*values)
+
+
+def pick(graph: Graph, source: Node, index: int) -> Node:
+    """Output `index` of a node with several outputs: the getitem that is there, or a new one behind it."""
+    found = outputs(source).get(index)
+    if found is not None:
+        return found
+    with graph.inserting_after(source):
+        node = graph.call_function(operator.getitem, (source, index))
+    inherit_meta(node, source)
+    node.meta["val"] = source.meta["val"][index]
+    return node
+
+
+def expect_same_value(new: Node, old: Node) -> None:
+    """Refuses when the fake result of `new` differs from that of `old` in shape, stride or dtype."""
+    ours, theirs = new.meta["val"], old.meta["val"]
+    same = _compat.statically_known_true
+    pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=False)
+    if ours.dim() != theirs.dim() or ours.dtype != theirs.dtype or not all(same(a == b) for a, b in pairs):
+        raise Refusal(
+            old, f"{describe(new)} gives {_layout(ours)} where {describe(old)} gives {_layout(theirs)}"
+        )
+
+
+def replacement(graph: Graph, name: str, args: Sequence[Any], old: Node) -> Node:
+    """Inserts a call of our operator `name` in front of `old`, whose result it must equal; else refuses."""
+    with graph.inserting_before(old):
+        new = call(graph, name, args, like=old)
+    try:
+        expect_same_value(new, old)
+    except Refusal:
+        graph.erase_node(new)
+        raise
+    return new
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
+
+
+def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erases those of `nodes` that nothing reads any more, last first, with their getitems."""
+    for node in nodes:
+        for getitem in list(outputs(node).values()):
+            if not getitem.users:
+                graph.erase_node(getitem)
+        if not node.users:
+            graph.erase_node(node)
+
+
+Rewrite = Callable[[Graph, Node, PassLog], None]
+
+
+def rewrite_each(graph: Graph, anchors: Iterable[Node], rewrite: Rewrite, log: PassLog) -> None:
+    """Runs `rewrite` at every anchor; a refusal is recorded and the anchor left alone."""
+    for anchor in anchors:
+        try:
+            rewrite(graph, anchor, log)
+        except Refusal as refusal:
+            log.refuse(refusal, anchor)

@@ -1,0 +1,113 @@
+"""ExpandPointwise: the stages that are index arithmetic and formulas become ATen.
+
+A gate, a gather or a weighted sum that no pass could fuse (something stands between the stages) is written out, so
+that Inductor fuses it with that something instead of calling an operator.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes import _compat
+from inductor_passes.base import PassLog, Refusal
+from inductor_passes.graph_tools import arguments, expect_same_value, find, inherit_meta, rewrite_each
+from moe_ops.activation import reference as gated_activation
+
+_MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
+
+
+class ExpandPointwise:
+    """permute, gated_activation and combine become ATen."""
+
+    name = "expand_pointwise"
+    requires = ("permute", "gated_activation", "combine")
+    inference_only = False
+
+    def run(self, graph: Graph, log: PassLog) -> None:
+        """Writes out every pointwise stage that is left."""
+        rewrite_each(graph, find(graph, *self.requires), _rewrite, log)
+
+
+def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
+    values = arguments(stage)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Node)}
+    options = {name: value for name, value in values.items() if name not in tensors}
+    name = stage.target._schema.name.removeprefix("moe::")  # type: ignore[union-attr]
+    _expect_static(stage, {name: node.meta["val"] for name, node in tensors.items()})
+
+    def expanded(*given: Tensor) -> Tensor:
+        return _FORMULAS[name](**dict(zip(tensors, given, strict=True)), **options)
+
+    result = inline(graph, expanded, list(tensors.values()), stage)
+    log.fuse(f"{name} as ATen", stage, (stage,))
+    stage.replace_all_uses_with(result)
+    graph.erase_node(stage)
+
+
+def _expect_static(stage: Node, values: dict[str, Any]) -> None:
+    """Columns and experts per token must be numbers; the token count need not be."""
+    if "gate_up" in values and not isinstance(values["gate_up"].shape[1], int):
+        raise Refusal(stage, "the number of gate_up columns is symbolic; it stays an operator call")
+    if "topk_weights" in values:
+        top_k = values["topk_weights"].shape[1]
+    elif "sorted_slots" in values:
+        top_k = slots_per_token(values["sorted_slots"], values["hidden_states"])
+    else:
+        return
+    if not isinstance(top_k, int):
+        raise Refusal(stage, "the number of experts per token is symbolic; it stays an operator call")
+    if not 1 <= top_k <= _MAX_UNROLLED_EXPERTS:
+        raise Refusal(
+            stage, f"{top_k} experts per token are too many to write out; it stays an operator call"
+        )
+
+
+def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.SymInt:
+    """K, a plain int wherever S = K*T is known symbolically."""
+    slots, tokens = sorted_slots.shape[0], hidden_states.shape[0]
+    candidates = range(1, _MAX_UNROLLED_EXPERTS + 1)
+    return next(
+        (k for k in candidates if _compat.statically_known_true(slots == k * tokens)), slots // tokens
+    )
+
+
+def _permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
+    return hidden_states.index_select(0, sorted_slots // slots_per_token(sorted_slots, hidden_states))
+
+
+def _combine(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
+    dtype = torch.float64 if expert_out.dtype == torch.float64 else torch.float32
+    total = torch.zeros((), dtype=dtype, device=expert_out.device)
+    slots = zip(inverse.view(topk_weights.shape).unbind(1), topk_weights.unbind(1), strict=True)
+    for row, weight in slots:  # one term per slot, in slot order: a reduction could reorder them
+        values = expert_out.index_select(0, row.clamp(min=0)).to(dtype) * weight.to(dtype).unsqueeze(1)
+        # `where`, not a multiplication by zero: a dropped slot must not bring in a NaN of the row read for it.
+        total = torch.where((row >= 0).unsqueeze(1), total + values, total)
+    if shared is not None:
+        total = total + shared
+    return total.to(expert_out.dtype)
+
+
+_FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "permute": _permute,
+    "gated_activation": gated_activation,
+    "combine": _combine,
+}
+
+
+def inline(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node], stage: Node) -> Node:
+    """Writes the ATen graph of `function(*args)`, which computes what `stage` does, in front of it."""
+    traced = _compat.trace(function, [arg.meta["val"] for arg in args]).graph
+    placeholders = [node for node in traced.nodes if node.op == "placeholder"]
+    result = next(node for node in traced.nodes if node.op == "output").args[0]
+    expect_same_value(result, stage)
+    copies: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
+    with graph.inserting_before(stage):
+        for node in traced.nodes:
+            if node.op == "call_function":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                inherit_meta(copies[node], stage)
+    return copies[result]

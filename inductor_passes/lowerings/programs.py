@@ -1,0 +1,217 @@
+"""LaunchPrograms: a fused operator on CUDA with static sizes becomes the Triton launches it would make.
+
+The launch plan is the operator's own `moe_ops.kernels.program.Program`, made from the same metadata by the same
+function, so compiled and eager code run the same kernels. What is saved is the operator call: the generated wrapper
+launches the kernels itself, and Inductor plans the workspaces with the rest of its memory.
+
+With a symbolic token count nothing is done and nothing is guarded: the operator picks its kernels at run time.
+"""
+
+import operator
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from inductor_passes import _compat
+from inductor_passes.base import LOGGER, PassLog, Refusal
+from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, rewrite_each
+from moe_ops.types import Activation, RoutingConfig
+
+_FUSED = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_experts", "fused_moe")
+
+
+class LaunchPrograms:
+    """Fused operators become Triton launches."""
+
+    name = "launch_programs"
+    requires = _FUSED
+    inference_only = False
+
+    def run(self, graph: Graph, log: PassLog) -> None:
+        """Writes out the launches of every fused operator with static sizes on CUDA."""
+        candidates = [node for node in find(graph, *_FUSED) if _on_cuda(node)]
+        rewrite_each(graph, candidates, _rewrite, log)
+
+
+def _on_cuda(node: Node) -> bool:
+    return all(value.device.type == "cuda" for value in _tensors(node).values())
+
+
+def _tensors(node: Node) -> dict[str, Any]:
+    return {name: arg.meta["val"] for name, arg in arguments(node).items() if isinstance(arg, Node)}
+
+
+def _rewrite(graph: Graph, fused: Node, log: PassLog) -> None:
+    _expect_static(fused)
+    program = _program(fused)
+    with graph.inserting_before(fused):
+        values = _Launcher(graph, fused).write(program)
+    results = [values[name] for name in program.outputs]
+    _expect_layouts(fused, results)
+    log.fuse(f"{len(program.launches)} launches", fused, (fused,))
+    _replace(graph, fused, results)
+
+
+def _expect_static(fused: Node) -> None:
+    sizes = {name: (*value.shape, *value.stride()) for name, value in _tensors(fused).items()}
+    for name, numbers in sizes.items():
+        if not all(isinstance(number, int) for number in numbers):
+            raise Refusal(fused, f"{name} has symbolic sizes; the operator picks its kernels at run time")
+    if any(0 in value.shape for value in _tensors(fused).values()):
+        raise Refusal(fused, "an argument is empty; the operator returns without a launch")
+
+
+def _program(fused: Node) -> Any:
+    """The operator's launch plan; refuses, so that the operator call stays, when the kernels cannot make one."""
+    name = fused.target._schema.name.removeprefix("moe::")  # type: ignore[union-attr]
+    try:
+        from moe_ops.kernels import fused as kernels
+
+        return getattr(kernels, f"{name}_program")(*_plan_arguments(fused))
+    except Exception as error:
+        LOGGER.warning("no launch plan for %s, it stays an operator call: %r", name, error)
+        raise Refusal(fused, f"the kernels make no launch plan: {error!r}") from error
+
+
+def _plan_arguments(fused: Node) -> list[Any]:
+    values = map_arg(arguments(fused), lambda node: node.meta["val"])
+    decoders = {"routing": RoutingConfig.from_spec, "activation": Activation.from_spec}
+    return [decoders[name](value) if name in decoders else value for name, value in values.items()]
+
+
+class _Launcher:
+    """Writes a program's buffers and launches as functional nodes in front of the operator they stand for."""
+
+    def __init__(self, graph: Graph, fused: Node) -> None:
+        self.graph = graph
+        self.fused = fused
+        self.values: dict[str, Node] = {
+            name: value for name, value in arguments(fused).items() if isinstance(value, Node)
+        }
+        self.device = next(iter(_tensors(fused).values())).device
+
+    def write(self, program: Any) -> dict[str, Node]:
+        """Every tensor of the program by name, as it is after the last launch."""
+        workspaces = {buffer.name for buffer in program.buffers}
+        for buffer in program.buffers:
+            self.values[buffer.name] = self._allocate(buffer)
+        for launch in program.launches:
+            self._launch(launch, workspaces)
+        return self.values
+
+    def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        inherit_meta(node, self.fused)
+        node.meta["val"] = value
+        return node
+
+    def _new_value(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # One fake tensor per node: reinplacing reads a shared one as shared storage and copies.
+        mode = _compat.detect_fake_mode(list(_tensors(self.fused).values()))
+        assert mode is not None
+        with mode:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _allocate(self, buffer: Any) -> Node:
+        options = {"dtype": buffer.dtype, "device": self.device}
+        value = self._new_value(buffer.shape, buffer.dtype)
+        return self._node(torch.ops.aten.empty.memory_format, (list(buffer.shape),), options, value)
+
+    def _launch(self, launch: Any, workspaces: set[str]) -> None:
+        tensors = {name: arg for name, arg in launch.args.items() if _source(arg) is not None}
+        nodes = {name: self._tensor(arg) for name, arg in tensors.items()}
+        # A launch may write any workspace it is given whole; views of one are only read. Inductor finds out what
+        # a kernel really writes, and drops the copies this form asks for.
+        written = [
+            name for name, arg in tensors.items() if _source(arg) in workspaces and self._is_whole(arg)
+        ]
+        kwargs = self._wrapper_arguments(launch, nodes, written)
+        values = {name: self._new_value(*_shape_dtype(nodes[name])) for name in written}
+        wrapper = self._node(_compat.triton_launch(), (), kwargs, values)
+        wrapper.meta["eager_input_vals"] = ((), map_arg(kwargs, lambda node: node.meta["val"]))
+        for name in written:
+            result = self._node(operator.getitem, (wrapper, name), {}, values[name])
+            self.values[_source(tensors[name])] = result  # type: ignore[index]
+
+    def _wrapper_arguments(self, launch: Any, nodes: dict[str, Node], written: list[str]) -> dict[str, Any]:
+        compile_time = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
+        scalars = {name: arg for name, arg in launch.args.items() if name not in nodes}
+        constants = {name: arg for name, arg in scalars.items() if name in compile_time or arg is None}
+        run_time = {name: arg for name, arg in scalars.items() if name not in constants}
+        descriptors = {name: arg.block for name, arg in launch.args.items() if hasattr(arg, "block")}
+        kernel = bound_kernel(launch.kernel, launch.num_warps, launch.num_stages)
+        return {
+            "kernel_idx": _compat.kernel_index(kernel),
+            "constant_args_idx": _compat.kernel_constants(constants),
+            "grid": [(*launch.grid, *(1,) * (3 - len(launch.grid)))],
+            "tma_descriptor_metadata": {
+                name: ("stable", (list(block),)) for name, block in descriptors.items()
+            },
+            "kwargs": {**nodes, **run_time},
+            "tensors_to_clone": written,
+        }
+
+    def _tensor(self, argument: Any) -> Node:
+        source = self.values[_source(argument)]  # type: ignore[index]
+        if self._is_whole(argument):
+            return source
+        base = source.meta["val"]
+        offset = base.storage_offset() + getattr(argument, "offset", 0)
+        geometry = (list(argument.shape), list(argument.strides), offset)
+        with _compat.detect_fake_mode([base]):  # type: ignore[union-attr]
+            value = torch.as_strided(base, *geometry)
+        return self._node(torch.ops.aten.as_strided.default, (source, *geometry), {}, value)
+
+    def _is_whole(self, argument: Any) -> bool:
+        base = self.values[_source(argument)].meta["val"]  # type: ignore[index]
+        shape, strides = getattr(argument, "shape", base.shape), getattr(argument, "strides", base.stride())
+        return (
+            tuple(shape) == tuple(base.shape)
+            and tuple(strides) == tuple(base.stride())
+            and not _offset(argument)
+        )
+
+
+def _source(argument: Any) -> str | None:
+    """Name of the tensor an argument refers to, None for a scalar."""
+    from moe_ops.kernels.program import Descriptor, Ref, View
+
+    if isinstance(argument, Ref):
+        return argument.name
+    return argument.source if isinstance(argument, View | Descriptor) else None
+
+
+def _offset(argument: Any) -> int:
+    return getattr(argument, "offset", 0)
+
+
+def _shape_dtype(node: Node) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(node.meta["val"].shape), node.meta["val"].dtype
+
+
+@lru_cache(maxsize=None)
+def bound_kernel(kernel: Any, num_warps: int, num_stages: int) -> Any:
+    """One object per kernel and configuration, so that equal launches share generated code."""
+    return _compat.with_launch_options(kernel, num_warps, num_stages)
+
+
+def _expect_layouts(fused: Node, results: list[Node]) -> None:
+    values = fused.meta["val"]
+    expected = values if isinstance(values, tuple | list) else (values,)
+    for ours, theirs in zip((node.meta["val"] for node in results), expected, strict=True):
+        if (ours.shape, ours.stride(), ours.dtype) != (theirs.shape, theirs.stride(), theirs.dtype):
+            raise Refusal(fused, f"the launch plan returns {ours} where the operator returns {theirs}")
+
+
+def _replace(graph: Graph, fused: Node, results: list[Node]) -> None:
+    getitems: Mapping[int, Node] = outputs(fused) if isinstance(fused.meta["val"], tuple | list) else {}
+    for index, getitem in getitems.items():
+        getitem.replace_all_uses_with(results[index])
+        graph.erase_node(getitem)
+    if not getitems:
+        fused.replace_all_uses_with(results[0])
+    graph.erase_node(fused)
