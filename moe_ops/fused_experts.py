@@ -20,7 +20,7 @@ from moe_ops.gather_gemm_act import reference as up_reference
 from moe_ops.gemm_combine import reference as down_reference
 from moe_ops.grouped_gemm import check_bias, check_weight, gradients as gemm_gradients, grouped_gemm
 from moe_ops.permute import permute, permute_gradient
-from moe_ops.types import Activation
+from moe_ops.types import Activation, is_gated_spec
 
 Emit = Literal["auto", "stages", "fused"]
 
@@ -118,7 +118,9 @@ def _expert_stages(
     shared: Tensor | None,
     activation: str,
 ) -> Tensor:
-    _check_sizes(hidden_states, w13, w2, topk_weights, topk_ids)
+    _check_sizes(hidden_states, w13, w2, topk_weights, topk_ids, activation)
+    check_bias("w13_bias", w13_bias, w13)
+    check_bias("w2_bias", w2_bias, w2)
     plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
     rows = permute(hidden_states, plan.sorted_slots)
     gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)
@@ -128,12 +130,13 @@ def _expert_stages(
 
 
 def _check_sizes(
-    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor
+    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str
 ) -> None:
-    """What the stages cannot say in the caller's names. Traced by Dynamo, so it stays plain."""
+    """What the stages' own checks cannot say in the caller's names. Dynamo traces it, so it stays plain."""
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
-    _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], "I"))
+    features = w13.shape[1] // 2 if is_gated_spec(activation) else w13.shape[1]
+    _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
     _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
     _checks.expect_shape("topk_weights", topk_weights, ("T", topk_ids.shape[1]))
     _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", w13=w13, w2=w2)

@@ -209,3 +209,8 @@ class Activation:
         """The activation whose `spec` (or bare name) this is. Raises ValueError for an unknown one."""
         name, *items = spec.split(";")
         return Activation(name, **_parse_items(Activation, items))  # type: ignore[arg-type]
+
+
+def is_gated_spec(spec: str) -> bool:
+    """Whether an activation's spec names a gated one, without parsing the rest: a compiler traces this."""
+    return spec.partition(";")[0] not in _UNGATED
