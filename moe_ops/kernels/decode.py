@@ -1,0 +1,135 @@
+"""Decode: the whole expert layer in two GEMV launches, for the few tokens whose slots hit distinct experts.
+
+No sort: a program reads its route from `topk_ids`. Weights are read once, in one shot per row where the registers
+allow it, so that all of a CTA's bytes are in flight together. No atomics: deterministic.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import apply_activation, local_expert
+
+
+@triton.jit
+def gemv_activation_kernel(
+    x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
+    top_k, num_ids, num_experts, features,
+    ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    bias_stride_e, bias_stride_n,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
+
+    A program reads the gate and up rows of BLOCK_N output columns as one block, so that all loads go out together.
+    """
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    blocks = tl.cdiv(features, BLOCK_N)
+    slot = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * BLOCK_N
+    expert = local_expert(ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts)
+    if expert < num_experts:
+        rows = tl.arange(0, ROWS)
+        if not GATED:
+            column = first + rows
+            weight_row = column
+        elif INTERLEAVED:
+            column = first + rows // 2
+            weight_row = first * 2 + rows
+        else:
+            column = first + rows % BLOCK_N
+            weight_row = column + (rows // BLOCK_N) * features
+        inside = column < features
+        x_row_ptr = x_ptr + (slot // top_k).to(tl.int64) * x_stride_m
+        row_ptr = weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_row.to(tl.int64) * weight_stride_n
+        offsets = tl.arange(0, BLOCK_K)
+        bias = tl.zeros((ROWS,), ACC)
+        if bias_ptr is not None:
+            bias_offsets = expert.to(tl.int64) * bias_stride_e + weight_row * bias_stride_n
+            bias = tl.load(bias_ptr + bias_offsets, mask=inside, other=0.0).to(ACC)
+        if BLOCK_K >= DEPTH:
+            mask = inside[:, None] & (offsets < DEPTH)[None, :]
+            weight_ptrs = row_ptr[:, None] + offsets[None, :] * weight_stride_k
+            weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_row_ptr + offsets * x_stride_k, mask=offsets < DEPTH, other=0.0)
+            value = tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1) + bias
+        else:
+            sums = tl.zeros((ROWS, BLOCK_K), ACC)
+            for k in tl.range(0, DEPTH, BLOCK_K, num_stages=4):
+                mask = inside[:, None] & (offsets < DEPTH - k)[None, :]
+                weight_ptrs = row_ptr[:, None] + (k + offsets).to(tl.int64)[None, :] * weight_stride_k
+                weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+                x = tl.load(x_row_ptr + (k + offsets) * x_stride_k, mask=offsets < DEPTH - k, other=0.0)
+                sums += weight.to(ACC) * x.to(ACC)[None, :]
+            value = tl.sum(sums, 1) + bias
+        if not GATED:
+            result = apply_activation(value, value, NAME, ALPHA, LIMIT)
+        else:
+            if INTERLEAVED:
+                gate, up = tl.reshape(value, (BLOCK_N, 2)).split()
+            else:
+                gate, up = tl.reshape(value, (2, BLOCK_N)).permute(1, 0).split()
+            result = apply_activation(gate, up, NAME, ALPHA, LIMIT)
+        columns = first + tl.arange(0, BLOCK_N)
+        out_row_ptr = out_ptr + slot.to(tl.int64) * features
+        tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)
+
+
+@triton.jit
+def gemv_combine_kernel(
+    x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr, shared_ptr, out_ptr,
+    num_ids, num_experts, features,
+    ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    bias_stride_e, bias_stride_n, shared_stride_t, shared_stride_n,
+    TOP_K: tl.constexpr, F64: tl.constexpr, DEPTH: tl.constexpr,
+    ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over k of topk_weights[t, k] * (weight[expert] @ x[t * TOP_K + k] + bias[expert]) + shared[t].
+
+    A program holds ROUTES * BLOCK_N rows: BLOCK_N output columns of every route of its token.
+    """
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    blocks = tl.cdiv(features, BLOCK_N)
+    token = tl.program_id(0) // blocks
+    first = (tl.program_id(0) % blocks) * BLOCK_N
+    rows = tl.arange(0, ROUTES * BLOCK_N)
+    route = rows // BLOCK_N
+    column = first + rows % BLOCK_N
+    slot = token * TOP_K + route
+    live = (route < TOP_K) & (column < features)
+    expert = local_expert(ids_ptr, map_ptr, slot, live, TOP_K, ids_stride_t, ids_stride_k, num_ids, num_experts)
+    live = live & (expert < num_experts)
+    wide = tl.where(live, expert, 0).to(tl.int64)
+    # The small loads go first: behind the reduction they would wait for it.
+    route_ptr = weights_ptr + token.to(tl.int64) * route_stride_t + route * route_stride_k
+    route_weight = tl.load(route_ptr, mask=live, other=0.0).to(ACC)
+    bias = tl.zeros((ROUTES * BLOCK_N,), ACC)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + wide * bias_stride_e + column * bias_stride_n, mask=live, other=0.0).to(ACC)
+    columns = first + tl.arange(0, BLOCK_N)
+    shared = tl.zeros((BLOCK_N,), ACC)
+    if shared_ptr is not None:
+        shared_row_ptr = shared_ptr + token.to(tl.int64) * shared_stride_t
+        shared = tl.load(shared_row_ptr + columns * shared_stride_n, mask=columns < features, other=0.0).to(ACC)
+    weight_row_ptr = (weight_ptr + wide * weight_stride_e + column.to(tl.int64) * weight_stride_n)[:, None]
+    x_row_ptr = (x_ptr + slot.to(tl.int64) * DEPTH)[:, None]
+    offsets = tl.arange(0, BLOCK_K)[None, :]
+    if BLOCK_K >= DEPTH:
+        mask = live[:, None] & (offsets < DEPTH)
+        weight_ptrs = weight_row_ptr + offsets * weight_stride_k
+        weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_row_ptr + offsets, mask=mask, other=0.0)
+        value = tl.sum(weight.to(ACC) * x.to(ACC), 1)
+    else:
+        sums = tl.zeros((ROUTES * BLOCK_N, BLOCK_K), ACC)
+        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=4):
+            mask = live[:, None] & (offsets < DEPTH - k)
+            weight_ptrs = weight_row_ptr + (k + offsets).to(tl.int64) * weight_stride_k
+            weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+            sums += weight.to(ACC) * tl.load(x_row_ptr + k + offsets, mask=mask, other=0.0).to(ACC)
+        value = tl.sum(sums, 1)
+    value = tl.where(live, (value + bias) * route_weight, 0.0)
+    total = tl.sum(tl.reshape(value, (ROUTES, BLOCK_N)), 0) + shared
+    out_row_ptr = out_ptr + token.to(tl.int64) * features
+    tl.store(out_row_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < features)

@@ -1,0 +1,185 @@
+"""build_dispatch: a stable counting sort of the S routed slots by local expert. No atomics: deterministic.
+
+Few slots: one CTA ranks every slot against every other. Many: per-block histograms, a scan over the blocks of each
+expert, then a scatter that ranks inside its block. Dropped slots form a last bucket, number `num_experts`.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import cdiv, local_expert, next_power_of_2
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
+
+_ONE_CTA_SLOTS = 512  # beyond it the quadratic ranking costs more than two further launches
+_SMALL_BLOCK, _LARGE_BLOCK, _LARGE_FROM = 256, 1024, 1 << 18
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _dispatch_one_cta_kernel(
+    ids_ptr, map_ptr, sorted_ptr, inverse_ptr, offsets_ptr,
+    num_slots, top_k, stride_t, stride_k, num_ids, num_experts,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    slots = tl.arange(0, BLOCK_S)
+    mask = slots < num_slots
+    expert = local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts)
+    rank = tl.zeros((BLOCK_S,), tl.int32)
+    for start in range(0, num_slots, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        present = others < num_slots
+        other = local_expert(ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts)
+        earlier = (other[None, :] == expert[:, None]) & (others[None, :] < slots[:, None])
+        before = (other[None, :] < expert[:, None]) | earlier
+        rank += tl.sum((before & present[None, :]).to(tl.int32), 1)
+    tl.store(sorted_ptr + rank, slots, mask=mask)
+    tl.store(inverse_ptr + slots, tl.where(expert < num_experts, rank, -1), mask=mask)
+    bins = tl.arange(0, BLOCK_E)
+    counts = tl.histogram(expert, BLOCK_E, mask=mask)
+    tl.store(offsets_ptr + bins, tl.cumsum(counts, 0) - counts, mask=bins <= num_experts)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _block_histogram_kernel(
+    ids_ptr, map_ptr, counts_ptr,
+    num_slots, num_blocks, top_k, stride_t, stride_k, num_ids, num_experts,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """counts[bucket, block]: slots of `bucket` among the BLOCK_S slots of this block."""
+    block = tl.program_id(0)
+    slots = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    mask = slots < num_slots
+    expert = local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts)
+    bins = tl.arange(0, BLOCK_E)
+    counts = tl.histogram(expert, BLOCK_E, mask=mask)
+    tl.store(counts_ptr + bins.to(tl.int64) * num_blocks + block, counts, mask=bins <= num_experts)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _block_scan_kernel(counts_ptr, totals_ptr, num_blocks, BLOCK: tl.constexpr):
+    """One CTA per bucket: counts[bucket, :] becomes its exclusive prefix sum, totals[bucket] the sum."""
+    bucket = tl.program_id(0)
+    row_ptr = counts_ptr + bucket.to(tl.int64) * num_blocks
+    total = tl.zeros((), tl.int32)
+    for start in range(0, num_blocks, BLOCK):
+        blocks = start + tl.arange(0, BLOCK)
+        counts = tl.load(row_ptr + blocks, mask=blocks < num_blocks, other=0)
+        prefix = total + tl.cumsum(counts, 0) - counts
+        tl.store(row_ptr + blocks, prefix, mask=blocks < num_blocks)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + bucket, total)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
+def _block_scatter_kernel(
+    ids_ptr, map_ptr, prefix_ptr, totals_ptr, sorted_ptr, inverse_ptr, offsets_ptr,
+    num_slots, num_blocks, top_k, stride_t, stride_k, num_ids, num_experts,
+    BLOCK_S: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Row of a slot = start of its bucket + its bucket's slots in earlier blocks + its rank inside the block."""
+    block = tl.program_id(0)
+    first = block * BLOCK_S
+    slots = first + tl.arange(0, BLOCK_S)
+    mask = slots < num_slots
+    expert = local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts)
+    rank = tl.load(prefix_ptr + expert.to(tl.int64) * num_blocks + block, mask=mask, other=0)
+    bins = tl.arange(0, BLOCK_E)
+    totals = tl.load(totals_ptr + bins, mask=bins <= num_experts, other=0)
+    offsets = tl.cumsum(totals, 0) - totals
+    rank += tl.gather(offsets, expert, 0)
+    for start in range(0, BLOCK_S, CHUNK):
+        others = first + start + tl.arange(0, CHUNK)
+        present = others < num_slots
+        other = local_expert(ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts)
+        earlier = (other[None, :] == expert[:, None]) & (others[None, :] < slots[:, None])
+        rank += tl.sum((earlier & present[None, :]).to(tl.int32), 1)
+    tl.store(sorted_ptr + rank, slots, mask=mask)
+    tl.store(inverse_ptr + slots, tl.where(expert < num_experts, rank, -1), mask=mask)
+    if block == 0:
+        tl.store(offsets_ptr + bins, offsets, mask=bins <= num_experts)
+
+
+def dispatch_launches(
+    topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: int
+) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+    """Buffers and launches that turn `topk_ids` [T, K] into `sorted_slots`, `inverse` and `expert_offsets`."""
+    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    outputs = (
+        Buffer("sorted_slots", (num_slots,), torch.int32),
+        Buffer("inverse", (num_slots,), torch.int32),
+        Buffer("expert_offsets", (num_experts + 1,), torch.int32),
+    )
+    source = _source_args(topk_ids, expert_map, num_experts)
+    if num_slots <= _ONE_CTA_SLOTS:
+        return outputs, (_one_cta_launch(source, num_slots),)
+    workspace, launches = _blocked_launches(source, num_slots)
+    return outputs + workspace, launches
+
+
+def _source_args(topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: int) -> dict:
+    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    return {
+        "ids_ptr": Ref("topk_ids"),
+        "map_ptr": None if expert_map is None else Ref("expert_map"),
+        "num_slots": num_slots,
+        "top_k": topk_ids.shape[1],
+        "stride_t": topk_ids.strides[0],
+        "stride_k": topk_ids.strides[1],
+        "num_ids": num_experts if expert_map is None else expert_map.shape[0],
+        "num_experts": num_experts,
+        "BLOCK_E": next_power_of_2(num_experts + 1),
+    }
+
+
+def _output_args() -> dict:
+    return {f"{short}_ptr": Ref(name) for short, name in _OUTPUT_NAMES.items()}
+
+
+_OUTPUT_NAMES = {"sorted": "sorted_slots", "inverse": "inverse", "offsets": "expert_offsets"}
+
+
+def _one_cta_launch(source: dict, num_slots: int) -> Launch:
+    block = max(next_power_of_2(num_slots), 16)
+    args = {**source, **_output_args(), "BLOCK_S": block, "CHUNK": min(block, 32)}
+    return Launch(_dispatch_one_cta_kernel, (1,), args, num_warps=4 if block <= 128 else 8, num_stages=1)
+
+
+def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+    block = _SMALL_BLOCK if num_slots < _LARGE_FROM else _LARGE_BLOCK
+    num_blocks, buckets = cdiv(num_slots, block), source["num_experts"] + 1
+    blocked = {**source, "num_blocks": num_blocks, "BLOCK_S": block}
+    counts, totals = Ref("block_counts"), Ref("expert_totals")
+    scan = {"counts_ptr": counts, "totals_ptr": totals, "num_blocks": num_blocks}
+    scatter = {**blocked, **_output_args(), "prefix_ptr": counts, "totals_ptr": totals, "CHUNK": 32}
+    workspace = (
+        Buffer("block_counts", (buckets, num_blocks), torch.int32),
+        Buffer("expert_totals", (buckets,), torch.int32),
+    )
+    launches = (
+        Launch(_block_histogram_kernel, (num_blocks,), {**blocked, "counts_ptr": counts}, 4, 1),
+        Launch(_block_scan_kernel, (buckets,), {**scan, "BLOCK": min(next_power_of_2(num_blocks), 1024)}, 4, 1),
+        Launch(_block_scatter_kernel, (num_blocks,), scatter, 4 if block == _SMALL_BLOCK else 8, 1),
+    )
+    return workspace, launches
+
+
+@lru_cache(maxsize=1024)
+def _program(topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: int) -> Program:
+    buffers, launches = dispatch_launches(topk_ids, expert_map, num_experts)
+    return Program(buffers, launches, ("sorted_slots", "inverse", "expert_offsets"))
+
+
+def build_dispatch_program(topk_ids, expert_map, num_experts: int) -> Program:
+    """The program of `moe.build_dispatch` for tensors with this metadata."""
+    return _program(describe(topk_ids), describe_optional(expert_map), num_experts)
+
+
+def launch(
+    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """topk_ids [T, K] int32/int64 -> (sorted_slots [S], inverse [S], expert_offsets [E+1]), all int32."""
+    program = build_dispatch_program(topk_ids, expert_map, num_experts)
+    sorted_slots, inverse, expert_offsets = program.run({"topk_ids": topk_ids, "expert_map": expert_map})
+    return sorted_slots, inverse, expert_offsets

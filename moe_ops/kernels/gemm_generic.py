@@ -1,0 +1,103 @@
+"""Grouped GEMM, any strides, sizes and floating dtype: pointer loads masked on every side.
+
+Takes what TMA cannot: rows that are no multiple of 16 bytes, misaligned bases, float32 (IEEE products, no TF32)
+and float64. One CTA per tile; tiles past the last one return at once. Weight gradients live here too.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import apply_activation
+from moe_ops.kernels.tiles import tile_at
+
+
+@triton.jit
+def _product(a, b, acc):
+    """acc + a @ b in IEEE arithmetic; element products stand in for the float64 dot of GPUs that lack one."""
+    return tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def grouped_gemm_generic_kernel(
+    x_ptr, slots_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr,
+    top_k, num_experts, features, depth,
+    x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    bias_stride_e, bias_stride_n, out_stride_m,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    F64: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N output columns a tile; a gated tile keeps one accumulator for gates and one for ups."""
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    column_blocks = tl.cdiv(features, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile < tl.load(tiles_ptr) * column_blocks:
+        expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
+        rows = row + tl.arange(0, BLOCK_M)
+        present = (rows < end) & (expert < num_experts)
+        source = rows
+        if slots_ptr is not None:
+            source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
+        columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        column_mask = (columns < features) & (expert < num_experts)
+        gate_columns = columns * 2 if INTERLEAVED else columns
+        up_columns = gate_columns + (1 if INTERLEAVED else features)
+        depths = tl.arange(0, BLOCK_K)
+        x_row_ptr = x_ptr + source.to(tl.int64)[:, None] * x_stride_m
+        expert_ptr = weight_ptr + expert.to(tl.int64) * weight_stride_e
+        gate_ptr = expert_ptr + gate_columns.to(tl.int64)[None, :] * weight_stride_n
+        up_ptr = expert_ptr + up_columns.to(tl.int64)[None, :] * weight_stride_n
+        acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        acc_up = tl.zeros((BLOCK_M, BLOCK_N), ACC)
+        for k in range(0, depth, BLOCK_K):
+            offsets = (k + depths).to(tl.int64)
+            inside = offsets < depth
+            x_mask = present[:, None] & inside[None, :]
+            weight_mask = column_mask[None, :] & inside[:, None]
+            x = tl.load(x_row_ptr + offsets[None, :] * x_stride_k, mask=x_mask, other=0.0)
+            weight_offsets = offsets[:, None] * weight_stride_k
+            acc = _product(x, tl.load(gate_ptr + weight_offsets, mask=weight_mask, other=0.0), acc)
+            if GATED:
+                acc_up = _product(x, tl.load(up_ptr + weight_offsets, mask=weight_mask, other=0.0), acc_up)
+        if bias_ptr is not None:
+            bias_row_ptr = bias_ptr + expert.to(tl.int64) * bias_stride_e
+            bias = tl.load(bias_row_ptr + gate_columns * bias_stride_n, mask=column_mask, other=0.0)
+            acc += bias.to(ACC)[None, :]
+            if GATED:
+                bias = tl.load(bias_row_ptr + up_columns * bias_stride_n, mask=column_mask, other=0.0)
+                acc_up += bias.to(ACC)[None, :]
+        if NAME is not None:
+            acc = apply_activation(acc, acc_up, NAME, ALPHA, LIMIT)
+        out_row_ptr = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m
+        out_mask = (rows < end)[:, None] & (columns < features)[None, :]
+        tl.store(out_row_ptr + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    grad_ptr, x_ptr, offsets_ptr, out_ptr,
+    num_rows, features, depth, grad_stride_m, grad_stride_n, x_stride_m, x_stride_k,
+    F64: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """out[e] = grad_e^T @ x_e over the rows of expert e: [features, depth], zeros for an expert without rows."""
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    depth_blocks = tl.cdiv(depth, BLOCK_K)
+    blocks = tl.cdiv(features, BLOCK_N) * depth_blocks
+    expert = tl.program_id(0) // blocks
+    local = tl.program_id(0) % blocks
+    columns = (local // depth_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depths = (local % depth_blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
+    start = tl.maximum(tl.load(offsets_ptr + expert), 0)
+    end = tl.minimum(tl.load(offsets_ptr + expert + 1), num_rows)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), ACC)
+    for first in range(start, end, BLOCK_M):
+        rows = first + tl.arange(0, BLOCK_M)
+        wide = rows.to(tl.int64)
+        grad_mask = (columns < features)[:, None] & (rows < end)[None, :]
+        grad_offsets = wide[None, :] * grad_stride_m + columns[:, None] * grad_stride_n
+        x_mask = (rows < end)[:, None] & (depths < depth)[None, :]
+        x_offsets = wide[:, None] * x_stride_m + depths[None, :] * x_stride_k
+        grad = tl.load(grad_ptr + grad_offsets, mask=grad_mask, other=0.0)
+        acc = _product(grad, tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0), acc)
+    out_row_ptr = out_ptr + (expert.to(tl.int64) * features + columns)[:, None] * depth
+    out_mask = (columns < features)[:, None] & (depths < depth)[None, :]
+    tl.store(out_row_ptr + depths[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

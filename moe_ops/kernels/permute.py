@@ -1,0 +1,134 @@
+"""permute: the gather that brings token rows into expert order, and its gradient, a sum over a token's K rows.
+
+The gradient first inverts the permutation, then gathers: deterministic, no atomics.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import cdiv, next_power_of_2
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe
+
+_MAX_COLUMNS = 1024
+_SCATTER_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _permute_kernel(
+    hidden_ptr, slots_ptr, out_ptr,
+    top_k, num_columns, stride_t, stride_h,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[row] = hidden[sorted_slots[row] // top_k]; grid (S * column blocks)."""
+    column_blocks = tl.cdiv(num_columns, BLOCK)
+    row = (tl.program_id(0) // column_blocks).to(tl.int64)
+    columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    token = (tl.load(slots_ptr + row) // top_k).to(tl.int64)
+    values = tl.load(hidden_ptr + token * stride_t + columns * stride_h, mask=mask)
+    tl.store(out_ptr + row * num_columns + columns, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _invert_kernel(slots_ptr, rows_ptr, num_slots, BLOCK: tl.constexpr):
+    """rows[sorted_slots[row]] = row."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_slots
+    tl.store(rows_ptr + tl.load(slots_ptr + rows, mask=mask, other=0), rows, mask=mask)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _permute_backward_kernel(
+    grad_ptr, rows_ptr, out_ptr,
+    top_k, num_columns, stride_s, stride_h,
+    F64: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[token] = sum over k of grad[rows[token * top_k + k]], in slot order."""
+    column_blocks = tl.cdiv(num_columns, BLOCK)
+    token = (tl.program_id(0) // column_blocks).to(tl.int64)
+    columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < num_columns
+    total = tl.zeros((BLOCK,), tl.float64 if F64 else tl.float32)
+    for k in range(top_k):
+        row = tl.load(rows_ptr + token * top_k + k).to(tl.int64)
+        total += tl.load(grad_ptr + row * stride_s + columns * stride_h, mask=mask, other=0.0).to(total.dtype)
+    tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def column_block(num_columns: int) -> int:
+    """Columns per program of the row kernels."""
+    return min(next_power_of_2(num_columns), _MAX_COLUMNS)
+
+
+@lru_cache(maxsize=1024)
+def _program(hidden_states: TensorMeta, sorted_slots: TensorMeta) -> Program:
+    (num_tokens, columns), num_slots = hidden_states.shape, sorted_slots.shape[0]
+    block = column_block(columns)
+    args = {
+        "hidden_ptr": Ref("hidden_states"),
+        "slots_ptr": Ref("sorted_slots"),
+        "out_ptr": Ref("permuted"),
+        "top_k": num_slots // num_tokens,
+        "num_columns": columns,
+        "stride_t": hidden_states.strides[0],
+        "stride_h": hidden_states.strides[1],
+        "BLOCK": block,
+    }
+    launch = Launch(_permute_kernel, (num_slots * cdiv(columns, block),), args, 4, 1)
+    return Program((Buffer("permuted", (num_slots, columns), hidden_states.dtype),), (launch,), ("permuted",))
+
+
+@lru_cache(maxsize=1024)
+def _backward_program(grad: TensorMeta, sorted_slots: TensorMeta, num_tokens: int) -> Program:
+    (num_slots, columns), block = grad.shape, column_block(grad.shape[1])
+    invert = {
+        "slots_ptr": Ref("sorted_slots"),
+        "rows_ptr": Ref("slot_rows"),
+        "num_slots": num_slots,
+        "BLOCK": _SCATTER_BLOCK,
+    }
+    gather = {
+        "grad_ptr": Ref("grad"),
+        "rows_ptr": Ref("slot_rows"),
+        "out_ptr": Ref("grad_hidden"),
+        "top_k": num_slots // num_tokens,
+        "num_columns": columns,
+        "stride_s": grad.strides[0],
+        "stride_h": grad.strides[1],
+        "F64": grad.dtype == torch.float64,
+        "BLOCK": block,
+    }
+    buffers = (
+        Buffer("slot_rows", (num_slots,), torch.int32),
+        Buffer("grad_hidden", (num_tokens, columns), grad.dtype),
+    )
+    launches = (
+        Launch(_invert_kernel, (cdiv(num_slots, _SCATTER_BLOCK),), invert, 4, 1),
+        Launch(_permute_backward_kernel, (num_tokens * cdiv(columns, block),), gather, 4, 2),
+    )
+    return Program(buffers, launches, ("grad_hidden",))
+
+
+def permute_program(hidden_states, sorted_slots) -> Program:
+    """The program of `moe.permute` for tensors with this metadata."""
+    return _program(describe(hidden_states), describe(sorted_slots))
+
+
+def permute_backward_program(grad, sorted_slots, num_tokens: int) -> Program:
+    """The program of `moe.permute_backward` for tensors with this metadata."""
+    return _backward_program(describe(grad), describe(sorted_slots), num_tokens)
+
+
+def launch(hidden_states: torch.Tensor, sorted_slots: torch.Tensor) -> torch.Tensor:
+    """hidden_states [T, H], sorted_slots [S] -> [S, H]."""
+    program = permute_program(hidden_states, sorted_slots)
+    return program.run({"hidden_states": hidden_states, "sorted_slots": sorted_slots})[0]
+
+
+def launch_backward(grad: torch.Tensor, sorted_slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """grad [S, H] -> [T, H]: the sum of each token's rows, in slot order."""
+    program = permute_backward_program(grad, sorted_slots, num_tokens)
+    return program.run({"grad": grad, "sorted_slots": sorted_slots})[0]

@@ -1,0 +1,165 @@
+"""A launch plan as a value: buffers to allocate, kernels to launch, tensors to return.
+
+A `Program` is made from static metadata only (shapes, strides, dtypes, options), so it can be cached, run eagerly,
+or written into a compiled graph by a pass. Tensors are named: the caller's after the operator's arguments,
+buffers after what they hold.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+_DEFAULT_MULTIPROCESSORS = 132  # H100/H200: the target of kernels planned without a GPU
+
+
+class TensorMeta(NamedTuple):
+    """What a plan may know of a tensor. `aligned`: its data starts on 16 bytes, as TMA needs."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A kernel argument: the tensor of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A kernel argument: `torch.as_strided(source, shape, strides, offset)`; offset in elements from the source."""
+
+    source: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A kernel argument: a host TMA descriptor over `source`; strides in elements, the last one 1."""
+
+    source: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+
+
+Argument = Ref | View | Descriptor | int | float | str | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A contiguous tensor the program allocates, uninitialised: an output or a workspace."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """One kernel launch. `args` maps every kernel parameter, constexpr ones included, to its argument."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: Mapping[str, Argument]
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self) -> None:
+        wanted, given = set(self.kernel.arg_names), set(self.args)
+        if wanted != given:
+            raise ValueError(f"{self.kernel.__name__}: missing {wanted - given}, unknown {given - wanted} arguments")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """Allocate `buffers`, run `launches` in order on the current stream, return the tensors named in `outputs`."""
+
+    buffers: tuple[Buffer, ...]
+    launches: tuple[Launch, ...]
+    outputs: tuple[str, ...]
+    _steps: tuple["_Step", ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_steps", tuple(map(_compile_step, self.launches)))
+
+    def run(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+        """Runs eagerly. `tensors` holds the operator's arguments by name; entries that are None are ignored."""
+        device = next(t.device for t in tensors.values() if t is not None)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._run(tensors, device)
+        return self._run(tensors, device)
+
+    def _run(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor, ...]:
+        values: dict[str, Any] = dict(tensors)
+        for buffer in self.buffers:
+            values[buffer.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        for step in self._steps:
+            args = step.template.copy()
+            for index, name in step.refs:
+                args[index] = values[name]
+            for index, argument in step.views:
+                args[index] = _materialize(argument, values[argument.source])
+            step.call(*args, num_warps=step.num_warps, num_stages=step.num_stages)
+        return tuple([values[name] for name in self.outputs])
+
+
+class _Step(NamedTuple):
+    """A launch with its positional arguments laid out once; only tensors are filled in per run."""
+
+    call: Callable[..., Any]
+    template: list[Any]
+    refs: tuple[tuple[int, str], ...]
+    views: tuple[tuple[int, View | Descriptor], ...]
+    num_warps: int
+    num_stages: int
+
+
+def _compile_step(launch: Launch) -> _Step:
+    template = [launch.args[name] for name in launch.kernel.arg_names]
+    refs = tuple((i, a.name) for i, a in enumerate(template) if isinstance(a, Ref))
+    views = tuple((i, a) for i, a in enumerate(template) if isinstance(a, View | Descriptor))
+    return _Step(launch.kernel[launch.grid], template, refs, views, launch.num_warps, launch.num_stages)
+
+
+def _materialize(argument: View | Descriptor, source: torch.Tensor) -> Any:
+    if isinstance(argument, Descriptor):
+        return TensorDescriptor(source, list(argument.shape), list(argument.strides), list(argument.block))
+    offset = source.storage_offset() + argument.offset
+    return torch.as_strided(source, argument.shape, argument.strides, offset)
+
+
+def describe(tensor: Any) -> TensorMeta:
+    """Metadata of a real, fake or meta tensor with static sizes; hashable, the key under which plans are cached."""
+    return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, _is_aligned(tensor))
+
+
+def describe_optional(tensor: Any) -> TensorMeta | None:
+    """`describe`, None for None."""
+    return None if tensor is None else describe(tensor)
+
+
+def _is_aligned(tensor: Any) -> bool:
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # fake tensors have no data; allocators align storages to at least 16 bytes
+        address = tensor.storage_offset() * tensor.dtype.itemsize
+    return address % 16 == 0
+
+
+@lru_cache(maxsize=None)
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors `device` has; 132 where there is no GPU to ask (fake tensors, interpreter)."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _DEFAULT_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,310 @@
+"""topk_routing: scores, group limits and K passes of "largest remaining, lowest id first", one warp per few tokens.
+
+The definition is `moe_ops.routing.reference`. Experts are laid out as [groups, members], both padded to powers of
+two, so that group scores are plain reductions; flattened they keep the order of the expert ids.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
+from moe_ops.types import RoutingConfig
+
+_NO_EXPERT = tl.constexpr(1 << 30)
+_ELEMENTS_PER_WARP = 256
+
+
+@triton.jit
+def _is_finite(value):
+    return tl.abs(value) < float("inf")
+
+
+@triton.jit
+def _lowest_best(values, available, numbers):
+    """(value, number) per row of the largest available entry; the lowest number among equals."""
+    best = tl.max(tl.where(available, values, -float("inf")), 1)
+    return best, tl.min(tl.where(available & (values == best[:, None]), numbers, _NO_EXPERT), 1)
+
+
+@triton.jit
+def _keep_best_groups(
+    selection, member,
+    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr,
+):  # fmt: skip
+    """selection [rows, groups, members] with the experts outside the best groups set to GROUP_FILL."""
+    ROWS: tl.constexpr = selection.shape[0]
+    GROUPS: tl.constexpr = selection.shape[1]
+    group_score = tl.max(selection, 2)
+    if TOP2_SUM:
+        numbers = tl.arange(0, selection.shape[2])[None, None, :]
+        first = tl.min(tl.where(selection == group_score[:, :, None], numbers, _NO_EXPERT), 2)
+        group_score += tl.max(tl.where(numbers == first[:, :, None], -float("inf"), selection), 2)
+    groups = tl.arange(0, GROUPS)[None, :]
+    available = (groups < NUM_GROUPS) & tl.full((ROWS, GROUPS), True, tl.int1)
+    kept = tl.full((ROWS, GROUPS), False, tl.int1)
+    for _ in range(TOPK_GROUPS):
+        _, pick = _lowest_best(group_score, available, groups)
+        kept = kept | (groups == pick[:, None])
+        available = available & (groups != pick[:, None])
+    fill = -float("inf") if GROUP_FILL is None else GROUP_FILL
+    return tl.where(member & (kept[:, :, None] == 0), fill, selection)
+
+
+@triton.jit
+def _score_chosen(chosen, valid, SOFTMAX: tl.constexpr):
+    """Scores of the K selected logits among themselves; 0 where not valid."""
+    if SOFTMAX:
+        logits = tl.where(valid, chosen, -float("inf"))
+        exps = tl.exp(logits - tl.max(logits, 1)[:, None])
+        scored = exps / tl.sum(exps, 1)[:, None]
+    else:
+        scored = tl.sigmoid(chosen)
+    return tl.where(valid, scored, 0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _topk_routing_kernel(
+    logits_ptr, bias_ptr, weights_ptr, ids_ptr,
+    num_tokens, stride_t, stride_e, stride_b,
+    TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
+    RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = weights_ptr.dtype.element_ty
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = tokens < num_tokens
+    groups = tl.arange(0, BLOCK_G)[None, :, None]
+    members = tl.arange(0, BLOCK_M)[None, None, :]
+    experts = groups * MEMBERS + members
+    one_row = (groups < NUM_GROUPS) & (members < MEMBERS)
+    member = one_row & tl.full((ROWS, BLOCK_G, BLOCK_M), True, tl.int1)
+    rows_ptr = logits_ptr + tokens.to(tl.int64)[:, None, None] * stride_t
+    logits = tl.load(rows_ptr + experts * stride_e, mask=present[:, None, None] & one_row, other=0.0).to(ACC)
+    score = logits
+    if SCORE_FIRST:
+        if SOFTMAX:
+            logits = tl.where(member, logits, -float("inf"))
+            exps = tl.exp(logits - tl.max(tl.max(logits, 2), 1)[:, None, None])
+            score = exps / tl.sum(tl.sum(exps, 2), 1)[:, None, None]
+        else:
+            score = tl.sigmoid(logits)
+    selection = score
+    if bias_ptr is not None:
+        selection += tl.load(bias_ptr + experts * stride_b, mask=one_row, other=0.0).to(ACC)
+    selection = tl.where(member & _is_finite(selection), selection, -float("inf"))
+    if NUM_GROUPS > 1:
+        selection = _keep_best_groups(selection, member, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL)
+    BLOCK_E: tl.constexpr = BLOCK_G * BLOCK_M
+    score = tl.reshape(tl.where(member & _is_finite(score), score, 0.0), (ROWS, BLOCK_E))
+    selection = tl.reshape(selection, (ROWS, BLOCK_E))
+    available = tl.reshape(member, (ROWS, BLOCK_E))
+    experts = tl.reshape(tl.where(member, experts, _NO_EXPERT), (ROWS, BLOCK_E))
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    chosen = tl.zeros((ROWS, BLOCK_K), ACC)
+    ranked = tl.full((ROWS, BLOCK_K), -float("inf"), ACC)
+    ids = tl.zeros((ROWS, BLOCK_K), tl.int32)
+    for k in range(TOP_K):
+        best, pick = _lowest_best(selection, available, experts)
+        hit = experts == pick[:, None]
+        available = available & (experts != pick[:, None])
+        chosen = tl.where(columns == k, tl.sum(tl.where(hit, score, 0.0), 1)[:, None], chosen)
+        ranked = tl.where(columns == k, best[:, None], ranked)
+        ids = tl.where(columns == k, pick[:, None], ids)
+    valid = _is_finite(ranked)
+    if SCORE_FIRST:
+        chosen = tl.where(valid, chosen, 0.0)
+    else:
+        chosen = _score_chosen(chosen, valid, SOFTMAX)
+    if RENORMALIZE:
+        total = tl.sum(chosen, 1) + RENORM_EPS
+        chosen = chosen / tl.where(total == 0, 1.0, total)[:, None]
+    out = tokens.to(tl.int64)[:, None] * TOP_K + columns
+    out_mask = present[:, None] & (columns < TOP_K)
+    tl.store(weights_ptr + out, chosen * SCALE, mask=out_mask)
+    tl.store(ids_ptr + out, ids, mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _topk_routing_backward_kernel(
+    grad_ptr, logits_ptr, ids_ptr, out_ptr,
+    num_tokens, grad_stride_t, grad_stride_k, stride_t, stride_e, ids_stride_t, ids_stride_k,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr,
+    RENORMALIZE: tl.constexpr, RENORM_EPS: tl.constexpr, SCALE: tl.constexpr,
+    F64: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = (tokens < num_tokens)[:, None]
+    tokens = tokens.to(tl.int64)[:, None]
+    columns = tl.arange(0, BLOCK_K)[None, :]
+    mask = present & (columns < TOP_K)
+    ids = tl.load(ids_ptr + tokens * ids_stride_t + columns * ids_stride_k, mask=mask, other=-1)
+    mask = mask & (ids >= 0) & (ids < NUM_EXPERTS)
+    picked = tl.load(logits_ptr + tokens * stride_t + ids * stride_e, mask=mask, other=0.0).to(ACC)
+    grad = tl.load(grad_ptr + tokens * grad_stride_t + columns * grad_stride_k, mask=mask, other=0.0).to(ACC)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    expert_mask = present & (experts < NUM_EXPERTS)
+    score = tl.zeros((ROWS, BLOCK_E), ACC)
+    if SCORE_FIRST:
+        if SOFTMAX:
+            logits = tl.load(logits_ptr + tokens * stride_t + experts * stride_e, mask=expert_mask, other=0.0).to(ACC)
+            logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
+            largest = tl.max(logits, 1)[:, None]
+            exps = tl.exp(logits - largest)
+            total = tl.sum(exps, 1)[:, None]
+            score = tl.where(_is_finite(exps / total), exps / total, 0.0)
+            picked = tl.exp(picked - largest) / total
+        else:
+            picked = tl.sigmoid(picked)
+        valid = mask & _is_finite(picked)
+        chosen = tl.where(valid, picked, 0.0)
+    else:
+        valid = mask & _is_finite(picked)
+        chosen = _score_chosen(tl.where(valid, picked, 0.0), valid, SOFTMAX)
+    grad = grad * SCALE
+    if RENORMALIZE:
+        total_weight = tl.sum(chosen, 1) + RENORM_EPS
+        divisor = tl.where(total_weight == 0, 1.0, total_weight)[:, None]
+        through = tl.where((total_weight == 0)[:, None], 0.0, tl.sum(grad * chosen, 1)[:, None] / divisor)
+        grad = (grad - through) / divisor
+    grad = tl.where(valid, grad, 0.0)
+    if not SOFTMAX:
+        grad = grad * chosen * (1.0 - chosen)
+    elif not SCORE_FIRST:
+        grad = chosen * (grad - tl.sum(grad * chosen, 1)[:, None])
+    dense = tl.zeros((ROWS, BLOCK_E), ACC)
+    for k in range(TOP_K):
+        id_k = tl.sum(tl.where(columns == k, ids, 0), 1)[:, None]
+        dense += tl.where(experts == id_k, tl.sum(tl.where(columns == k, grad, 0.0), 1)[:, None], 0.0)
+    if SOFTMAX and SCORE_FIRST:
+        dense = score * (dense - tl.sum(grad * chosen, 1)[:, None])
+    tl.store(out_ptr + tokens * NUM_EXPERTS + experts, dense.to(out_ptr.dtype.element_ty), mask=expert_mask)
+
+
+def routing_launches(
+    router_logits: TensorMeta, correction_bias: TensorMeta | None, routing: RoutingConfig
+) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+    """Buffers and launches that turn `router_logits` [T, E] into `topk_weights` and `topk_ids` [T, K]."""
+    num_tokens, num_experts = router_logits.shape
+    blocks = {
+        "BLOCK_G": next_power_of_2(routing.num_groups),
+        "BLOCK_M": next_power_of_2(num_experts // routing.num_groups),
+        "BLOCK_K": next_power_of_2(routing.top_k),
+    }
+    tile = _tile(num_tokens, blocks["BLOCK_G"] * blocks["BLOCK_M"])
+    args = {
+        "logits_ptr": Ref("router_logits"),
+        "bias_ptr": None if correction_bias is None else Ref("correction_bias"),
+        "weights_ptr": Ref("topk_weights"),
+        "ids_ptr": Ref("topk_ids"),
+        "num_tokens": num_tokens,
+        "stride_t": router_logits.strides[0],
+        "stride_e": router_logits.strides[1],
+        "stride_b": 1 if correction_bias is None else correction_bias.strides[0],
+        **_formula_args(routing),
+        "NUM_GROUPS": routing.num_groups,
+        "TOPK_GROUPS": routing.topk_groups,
+        "TOP2_SUM": routing.group_score == "top2_sum",
+        "GROUP_FILL": None if routing.group_fill == float("-inf") else routing.group_fill,
+        "MEMBERS": num_experts // routing.num_groups,
+        "ROWS": tile.rows,
+        **blocks,
+    }
+    shape = (num_tokens, routing.top_k)
+    weights = Buffer("topk_weights", shape, compute_dtype(router_logits.dtype))
+    buffers = (weights, Buffer("topk_ids", shape, torch.int32))
+    return buffers, (Launch(_topk_routing_kernel, (tile.programs,), args, tile.num_warps, 1),)
+
+
+class _Tile(NamedTuple):
+    rows: int
+    programs: int
+    num_warps: int
+
+
+def _tile(num_tokens: int, block_e: int) -> _Tile:
+    """Rows per program so that a warp has work, without a row spanning warps unless it is long."""
+    rows = min(max(_ELEMENTS_PER_WARP // block_e, 1), 32, next_power_of_2(num_tokens))
+    return _Tile(rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4)
+
+
+def _formula_args(routing: RoutingConfig) -> dict:
+    return {
+        "TOP_K": routing.top_k,
+        "SOFTMAX": routing.score_fn == "softmax",
+        "SCORE_FIRST": routing.order == "score_then_topk",
+        "RENORMALIZE": routing.renormalize,
+        "RENORM_EPS": routing.renorm_eps,
+        "SCALE": routing.scale,
+    }
+
+
+@lru_cache(maxsize=1024)
+def _program(router_logits: TensorMeta, correction_bias: TensorMeta | None, routing: RoutingConfig) -> Program:
+    buffers, launches = routing_launches(router_logits, correction_bias, routing)
+    return Program(buffers, launches, ("topk_weights", "topk_ids"))
+
+
+@lru_cache(maxsize=1024)
+def _backward_program(
+    grad_weights: TensorMeta, router_logits: TensorMeta, topk_ids: TensorMeta, routing: RoutingConfig
+) -> Program:
+    num_tokens, num_experts = router_logits.shape
+    block_e = next_power_of_2(num_experts)
+    tile = _tile(num_tokens, block_e)
+    args = {
+        "grad_ptr": Ref("grad_weights"),
+        "logits_ptr": Ref("router_logits"),
+        "ids_ptr": Ref("topk_ids"),
+        "out_ptr": Ref("grad_logits"),
+        "num_tokens": num_tokens,
+        "grad_stride_t": grad_weights.strides[0],
+        "grad_stride_k": grad_weights.strides[1],
+        "stride_t": router_logits.strides[0],
+        "stride_e": router_logits.strides[1],
+        "ids_stride_t": topk_ids.strides[0],
+        "ids_stride_k": topk_ids.strides[1],
+        "NUM_EXPERTS": num_experts,
+        **_formula_args(routing),
+        "F64": router_logits.dtype == torch.float64,
+        "ROWS": tile.rows,
+        "BLOCK_E": block_e,
+        "BLOCK_K": next_power_of_2(routing.top_k),
+    }
+    buffer = Buffer("grad_logits", (num_tokens, num_experts), router_logits.dtype)
+    launch = Launch(_topk_routing_backward_kernel, (tile.programs,), args, tile.num_warps, 1)
+    return Program((buffer,), (launch,), ("grad_logits",))
+
+
+def topk_routing_program(router_logits, correction_bias, routing: RoutingConfig) -> Program:
+    """The program of `moe.topk_routing` for tensors with this metadata."""
+    return _program(describe(router_logits), describe_optional(correction_bias), routing)
+
+
+def topk_routing_backward_program(grad_weights, router_logits, topk_ids, routing: RoutingConfig) -> Program:
+    """The program of `moe.topk_routing_backward` for tensors with this metadata."""
+    return _backward_program(describe(grad_weights), describe(router_logits), describe(topk_ids), routing)
+
+
+def launch(
+    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: RoutingConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """router_logits [T, E] -> (topk_weights [T, K] float32, float64 for float64; topk_ids [T, K] int32)."""
+    program = topk_routing_program(router_logits, correction_bias, routing)
+    weights, ids = program.run({"router_logits": router_logits, "correction_bias": correction_bias})
+    return weights, ids
+
+
+def launch_backward(
+    grad_weights: torch.Tensor, router_logits: torch.Tensor, topk_ids: torch.Tensor, routing: RoutingConfig
+) -> torch.Tensor:
+    """grad_weights [T, K] -> gradient of router_logits [T, E], in its dtype."""
+    program = topk_routing_backward_program(grad_weights, router_logits, topk_ids, routing)
+    tensors = {"grad_weights": grad_weights, "router_logits": router_logits, "topk_ids": topk_ids}
+    return program.run(tensors)[0]

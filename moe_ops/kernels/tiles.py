@@ -1,0 +1,85 @@
+"""Tile map of a grouped GEMM, computed on the device from `expert_offsets`: no host sync, static buffer size.
+
+Row blocks of BLOCK_M rows never cross an expert. Tile order is expert-major with the row block fastest inside
+(expert, column block): the CTAs that stream one weight tile run side by side, and L2 serves all but one of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import next_power_of_2
+from moe_ops.kernels.program import Buffer, Launch, Ref
+
+_RECORD = tl.constexpr(4)  # expert, its first row block, first row, end row
+_FILL = 64
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def _tile_map_kernel(
+    offsets_ptr, tiles_ptr, num_slots, num_experts, capacity,
+    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """One program per expert writes a record per row block; record 0 holds the number of row blocks.
+
+    With TAIL the rows past the last expert form a group of their own, number `num_experts`.
+    """
+    group = tl.program_id(0)
+    groups = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets_ptr + groups, mask=groups <= num_experts, other=0)
+    ends = tl.load(offsets_ptr + groups + 1, mask=groups < num_experts, other=0)
+    if TAIL:
+        ends = tl.where(groups == num_experts, num_slots, ends)
+    # Offsets come from the caller: clamped, no value of theirs can make a kernel leave its buffers.
+    starts = tl.minimum(tl.maximum(starts, 0), num_slots)
+    ends = tl.minimum(tl.maximum(ends, starts), num_slots)
+    blocks = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(groups < group, blocks, 0), 0)
+    start = tl.sum(tl.where(groups == group, starts, 0), 0)
+    end = tl.sum(tl.where(groups == group, ends, 0), 0)
+    if group == 0:
+        tl.store(tiles_ptr, tl.minimum(tl.sum(blocks, 0), capacity))
+    last = tl.minimum(first + (end - start + BLOCK_M - 1) // BLOCK_M, capacity)
+    for base in range(first, last, FILL):
+        block = base + tl.arange(0, FILL)
+        record_ptr = tiles_ptr + (block + 1).to(tl.int64) * _RECORD
+        tl.store(record_ptr, tl.zeros_like(block) + group, mask=block < last)
+        tl.store(record_ptr + 1, tl.zeros_like(block) + first, mask=block < last)
+        tl.store(record_ptr + 2, tl.zeros_like(block) + start, mask=block < last)
+        tl.store(record_ptr + 3, tl.zeros_like(block) + end, mask=block < last)
+
+
+@triton.jit
+def tile_at(tiles_ptr, index, column_blocks, BLOCK_M: tl.constexpr):
+    """(expert, first row, end row of the expert, column block) of tile `index`."""
+    record_ptr = tiles_ptr + (index // column_blocks + 1) * _RECORD
+    expert = tl.load(record_ptr)
+    first = tl.load(record_ptr + 1)
+    start = tl.load(record_ptr + 2)
+    end = tl.load(record_ptr + 3)
+    blocks = (end - start + BLOCK_M - 1) // BLOCK_M
+    local = index - first * column_blocks
+    return expert, start + (local % blocks) * BLOCK_M, end, local // blocks
+
+
+def tile_capacity(num_slots: int, num_experts: int, block_m: int, tail: bool) -> int:
+    """The most row blocks any routing can need."""
+    return num_slots // block_m + min(num_experts + tail, num_slots)
+
+
+def tile_map(num_slots: int, num_experts: int, block_m: int, tail: bool) -> tuple[Buffer, Launch]:
+    """Buffer and launch of the tile map, from `expert_offsets`. tail: tiles also cover the rows of dropped slots."""
+    capacity = tile_capacity(num_slots, num_experts, block_m, tail)
+    buffer = Buffer(f"tiles_{block_m}", ((capacity + 1) * _RECORD.value,), torch.int32)
+    args = {
+        "offsets_ptr": Ref("expert_offsets"),
+        "tiles_ptr": Ref(buffer.name),
+        "num_slots": num_slots,
+        "num_experts": num_experts,
+        "capacity": capacity,
+        "TAIL": tail,
+        "BLOCK_M": block_m,
+        "BLOCK_E": next_power_of_2(num_experts + 1),
+        "FILL": _FILL,
+    }
+    return buffer, Launch(_tile_map_kernel, (num_experts + tail,), args, 4, 1)
