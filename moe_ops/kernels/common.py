@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+# The interpreter multiplies bfloat16 by its bit patterns, so there operands are widened first.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
 
 def next_power_of_2(value: int) -> int:
     """The smallest power of two that is at least `value` (1 for 0)."""
@@ -34,6 +37,15 @@ def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_i
         local = tl.load(map_ptr + local, mask=valid, other=-1).to(tl.int32)
         valid = valid & (local >= 0) & (local < num_experts)
     return tl.where(valid, local, num_experts)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a @ b, in IEEE arithmetic for float32 (no TF32)."""
+    if _INTERPRETED:
+        a = a.to(acc.dtype)
+        b = b.to(acc.dtype)
+    return tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit

@@ -7,14 +7,8 @@ and float64. One CTA per tile; tiles past the last one return at once. Weight gr
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation
+from moe_ops.kernels.common import apply_activation, dot
 from moe_ops.kernels.tiles import tile_at
-
-
-@triton.jit
-def _product(a, b, acc):
-    """acc + a @ b in IEEE arithmetic; element products stand in for the float64 dot of GPUs that lack one."""
-    return tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)
 
 
 @triton.jit(do_not_specialize=["top_k"])
@@ -33,12 +27,13 @@ def grouped_gemm_generic_kernel(
     if tile < tl.load(tiles_ptr) * column_blocks:
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
         rows = row + tl.arange(0, BLOCK_M)
-        present = (rows < end) & (expert < num_experts)
+        # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
+        present = rows < tl.where(expert < num_experts, end, 0)
         source = rows
         if slots_ptr is not None:
             source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
         columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        column_mask = (columns < features) & (expert < num_experts)
+        column_mask = columns < tl.where(expert < num_experts, features, 0)
         gate_columns = columns * 2 if INTERLEAVED else columns
         up_columns = gate_columns + (1 if INTERLEAVED else features)
         depths = tl.arange(0, BLOCK_K)
@@ -55,9 +50,9 @@ def grouped_gemm_generic_kernel(
             weight_mask = column_mask[None, :] & inside[:, None]
             x = tl.load(x_row_ptr + offsets[None, :] * x_stride_k, mask=x_mask, other=0.0)
             weight_offsets = offsets[:, None] * weight_stride_k
-            acc = _product(x, tl.load(gate_ptr + weight_offsets, mask=weight_mask, other=0.0), acc)
+            acc = dot(x, tl.load(gate_ptr + weight_offsets, mask=weight_mask, other=0.0), acc)
             if GATED:
-                acc_up = _product(x, tl.load(up_ptr + weight_offsets, mask=weight_mask, other=0.0), acc_up)
+                acc_up = dot(x, tl.load(up_ptr + weight_offsets, mask=weight_mask, other=0.0), acc_up)
         if bias_ptr is not None:
             bias_row_ptr = bias_ptr + expert.to(tl.int64) * bias_stride_e
             bias = tl.load(bias_row_ptr + gate_columns * bias_stride_n, mask=column_mask, other=0.0)
@@ -97,7 +92,7 @@ def weight_gradient_kernel(
         x_mask = (rows < end)[:, None] & (depths < depth)[None, :]
         x_offsets = wide[:, None] * x_stride_m + depths[None, :] * x_stride_k
         grad = tl.load(grad_ptr + grad_offsets, mask=grad_mask, other=0.0)
-        acc = _product(grad, tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0), acc)
+        acc = dot(grad, tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0), acc)
     out_row_ptr = out_ptr + (expert.to(tl.int64) * features + columns)[:, None] * depth
     out_mask = (columns < features)[:, None] & (depths < depth)[None, :]
     tl.store(out_row_ptr + depths[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -8,7 +8,7 @@ against rows sorted beforehand.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation
+from moe_ops.kernels.common import apply_activation, dot
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -29,7 +29,7 @@ def _weight_tile(
 
 @triton.jit
 def _add_bias(acc, bias_ptr, expert, columns, features, num_experts, stride_e, stride_n):
-    mask = (columns < features) & (expert < num_experts)
+    mask = columns < tl.where(expert < num_experts, features, 0)
     bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_e + columns * stride_n, mask=mask, other=0.0)
     return acc + bias.to(acc.dtype)[None, :]
 
@@ -55,7 +55,7 @@ def grouped_gemm_tma_kernel(
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
         rows = row + tl.arange(0, BLOCK_M)
         # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
-        present = (rows < end) & (expert < num_experts)
+        present = rows < tl.where(expert < num_experts, end, 0)
         source = rows
         if slots_ptr is not None:
             source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
@@ -69,10 +69,10 @@ def grouped_gemm_tma_kernel(
             mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
             x = tl.load(x_row_ptr + k * x_stride_k, mask=mask, other=0.0)
             weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
-            acc = tl.dot(x, weight, acc)
+            acc = dot(x, weight, acc)
             if PAIRED:
                 up = _weight_tile(weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
-                acc_up = tl.dot(x, up, acc_up)
+                acc_up = dot(x, up, acc_up)
         columns = column + tl.arange(0, OUT_N)
         if PAIRED:
             gate_value = acc
