@@ -40,6 +40,8 @@ class FusedMoE(nn.Module):
         TypeError, ValueError: `expert_map` does not describe `config.num_experts` experts.
     """
 
+    w13_weight: Tensor
+    w2_weight: Tensor
     w13_bias: Tensor | None
     w2_bias: Tensor | None
     e_score_correction_bias: Tensor | None

@@ -1,0 +1,75 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from layers import MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
+from moe_ops import RoutingConfig
+from tests.layers import oracle
+
+H, I, E, K = 16, 24, 8, 2
+DEEPSEEK = {
+    "routing": RoutingConfig(K, "sigmoid", renorm_eps=1e-20, scale=2.5),
+    "router": RouterConfig(has_correction_bias=True, gate_dtype=torch.float32),
+    "shared_experts": SharedExpertConfig(40),
+}
+OPTIONS = {
+    "mixtral": {},
+    "qwen2_moe": {"routing": RoutingConfig(K, renormalize=False), "shared_experts": SharedExpertConfig(40, "sigmoid")},
+    "deepseek_v3": DEEPSEEK,
+    "gate_bias": {"router": RouterConfig(has_bias=True), "has_bias": True},
+    "relu2_shared": {"activation": "relu2", "shared_experts": SharedExpertConfig(40)},
+}
+
+
+def make(options: dict, dtype=torch.float32) -> MoEBlock:
+    torch.manual_seed(2)
+    block = MoEBlock(MoEConfig(E, K, H, I, **options), dtype=dtype)
+    torch.nn.init.normal_(block.gate.weight, std=1.0)
+    if block.experts.e_score_correction_bias is not None:
+        torch.nn.init.normal_(block.experts.e_score_correction_bias, std=0.3)
+    return block
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_matches_the_oracle(options, dtype, tolerance):
+    block = make(options, dtype)
+    hidden = torch.randn(3, 4, H, generator=torch.Generator().manual_seed(3)).to(dtype)
+    out = block(hidden)
+    assert out.dtype == dtype
+    assert out.shape == hidden.shape
+    assert oracle.relative_error(out, oracle.block(block, hidden)) < tolerance
+
+
+def test_logits_come_in_the_gate_dtype():
+    hidden = torch.randn(3, H).to(torch.bfloat16)
+    assert make({}, torch.bfloat16).gate(hidden).dtype == torch.bfloat16
+    assert make(DEEPSEEK, torch.bfloat16).gate(hidden).dtype == torch.float32
+
+
+def test_empty_input():
+    assert make(DEEPSEEK)(torch.empty(2, 0, H)).shape == (2, 0, H)
+
+
+def test_copies_and_saved_states_compute_the_same():
+    block = make(DEEPSEEK)
+    hidden = torch.randn(5, H)
+    expected = block(hidden)
+    loaded = MoEBlock(block.config)
+    loaded.load_state_dict(block.state_dict())
+    for twin in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), loaded):
+        assert torch.equal(twin(hidden), expected)
+
+
+def test_meta_device():
+    block = MoEBlock(MoEConfig(E, K, H, I, **DEEPSEEK), device="meta", dtype=torch.bfloat16)
+    assert all(tensor.is_meta for tensor in [*block.parameters(), *block.buffers()])
+
+
+def test_every_parameter_gets_a_gradient():
+    block = make(OPTIONS["qwen2_moe"])
+    block(torch.randn(64, H)).square().sum().backward()
+    without = [name for name, parameter in block.named_parameters() if not parameter.grad.any()]
+    assert without == []
