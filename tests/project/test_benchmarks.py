@@ -1,0 +1,186 @@
+"""The benchmark harness itself: what it compares with, what it refuses to time, and the demo's verdicts."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import demo, moe_bench, peers
+from benchmarks.checkpoints import UnsupportedCheckpoint, load, moe_blocks, write_small_checkpoint
+from benchmarks.demo_graph import BlockFacts
+from benchmarks.demo_run import Run
+from benchmarks.generation import Generation, compare, generate, next_token_logits, static_cache
+from benchmarks.implementations import gmm
+from benchmarks.workloads import (
+    TOKEN_COUNTS,
+    WORKLOADS,
+    Cell,
+    Load,
+    Workload,
+    cells_of,
+    make_inputs,
+    make_weights,
+    reference,
+    roofline,
+)
+
+SMALL = Workload("small", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
+
+
+def test_recorded_baseline_covers_25_of_the_45_cells() -> None:
+    recorded = peers.times_of(peers.read_rows([peers.RECORDED]), peers.BASELINE)
+    assert len(peers.all_keys()) == 45
+    assert len(recorded) == 25
+    assert set(recorded) <= set(peers.all_keys())
+
+
+def test_rooflines_agree_with_the_recorded_ones() -> None:
+    for row in peers.read_rows([peers.RECORDED]):
+        cell = Cell(WORKLOADS[row["workload"]], int(row["T"]), row["routing"])
+        roof = roofline(cell, Load(float(row["distinct_experts"]), int(row["max_load"])))
+        assert roof.us == pytest.approx(float(row["roof_us"]), rel=5e-3)
+
+
+def test_comparison_prefers_the_recorded_time_and_counts_wins() -> None:
+    ours = {"workload": "W1", "T": "4", "routing": "uniform", "impl": "fused_moe", "us": "500.0"}
+    beside = {**ours, "impl": "gmm_compile", "us": "1.0"}
+    elsewhere = [{**row, "T": "1"} for row in (ours, beside)]
+    won, lost = peers.compare([ours, beside, *elsewhere])
+    assert won.recorded and won.baseline == 788.95 and won.ratio > 1
+    assert not lost.recorded and lost.baseline == 1.0 and lost.ratio < 1
+    text, won_all = peers.verdict([ours, beside, *elsewhere])
+    assert "in 1 of 2 measured cells (45 in all)" in text
+    assert not won_all
+
+
+def test_cells_add_zipf_at_4096_only() -> None:
+    assert [cell.routing for cell in cells_of(SMALL, (1, 4096))] == ["uniform", "uniform", "zipf"]
+    assert [cell.routing for cell in cells_of(SMALL, (1,))] == ["uniform"]
+    assert len(TOKEN_COUNTS) == 8
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "balanced"])
+@pytest.mark.parametrize("name", ["gmm", "fused_moe"])
+def test_what_is_timed_passes_the_gate(name: str, routing: str) -> None:
+    import moe_ops
+
+    inputs, weights = make_inputs(Cell(SMALL, 16, routing), "cpu")[0], make_weights(SMALL, 1, "cpu")
+
+    def fused(one, copy, top_k):
+        config = moe_ops.RoutingConfig(top_k=top_k)
+        return moe_ops.fused_moe(one.hidden_states, one.router_logits, copy.w13, copy.w2, config)
+
+    def grouped(one, copy, top_k):
+        return gmm(one.hidden_states, one.router_logits, copy.w13, copy.w2, top_k)
+
+    implementation = {"gmm": grouped, "fused_moe": fused}[name]
+    assert moe_bench.check(implementation, inputs, weights, 2) < moe_bench.MAX_RELATIVE_ERROR
+
+
+def test_a_wrong_implementation_is_not_timed() -> None:
+    inputs, weights = make_inputs(Cell(SMALL, 4, "uniform"), "cpu")[0], make_weights(SMALL, 1, "cpu")
+    for wrong in (
+        lambda one, copy, top_k: reference(one, copy, top_k) * 1.02,
+        lambda one, copy, top_k: torch.full_like(one.hidden_states, float("nan")),
+    ):
+        with pytest.raises(moe_bench.WrongResult, match="expected at most"):
+            moe_bench.check(wrong, inputs, weights, 2)
+
+
+def _generation(tokens: list[int], gaps: list[float]) -> Generation:
+    return Generation(torch.tensor(tokens)[:, None], torch.tensor(gaps)[:, None])
+
+
+def test_a_near_tie_ends_the_comparison() -> None:
+    reference_run = _generation([3, 5, 7], [1.0, 1e-5, 1.0])
+    assert compare(reference_run, _generation([3, 6, 8], [1.0] * 3)).same
+    assert "then a near-tie" in str(compare(reference_run, _generation([3, 6, 8], [1.0] * 3)))
+    assert not compare(reference_run, _generation([4, 5, 7], [1.0] * 3)).same
+    assert not compare(_generation([3, 5], [1.0, 1.0]), _generation([3, 6], [1.0, 1.0])).same
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    return write_small_checkpoint("mixtral", tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_generation_equals_the_one_of_transformers(mixtral: Path) -> None:
+    model = load(mixtral, "cpu", torch.float32)
+    prompt = 1 + torch.arange(2 * 5).view(2, 5)  # 0 is the padding token
+    cache = static_cache(model, 2, 32)
+    with torch.no_grad():
+        ours = generate(next_token_logits(model, cache), cache, prompt, 6)
+    theirs = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ours.tokens.T, theirs[:, 5:])
+
+
+def test_a_checkpoint_is_patched_whole(mixtral: Path) -> None:
+    assert len(moe_blocks(demo._patched(mixtral, "cpu", torch.float32))) == 3
+
+
+def _arguments(model: Path) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(["--model", str(model)])
+
+
+def test_demo_says_what_is_wrong_with_a_path(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "_fresh_compiler_cache", lambda: None)
+    assert demo.main(_arguments(tmp_path / "nothing")) == 2
+    assert "no config.json there" in capsys.readouterr().out
+
+
+def test_demo_refuses_a_family_without_experts(tmp_path: Path, capsys, monkeypatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "dense")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "_fresh_compiler_cache", lambda: None)
+    assert demo.main(_arguments(tmp_path / "dense")) == 2
+    assert "'llama' has no mixture-of-experts block" in capsys.readouterr().out
+
+
+def test_demo_refuses_a_block_that_patch_leaves_alone(tmp_path: Path) -> None:
+    from transformers import DbrxConfig, DbrxForCausalLM
+
+    config = DbrxConfig(
+        d_model=32, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=32,
+        attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
+        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    )  # fmt: skip
+    DbrxForCausalLM(config).save_pretrained(tmp_path / "dbrx")
+    with pytest.raises(UnsupportedCheckpoint, match="dbrx"):
+        demo._patched(tmp_path / "dbrx", "cpu", torch.float32)
+
+
+class _Report:
+    def __init__(self, breaks: int, fused: int) -> None:
+        self.graph_breaks = (None,) * breaks
+        self.fused = [type("Fusion", (), {"layer": f"layer {i}"}) for i in range(fused)]
+
+
+def _demo(
+    our_tokens: list[int], report: _Report, further_compiles: int = 1, decode_compiles: int = 1
+) -> demo.Demo:
+    def run(way: str, tokens: list[int]) -> Run:
+        return Run(way, first=_generation(tokens, [1.0] * len(tokens)), further=[])
+
+    mine = run("ours", our_tokens)
+    mine.further_compiles, mine.decode_compiles = further_compiles, decode_compiles
+    runs = (run("eager", [1, 2]), run("torch.compile", [1, 2]), mine)
+    return demo.Demo("m", runs, runs, 2, report, BlockFacts(40, None), BlockFacts(6, None), Path("m.html"))
+
+
+def test_demo_claims_hold_only_when_they_do() -> None:
+    def failed(result: demo.Demo) -> list[str]:
+        return [claim.name for claim in demo.check(result) if not claim.holds]
+
+    assert failed(_demo([1, 2], _Report(0, 2))) == []
+    assert failed(_demo([1, 3], _Report(0, 2))) == ["tokens of ours against eager, float32"]
+    assert failed(_demo([1, 2], _Report(1, 2))) == ["graph breaks"]
+    assert failed(_demo([1, 2], _Report(0, 1))) == ["MoE layers fused"]
+    assert failed(_demo([1, 2], _Report(0, 2), further_compiles=2)) == ["recompiles of prefill"]
+    assert failed(_demo([1, 2], _Report(0, 2), decode_compiles=2)) == ["compiles of decode"]
