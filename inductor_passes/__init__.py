@@ -6,6 +6,9 @@ print(inductor_passes.explain(model, inputs))
 """
 
 from inductor_passes.base import Fusion, MoEPass, Refused
+from inductor_passes.explain import explain
+from inductor_passes.hazards import Hazard
 from inductor_passes.options import options
+from inductor_passes.report import Break, LayerGraph, Report
 
-__all__ = ["Fusion", "MoEPass", "Refused", "options"]
+__all__ = ["Break", "Fusion", "Hazard", "LayerGraph", "MoEPass", "Refused", "Report", "explain", "options"]

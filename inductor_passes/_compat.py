@@ -7,6 +7,7 @@ Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`
 
 import contextlib
 import copy
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "is_cudagraph_unsafe_fx_node",
     "kernel_constants",
     "kernel_index",
+    "kernel_name",
     "mode_table",
     "post_grad_backend",
     "post_grad_pre_pass",
@@ -48,6 +50,7 @@ __all__ = [
     "uncompiled",
     "with_graph_break_reason",
     "with_launch_options",
+    "written_arguments",
 ]
 
 
@@ -110,6 +113,32 @@ def kernel_constants(constants: Mapping[str, Any]) -> int:
     return kernel_side_table.add_constant_args(dict(constants))
 
 
+def kernel_name(index: int) -> str:
+    """Name of the kernel behind a number of `kernel_index`."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel = kernel_side_table.get_kernel(index)
+    return getattr(kernel, "fn", kernel).__name__
+
+
+def written_arguments(
+    kernel: Any, arguments: Mapping[str, Any], descriptors: Mapping[str, Any]
+) -> frozenset[str]:
+    """Names of the tensors a Triton kernel writes, as Inductor's own analysis of its TTIR will find them.
+
+    All tensors when the analysis fails. Inductor drops a launch that writes nothing anybody reads, so a launch must
+    be described the way this analysis sees it.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):  # torch 2.13
+        accesses = triton_kernel_wrap.identify_accessed_tensors(kernel, dict(arguments), dict(descriptors))
+        names = {dependency.name for dependency in accesses.read_writes.writes}
+    else:
+        names = set(triton_kernel_wrap.identify_mutated_tensors(kernel, dict(arguments), dict(descriptors)))
+    return frozenset(name for name in names if isinstance(arguments.get(name), torch.Tensor))
+
+
 def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
     """`kernel` bound to one launch configuration, the only form in which Inductor takes these two."""
     import triton
@@ -122,10 +151,12 @@ def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
 OnGraph = Callable[[torch.fx.GraphModule, Sequence[Any]], None]
 
 
-def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
+def post_grad_backend(
+    on_graph: OnGraph, on_trace: Callable[[torch.fx.GraphModule], None] | None = None
+) -> Callable[..., Any]:
     """A backend that shows every graph as our pass would get it, generates no code and runs the ATen graph.
 
-    Caches are off, so a graph compiled before is traced again.
+    `on_trace` gets the graph as Dynamo made it. Caches are off, so a graph compiled before is traced again.
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -133,6 +164,8 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if on_trace is not None:
+            on_trace(gm)
         with inductor_config.patch(force_disable_caches=True):
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
@@ -175,7 +208,12 @@ def preserved_dynamo_state() -> Iterator[None]:
 
 
 def fresh_code(function: types.FunctionType) -> types.FunctionType:
-    """A copy of `function` that Dynamo has never seen: its caches hang on the code object."""
-    clone = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    clone.__kwdefaults__, clone.__defaults__ = function.__kwdefaults__, function.__defaults__
-    return clone
+    """A copy of `function` that Dynamo has never seen.
+
+    Its caches hang on the code object, and what it remembers of shapes seen before on the code's name.
+    """
+    name = f"{function.__name__}_{next(_SERIAL)}"
+    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+
+
+_SERIAL = itertools.count()

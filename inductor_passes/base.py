@@ -4,7 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -50,22 +50,46 @@ class PassLog:
 
     fused: list[Fusion] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    lowered: list[Fusion] = field(default_factory=list)
+    """What a lowering wrote out, and as what."""
+    kept: list[Refused] = field(default_factory=list)
+    """What a lowering left as an operator call, and why."""
 
     def fuse(self, kind: str, anchor: torch.fx.Node, nodes: Iterable[torch.fx.Node]) -> None:
-        """Records a rewrite of `nodes`, whose last one is `anchor`."""
-        fusion = Fusion(layer_of(anchor), kind, tuple(node.name for node in nodes))
-        LOGGER.debug("fused %s in %s: %s", fusion.kind, fusion.layer, ", ".join(fusion.nodes))
-        self.fused.append(fusion)
+        """Records a fusion of `nodes`, whose last one is `anchor`."""
+        self.fused.append(
+            _logged("fused", Fusion(layer_of(anchor), kind, tuple(node.name for node in nodes)))
+        )
+
+    def lower(self, kind: str, node: torch.fx.Node) -> None:
+        """Records that a lowering wrote out `node`."""
+        self.lowered.append(_logged("lowered", Fusion(layer_of(node), kind, (node.name,))))
+
+    def undo(self, kind: str, anchor: torch.fx.Node) -> None:
+        """Forgets the fusions of this kind in the anchor's layer: a later pass took them apart again."""
+        self.fused[:] = [
+            fusion for fusion in self.fused if (fusion.layer, fusion.kind) != (layer_of(anchor), kind)
+        ]
 
     def refuse(self, refusal: Refusal, anchor: torch.fx.Node) -> None:
-        """Records why nothing was done at `anchor`."""
-        refused = Refused(layer_of(anchor), refusal.node.name, refusal.reason)
-        LOGGER.info("refused in %s at %s: %s", refused.layer, refused.node, refused.reason)
-        self.refused.append(refused)
+        """Records why nothing was fused at `anchor`."""
+        self.refused.append(_logged("refused", Refused(layer_of(anchor), refusal.node.name, refusal.reason)))
+
+    def keep(self, refusal: Refusal, anchor: torch.fx.Node) -> None:
+        """Records why `anchor` stays an operator call."""
+        self.kept.append(_logged("kept", Refused(layer_of(anchor), refusal.node.name, refusal.reason)))
 
     def counts(self) -> Counter[str]:
-        """How often each kind of rewrite happened."""
+        """How often each kind of fusion happened."""
         return Counter(fusion.kind for fusion in self.fused)
+
+
+_Record = TypeVar("_Record", Fusion, Refused)
+
+
+def _logged(verb: str, record: _Record) -> _Record:
+    LOGGER.log(logging.INFO if verb == "refused" else logging.DEBUG, "%s: %s", verb, record)
+    return record
 
 
 def layer_of(node: torch.fx.Node) -> str:

@@ -57,7 +57,7 @@ def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
     log.fuse(describe(fused), down, (plan, up, down))
     down.replace_all_uses_with(fused)
     erase_dead(graph, (down, up))
-    _drop_plan(graph, plan)
+    _drop_plan(graph, plan, log)
 
 
 def _plan_of(first: dict[str, Any], second: dict[str, Any], down: Node) -> Node:
@@ -142,11 +142,12 @@ def _topk_ids(graph: Graph, plan: Node) -> Node:
     return pick(graph, plan, 1)
 
 
-def _drop_plan(graph: Graph, plan: Node) -> None:
+def _drop_plan(graph: Graph, plan: Node, log: PassLog) -> None:
     """Erases a plan nobody reads; a router whose plan nobody reads goes back to being topk_routing."""
     erase_dead(graph, (plan,))
     if not is_op(plan, "routing_dispatch") or not plan.users or any(index > 1 for index in outputs(plan)):
         return
+    log.undo("routing_dispatch", plan)
     routing = arguments(plan)
     args = (routing["router_logits"], routing["correction_bias"], routing["routing"])
     with graph.inserting_before(plan):

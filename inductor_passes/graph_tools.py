@@ -178,12 +178,16 @@ def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 Rewrite = Callable[[Graph, Node, PassLog], None]
+OnRefusal = Callable[[Refusal, Node], None]
 
 
-def rewrite_each(graph: Graph, anchors: Iterable[Node], rewrite: Rewrite, log: PassLog) -> None:
-    """Runs `rewrite` at every anchor; a refusal is recorded and the anchor left alone."""
+def rewrite_each(
+    graph: Graph, anchors: Iterable[Node], rewrite: Rewrite, log: PassLog, on_refusal: OnRefusal | None = None
+) -> None:
+    """Runs `rewrite` at every anchor. A refusal is recorded (`log.refuse` unless told) and the anchor left alone."""
+    record = on_refusal if on_refusal is not None else log.refuse
     for anchor in anchors:
         try:
             rewrite(graph, anchor, log)
         except Refusal as refusal:
-            log.refuse(refusal, anchor)
+            record(refusal, anchor)

@@ -62,15 +62,15 @@ class MoEPasses(_compat.CustomGraphPass):
 def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = None) -> PassLog:
     """Runs `passes` in order over one graph; returns what they fused and refused."""
     log = log if log is not None else PassLog()
+    passes = tuple(passes)
     name_layers(graph)
     training = is_training(graph)
-    if training:
+    if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
     for each in passes:
         if find(graph, *each.requires) and not (training and each.inference_only):
             each.run(graph, log)
     graph.lint()
-    LOGGER.debug("rewrote %s, refused %d", dict(log.counts()), len(log.refused))
     return log
 
 

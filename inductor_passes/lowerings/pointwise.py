@@ -28,7 +28,7 @@ class ExpandPointwise:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every pointwise stage that is left."""
-        rewrite_each(graph, find(graph, *self.requires), _rewrite, log)
+        rewrite_each(graph, find(graph, *self.requires), _rewrite, log, log.keep)
 
 
 def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
@@ -42,7 +42,7 @@ def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
         return _FORMULAS[name](**dict(zip(tensors, given, strict=True)), **options)
 
     result = inline(graph, expanded, list(tensors.values()), stage)
-    log.fuse(f"{name} as ATen", stage, (stage,))
+    log.lower("ATen", stage)
     stage.replace_all_uses_with(result)
     graph.erase_node(stage)
 

@@ -34,7 +34,7 @@ class LaunchPrograms:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out the launches of every fused operator with static sizes on CUDA."""
         candidates = [node for node in find(graph, *_FUSED) if _on_cuda(node)]
-        rewrite_each(graph, candidates, _rewrite, log)
+        rewrite_each(graph, candidates, _rewrite, log, log.keep)
 
 
 def _on_cuda(node: Node) -> bool:
@@ -48,11 +48,16 @@ def _tensors(node: Node) -> dict[str, Any]:
 def _rewrite(graph: Graph, fused: Node, log: PassLog) -> None:
     _expect_static(fused)
     program = _program(fused)
-    with graph.inserting_before(fused):
-        values = _Launcher(graph, fused).write(program)
-    results = [values[name] for name in program.outputs]
-    _expect_layouts(fused, results)
-    log.fuse(f"{len(program.launches)} launches", fused, (fused,))
+    launcher = _Launcher(graph, fused)
+    try:
+        with graph.inserting_before(fused):
+            values = launcher.write(program)
+        results = [values[name] for name in program.outputs]
+        _expect_layouts(fused, results)
+    except Refusal:
+        launcher.take_back()
+        raise
+    log.lower(f"{len(program.launches)} launches", fused)
     _replace(graph, fused, results)
 
 
@@ -83,6 +88,16 @@ def _plan_arguments(fused: Node) -> list[Any]:
     return [decoders[name](value) if name in decoders else value for name, value in values.items()]
 
 
+# Analysing a kernel takes a tenth of a second; a model launches the same few once per layer.
+_WRITTEN: dict[Any, list[str]] = {}
+
+
+def _descriptors(launch: Any) -> dict[str, Any]:
+    return {
+        name: ("stable", (list(arg.block),)) for name, arg in launch.args.items() if hasattr(arg, "block")
+    }
+
+
 class _Launcher:
     """Writes a program's buffers and launches as functional nodes in front of the operator they stand for."""
 
@@ -93,6 +108,7 @@ class _Launcher:
             name: value for name, value in arguments(fused).items() if isinstance(value, Node)
         }
         self.device = next(iter(_tensors(fused).values())).device
+        self.written_nodes: list[Node] = []
 
     def write(self, program: Any) -> dict[str, Node]:
         """Every tensor of the program by name, as it is after the last launch."""
@@ -103,8 +119,14 @@ class _Launcher:
             self._launch(launch, workspaces)
         return self.values
 
+    def take_back(self) -> None:
+        """Erases everything written so far."""
+        for node in reversed(self.written_nodes):
+            self.graph.erase_node(node)
+
     def _node(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
+        self.written_nodes.append(node)
         inherit_meta(node, self.fused)
         node.meta["val"] = value
         return node
@@ -124,11 +146,12 @@ class _Launcher:
     def _launch(self, launch: Any, workspaces: set[str]) -> None:
         tensors = {name: arg for name, arg in launch.args.items() if _source(arg) is not None}
         nodes = {name: self._tensor(arg) for name, arg in tensors.items()}
-        # A launch may write any workspace it is given whole; views of one are only read. Inductor finds out what
-        # a kernel really writes, and drops the copies this form asks for.
-        written = [
-            name for name, arg in tensors.items() if _source(arg) in workspaces and self._is_whole(arg)
-        ]
+        written = self._written(launch, nodes)
+        for name in written:
+            if _source(tensors[name]) not in workspaces or not self._is_whole(tensors[name]):
+                raise Refusal(
+                    self.fused, f"{launch.kernel.__name__} seems to write {name}, which is no whole buffer"
+                )
         kwargs = self._wrapper_arguments(launch, nodes, written)
         values = {name: self._new_value(*_shape_dtype(nodes[name])) for name in written}
         wrapper = self._node(_compat.triton_launch(), (), kwargs, values)
@@ -137,20 +160,31 @@ class _Launcher:
             result = self._node(operator.getitem, (wrapper, name), {}, values[name])
             self.values[_source(tensors[name])] = result  # type: ignore[index]
 
+    def _written(self, launch: Any, nodes: dict[str, Node]) -> list[str]:
+        values = {name: node.meta["val"] for name, node in nodes.items()}
+        layout = tuple((name, value.dtype, value.device.type) for name, value in values.items())
+        if (launch, layout) not in _WRITTEN:
+            written = _compat.written_arguments(
+                launch.kernel, {**launch.args, **values}, _descriptors(launch)
+            )
+            _WRITTEN[launch, layout] = sorted(written)
+        if not _WRITTEN[launch, layout]:
+            raise Refusal(
+                self.fused, f"torch finds nothing that {launch.kernel.__name__} writes and would drop it"
+            )
+        return _WRITTEN[launch, layout]
+
     def _wrapper_arguments(self, launch: Any, nodes: dict[str, Node], written: list[str]) -> dict[str, Any]:
         compile_time = {parameter.name for parameter in launch.kernel.params if parameter.is_constexpr}
         scalars = {name: arg for name, arg in launch.args.items() if name not in nodes}
         constants = {name: arg for name, arg in scalars.items() if name in compile_time or arg is None}
         run_time = {name: arg for name, arg in scalars.items() if name not in constants}
-        descriptors = {name: arg.block for name, arg in launch.args.items() if hasattr(arg, "block")}
         kernel = bound_kernel(launch.kernel, launch.num_warps, launch.num_stages)
         return {
             "kernel_idx": _compat.kernel_index(kernel),
             "constant_args_idx": _compat.kernel_constants(constants),
             "grid": [(*launch.grid, *(1,) * (3 - len(launch.grid)))],
-            "tma_descriptor_metadata": {
-                name: ("stable", (list(block),)) for name, block in descriptors.items()
-            },
+            "tma_descriptor_metadata": _descriptors(launch),
             "kwargs": {**nodes, **run_time},
             "tensors_to_clone": written,
         }

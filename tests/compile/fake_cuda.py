@@ -27,9 +27,11 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _triton
 
 from inductor_passes.pipeline import MoEPasses
 
+_OURS = MoEPasses()
 _SM90 = 90
 _PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -113,6 +115,9 @@ def fake_h200() -> Iterator[None]:
         )
         workers = {"cuda": [_PROPERTIES]}
         stack.enter_context(mock.patch.object(device_interface, "caching_worker_device_properties", workers))
+        stack.enter_context(
+            mock.patch.object(torch.utils._triton, "has_triton_tensor_descriptor_host_tma", _answer(True))
+        )
         init_backend_registration()
         yield
 
@@ -135,7 +140,7 @@ def compile_for_h200(
     *,
     tokens: int = 64,
     symbolic: bool = False,
-    graph_pass: Callable[[torch.fx.Graph], None] | None = MoEPasses(),
+    graph_pass: Callable[[torch.fx.Graph], None] | None = _OURS,
 ) -> Compiled:
     """Generates code for `function(*arguments(T))`, T being `tokens` or a symbol with that hint."""
     patches = {"compile_threads": 1, "fx_graph_cache": False, "post_grad_custom_pre_pass": graph_pass}
