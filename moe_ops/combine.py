@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_ops import _checks, _library
 
@@ -77,19 +78,25 @@ def check_shared(
 
 def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
     """The definition of `combine`, in plain PyTorch."""
-    num_tokens, top_k = topk_weights.shape
     dtype = _checks.compute_dtype(expert_out.dtype)
-    out = torch.zeros((num_tokens, expert_out.shape[1]), dtype=dtype, device=expert_out.device)
-    rows = inverse.view(num_tokens, top_k)
-    for k in range(top_k):
-        kept = (rows[:, k] >= 0).nonzero().squeeze(1)
-        values = expert_out.index_select(0, rows[:, k].index_select(0, kept)).to(dtype)
-        values *= topk_weights[:, k].index_select(0, kept).to(dtype).unsqueeze(1)
-        # Plain addition when nothing is dropped: the common case, and no slower than it must be.
-        out = out.add_(values) if kept.numel() == num_tokens else out.index_add_(0, kept, values)
+    rows, weights = inverse.view(topk_weights.shape), topk_weights.to(dtype)
+    dropped = rows < 0
+    if topk_weights.numel() == 0 or bool(dropped.any()):
+        out = _sum_kept_slots(expert_out, weights, rows, dropped)
+    else:  # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
+        out = F.embedding_bag(rows, expert_out.to(dtype), per_sample_weights=weights, mode="sum")
     if shared is not None:
         out += shared
     return out.to(expert_out.dtype)
+
+
+def _sum_kept_slots(expert_out: Tensor, weights: Tensor, rows: Tensor, dropped: Tensor) -> Tensor:
+    out = weights.new_zeros((weights.shape[0], expert_out.shape[1]))
+    for k in range(weights.shape[1] if out.numel() else 0):
+        values = expert_out.index_select(0, rows[:, k].clamp(min=0)).to(out.dtype)
+        # Before weighing: a dropped slot must not bring in row 0, which may be NaN.
+        out += values.masked_fill_(dropped[:, k, None], 0.0) * weights[:, k, None]
+    return out
 
 
 def _cuda(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:

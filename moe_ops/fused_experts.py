@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 
 from moe_ops import _checks, _library
-from moe_ops.activation import activation_gradient, activation_spec, gated_activation, out_features
-from moe_ops.combine import check_shared, combine, combine_gradient
-from moe_ops.dispatch import build_dispatch, check_ids, reference as dispatch_reference
-from moe_ops.gather_gemm_act import reference as up_reference
-from moe_ops.gemm_combine import reference as down_reference
-from moe_ops.grouped_gemm import check_bias, check_weight, gradients as gemm_gradients, grouped_gemm
+from moe_ops.activation import (
+    activation_gradient,
+    activation_spec,
+    apply_activation,
+    gated_activation,
+    out_features,
+)
+from moe_ops.combine import check_shared, combine, combine_gradient, reference as combine_reference
+from moe_ops.dispatch import build_dispatch, check_ids, local_experts, reference as dispatch_reference
+from moe_ops.grouped_gemm import (
+    check_bias,
+    check_weight,
+    expert_linear,
+    gradients as gemm_gradients,
+    grouped_gemm,
+)
+from moe_ops.grouped_gemm import reference as gemm_reference
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
 
@@ -204,9 +215,45 @@ def reference(
     shared: Tensor | None,
     activation: str,
 ) -> Tensor:
+    if topk_ids.shape[0] == 1:
+        experts = local_experts(topk_ids[0], expert_map, w13.shape[0]).tolist()
+        return _one_token(
+            hidden_states, (w13, w2, w13_bias, w2_bias), topk_weights[0], experts, shared, activation
+        )
     slots, inverse, offsets = dispatch_reference(topk_ids, expert_map, w13.shape[0])
-    activated = up_reference(hidden_states, w13, slots, offsets, w13_bias, activation)
-    return down_reference(activated, w2, offsets, w2_bias, topk_weights, inverse, shared)
+    rows = hidden_states.index_select(0, slots // topk_ids.shape[1])
+    gate_up = gemm_reference(rows, w13, offsets, w13_bias)
+    # In the storage dtype: torch's own elementwise kernels compute in float32 inside.
+    activated = apply_activation(gate_up, Activation.from_spec(activation))
+    expert_out = gemm_reference(activated, w2, offsets, w2_bias)
+    return combine_reference(expert_out, topk_weights, inverse, shared)
+
+
+def _one_token(
+    hidden_states: Tensor,
+    experts_weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    topk_weights: Tensor,
+    experts: list[int],
+    shared: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """One token needs no dispatch: its K experts one after the other, in slot order."""
+    w13, w2, w13_bias, w2_bias = experts_weights
+    config = Activation.from_spec(activation)
+    dtype = _checks.compute_dtype(hidden_states.dtype)
+    out = torch.zeros(hidden_states.shape, dtype=dtype)
+    for expert, weight in zip(experts, topk_weights.to(dtype), strict=True):
+        if expert < w13.shape[0]:
+            gate_up = expert_linear(
+                hidden_states, w13[expert], None if w13_bias is None else w13_bias[expert]
+            )
+            activated = apply_activation(gate_up, config)
+            out.addcmul_(
+                expert_linear(activated, w2[expert], None if w2_bias is None else w2_bias[expert]), weight
+            )
+    if shared is not None:
+        out += shared
+    return out.to(hidden_states.dtype)
 
 
 def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:

@@ -13,8 +13,9 @@ from moe_ops.types import Activation
 
 _MAX_TOKENS = 8
 _DISTINCT_SHARE = 0.85  # below it, grouping the slots of an expert saves more weight traffic than sorting costs
-_BYTES_PER_THREAD = 256  # of weights: 64 registers, so that a one-shot row block does not spill
-_MAX_WARPS = 8
+_BYTES_PER_THREAD = 256  # of weights; more only for rows that four warps cannot hold otherwise
+_MAX_WARPS = 4
+_ONE_SHOT_BYTES = 65536  # a larger row block is read in a loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ def gemv_config(rows: int, weight: TensorMeta, target_bytes: int) -> GemvConfig:
     row_bytes = rows * next_power_of_2(weight.shape[2]) * weight.dtype.itemsize
     if weight.strides[2] != 1:  # columns are contiguous: wide in n, a loop over k
         return GemvConfig(max(128 // rows, 16), 32, 4)
-    if row_bytes > _MAX_WARPS * 32 * _BYTES_PER_THREAD:
+    if row_bytes > _ONE_SHOT_BYTES:
         return GemvConfig(1, max(16384 // (rows * weight.dtype.itemsize), 64), 4)
     block_n = min(max(target_bytes // row_bytes, 1), 8)
-    num_warps = max(block_n * row_bytes // (32 * _BYTES_PER_THREAD), 1)
+    num_warps = min(max(block_n * row_bytes // (32 * _BYTES_PER_THREAD), 1), _MAX_WARPS)
     return GemvConfig(block_n, next_power_of_2(weight.shape[2]), num_warps)
 
 
