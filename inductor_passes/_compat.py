@@ -43,6 +43,7 @@ __all__ = [
     "post_grad_backend",
     "post_grad_pre_pass",
     "preserved_dynamo_state",
+    "same_size",
     "stable_topological_sort",
     "statically_known_true",
     "trace",
@@ -78,6 +79,22 @@ def call_with_is_inference(
         graph_pass(graph, is_inference)
     else:
         graph_pass(graph)
+
+
+def same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal.
+
+    Two symbols that are equal now are guarded to stay equal: the sizes compared are those that an operator's own
+    check requires to be equal. A symbol is never guarded to equal a number.
+    """
+    if statically_known_true(one == other):
+        return True
+    symbolic = [isinstance(size, torch.SymInt) and size.node.has_hint() for size in (one, other)]
+    return all(symbolic) and not _is_constant(one) and not _is_constant(other) and bool(one == other)
+
+
+def _is_constant(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) or size.node.maybe_as_int() is not None
 
 
 def trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:

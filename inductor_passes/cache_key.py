@@ -18,7 +18,7 @@ def source_hash() -> str:
     """sha256 over every source file of `moe_ops` and `inductor_passes`, names included."""
     digest = hashlib.sha256(moe_ops.source_hash().encode())
     root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for kind in ("*.py", "*.json") for path in root.rglob(kind)):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import (
     arguments,
@@ -49,7 +48,6 @@ def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
     expect_only_user(up, down, "the activated rows")
     first = arguments(up)
     plan = _plan_of(first, second, down)
-    _expect_all_experts(plan, first["w13"], up)
     if is_op(plan, "routing_dispatch") and _router_is_private(plan, first, second):
         fused = _as_fused_moe(graph, plan, first, second, down)
     else:
@@ -83,12 +81,6 @@ def _expect_roles(plan: Node | None, first: dict[str, Any], second: dict[str, An
             raise Refusal(down, f"{describe(tensor)} is used in another role than the plan gives it")
     if first["expert_offsets"] is not second["expert_offsets"]:
         raise Refusal(down, "the two grouped GEMMs use different expert_offsets")
-
-
-def _expect_all_experts(plan: Node, w13: Node, up: Node) -> None:
-    planned, held = arguments(plan)["num_experts"], w13.meta["val"].shape[0]
-    if not _compat.statically_known_true(planned == held):
-        raise Refusal(up, f"the plan is for {planned} experts, w13 holds {held}")
 
 
 def _router_is_private(plan: Node, first: dict[str, Any], second: dict[str, Any]) -> bool:

@@ -8,7 +8,8 @@ With a symbolic token count nothing is done and nothing is guarded: the operator
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -82,8 +83,33 @@ def _program(fused: Node) -> Any:
         raise Refusal(fused, f"the kernels make no launch plan: {error!r}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What a launch plan may ask of a tensor; a fake tensor itself warns when asked for its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def storage_offset(self) -> int:
+        return self.offset
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("a tensor of a graph has no address")
+
+
+def _metadata(node: Node) -> _Metadata:
+    value = node.meta["val"]
+    return _Metadata(tuple(value.shape), value.stride(), value.dtype, value.device, value.storage_offset())
+
+
 def _plan_arguments(fused: Node) -> list[Any]:
-    values = map_arg(arguments(fused), lambda node: node.meta["val"])
+    values = map_arg(arguments(fused), _metadata)
     decoders = {"routing": RoutingConfig.from_spec, "activation": Activation.from_spec}
     return [decoders[name](value) if name in decoders else value for name, value in values.items()]
 
@@ -112,11 +138,12 @@ class _Launcher:
 
     def write(self, program: Any) -> dict[str, Node]:
         """Every tensor of the program by name, as it is after the last launch."""
-        workspaces = {buffer.name for buffer in program.buffers}
-        for buffer in program.buffers:
-            self.values[buffer.name] = self._allocate(buffer)
+        buffers = {buffer.name: buffer for buffer in program.buffers}
         for launch in program.launches:
-            self._launch(launch, workspaces)
+            for name in dict.fromkeys(map(_source, launch.args.values())):
+                if name in buffers and name not in self.values:  # late, so that memory is reused before it
+                    self.values[name] = self._allocate(buffers[name])
+            self._launch(launch, buffers.keys())
         return self.values
 
     def take_back(self) -> None:
@@ -143,7 +170,7 @@ class _Launcher:
         value = self._new_value(buffer.shape, buffer.dtype)
         return self._node(torch.ops.aten.empty.memory_format, (list(buffer.shape),), options, value)
 
-    def _launch(self, launch: Any, workspaces: set[str]) -> None:
+    def _launch(self, launch: Any, workspaces: Collection[str]) -> None:
         tensors = {name: arg for name, arg in launch.args.items() if _source(arg) is not None}
         nodes = {name: self._tensor(arg) for name, arg in tensors.items()}
         written = self._written(launch, nodes)

@@ -116,7 +116,7 @@ def fake_h200() -> Iterator[None]:
         workers = {"cuda": [_PROPERTIES]}
         stack.enter_context(mock.patch.object(device_interface, "caching_worker_device_properties", workers))
         stack.enter_context(
-            mock.patch.object(torch.utils._triton, "has_triton_tensor_descriptor_host_tma", _answer(True))
+            mock.patch.object(_triton, "has_triton_tensor_descriptor_host_tma", _answer(True))
         )
         init_backend_registration()
         yield
