@@ -33,7 +33,7 @@ _TMA_CONFIGS = {
 _HALF_CONFIGS = {
     16: LaunchConfig(16, 64, 64, 4, 3),
     32: LaunchConfig(32, 64, 64, 4, 3),
-    64: LaunchConfig(64, 64, 64, 4, 3),
+    64: LaunchConfig(64, 64, 32, 8, 3),
 }
 _F32_CONFIGS = {
     16: LaunchConfig(16, 64, 32, 4, 2),

@@ -1,0 +1,122 @@
+"""Every kernel the five benchmark workloads launch compiles for an H200 without spilling. Needs no GPU."""
+
+import pytest
+import torch
+import triton
+
+from moe_ops.kernels import activation, combine, fused, grouped_gemm, permute
+from moe_ops.kernels import routing as routing_kernels
+from moe_ops.types import Activation, RoutingConfig
+from tests.kernels import aot
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
+
+WORKLOADS = {  # E, K, H, I
+    "W1": (8, 2, 4096, 14336),
+    "W2": (128, 8, 2048, 768),
+    "W3": (256, 8, 7168, 2048),
+    "W4": (128, 4, 2880, 2880),
+    "W5": (64, 8, 2048, 1024),
+}
+TOKENS = (1, 4, 64, 1024, 16384)
+BF16 = {"hidden_states": torch.bfloat16, "router_logits": torch.float32}
+BF16 |= {"w13": torch.bfloat16, "w2": torch.bfloat16, "w13_bias": torch.bfloat16, "w2_bias": torch.bfloat16}
+GPT_OSS = Activation("swiglu_oai", interleaved=True)
+DEEPSEEK = RoutingConfig(top_k=8, score_fn="sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _assert_spill_free(compiled: list[aot.Compiled]) -> None:
+    for kernel in compiled:
+        assert kernel.stack == 0, f"{kernel.name}: {kernel.stack} bytes of stack, {kernel.registers} registers"
+        assert kernel.shared <= aot.SHARED_MEMORY, f"{kernel.name}: {kernel.shared} bytes of shared memory"
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("workload", WORKLOADS)
+def test_fused_moe(workload: str, tokens: int) -> None:
+    experts, top_k, hidden, features = WORKLOADS[workload]
+    weights = _meta(experts, 2 * features, hidden), _meta(experts, hidden, features)
+    args = _meta(tokens, hidden), _meta(tokens, experts, dtype=torch.float32), *weights
+    program = fused.fused_moe_program(*args, None, None, None, None, RoutingConfig(top_k=top_k), Activation())
+    compiled = aot.compile_program(program, BF16)
+    _assert_spill_free(compiled)
+    gemms = [kernel for kernel in compiled if kernel.name == "grouped_gemm_tma_kernel"]
+    assert bool(gemms) != any("gemv" in kernel.name for kernel in compiled)
+    for kernel in gemms:
+        assert "cp.async.bulk.tensor" in kernel.ptx  # weights by TMA
+        assert "cp.async.cg.shared" in kernel.ptx  # gathered rows straight to shared memory, 16 bytes at a time
+        if tokens >= 1024:
+            assert "wgmma.mma_async" in kernel.ptx
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+def test_gpt_oss_layout(tokens: int, transposed: bool) -> None:
+    experts, top_k, hidden, features = WORKLOADS["W4"]
+    weights = _meta(experts, 2 * features, hidden), _meta(experts, hidden, features)
+    if transposed:
+        weights = (
+            _meta(experts, hidden, 2 * features).transpose(1, 2),
+            _meta(experts, features, hidden).transpose(1, 2),
+        )
+    routing = RoutingConfig(top_k=top_k, order="topk_then_score", renormalize=False)
+    biases = _meta(experts, 2 * features), _meta(experts, hidden)
+    args = _meta(tokens, hidden), _meta(tokens, experts), *weights, *biases, None, None
+    program = fused.fused_moe_program(*args, routing, GPT_OSS)
+    _assert_spill_free(aot.compile_program(program, BF16 | {"router_logits": torch.bfloat16}))
+
+
+@pytest.mark.parametrize("tokens", [4, 64, 4096])
+def test_transposed_halves(tokens: int) -> None:
+    weights = _meta(16, 512, 1024).transpose(1, 2), _meta(16, 512, 512).transpose(1, 2)
+    routes = _meta(tokens, 4, dtype=torch.float32), _meta(tokens, 4, dtype=torch.int32)
+    program = fused.fused_experts_program(_meta(tokens, 512), *weights, *routes, None, None, None, None, Activation())
+    dtypes = BF16 | {"topk_weights": torch.float32, "topk_ids": torch.int32}
+    _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_deepseek_router(tokens: int) -> None:
+    logits, bias = _meta(tokens, 256, dtype=torch.float32), _meta(256, dtype=torch.float32)
+    program = fused.routing_dispatch_program(logits, bias, _meta(256, dtype=torch.int32), 32, DEEPSEEK)
+    dtypes = {"router_logits": torch.float32, "correction_bias": torch.float32, "expert_map": torch.int32}
+    _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [64, 1024, 16384])
+def test_generic_gemm(dtype: torch.dtype, rows: int) -> None:
+    weight, bias = _meta(16, 1022, 511, dtype=dtype), _meta(16, 1022, dtype=dtype)
+    hidden = _meta(rows // 2, 511, dtype=dtype)
+    metas = hidden, weight, _meta(rows, dtype=torch.int32), _meta(17, dtype=torch.int32), bias
+    program = fused.gather_gemm_act_program(*metas, Activation())
+    dtypes = {"hidden_states": dtype, "w13": dtype, "w13_bias": dtype}
+    dtypes |= {"sorted_slots": torch.int32, "expert_offsets": torch.int32}
+    _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_backward_kernels(dtype: torch.dtype) -> None:
+    rows, gate_up = _meta(4096, 512, dtype=dtype), _meta(4096, 1024, dtype=dtype)
+    slots, weights = _meta(4096, dtype=torch.int32), _meta(1024, 4, dtype=torch.float32)
+    tokens, logits = _meta(1024, 512, dtype=dtype), _meta(1024, 64, dtype=dtype)
+    ids = _meta(1024, 4, dtype=torch.int32)
+    programs = [
+        grouped_gemm.grouped_gemm_weight_backward_program(gate_up, rows, _meta(17, dtype=torch.int32)),
+        grouped_gemm.grouped_gemm_weight_backward_program(gate_up, _meta(4096, 1, dtype=dtype), _meta(17)),
+        permute.permute_program(tokens, slots),
+        permute.permute_backward_program(rows, slots, 1024),
+        combine.combine_backward_program(tokens, rows, weights, slots),
+        activation.gated_activation_program(gate_up, Activation()),
+        activation.gated_activation_backward_program(rows, gate_up, GPT_OSS),
+        routing_kernels.topk_routing_backward_program(weights, logits, ids, RoutingConfig(top_k=4)),
+    ]
+    floating = ("grad", "x", "hidden_states", "expert_out", "gate_up", "router_logits")
+    dtypes = dict.fromkeys(floating, dtype) | dict.fromkeys(("topk_weights", "grad_weights"), torch.float32)
+    dtypes |= dict.fromkeys(("expert_offsets", "sorted_slots", "inverse", "topk_ids"), torch.int32)
+    for program in programs:
+        _assert_spill_free(aot.compile_program(program, dtypes))

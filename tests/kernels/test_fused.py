@@ -1,0 +1,144 @@
+"""The fused programs, decode and grouped, against the slot-by-slot oracle."""
+
+import pytest
+import torch
+
+from moe_ops import routing as routing_definition
+from moe_ops.kernels import dispatch, fused
+from moe_ops.kernels.decode_plan import prefers_gemv
+from moe_ops.types import Activation, RoutingConfig
+from tests.kernels import oracles
+from tests.kernels.oracles import assert_close
+
+SIZES = {"T1": (1, 13, 3, 48, 40), "T7": (7, 13, 4, 48, 40), "T33": (33, 13, 4, 72, 24), "hot": (24, 2, 2, 64, 136)}
+ACTIVATIONS = [
+    Activation("silu"),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("relu2"),
+    Activation("swiglu_oai", interleaved=True),
+    Activation("silu", limit=0.5, interleaved=True),
+]
+
+
+def _experts(size: str, dtype: torch.dtype, activation: Activation, transposed: bool = False, biased: bool = False):
+    tokens, num_experts, top_k, hidden, features = SIZES[size]
+    rows = 2 * features if activation.is_gated else features
+    tensors = {
+        "hidden_states": torch.randn(tokens, hidden),
+        "w13": torch.randn(num_experts, rows, hidden) / hidden**0.5,
+        "w2": torch.randn(num_experts, hidden, features) / features**0.5,
+        "topk_weights": torch.rand(tokens, top_k),
+        "topk_ids": torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(tokens)]).to(torch.int32),
+        "w13_bias": torch.randn(num_experts, rows) if biased else None,
+        "w2_bias": torch.randn(num_experts, hidden) if biased else None,
+        "expert_map": None,
+        "shared": torch.randn(tokens, hidden) if biased else None,
+    }
+    for name in ("hidden_states", "w13", "w2", "w13_bias", "w2_bias", "shared"):
+        tensors[name] = None if tensors[name] is None else tensors[name].to(dtype)
+    if transposed:
+        for name in ("w13", "w2"):
+            tensors[name] = tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    return tensors
+
+
+def _check(tensors, activation: Activation, device: str) -> torch.Tensor:
+    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    out = fused.fused_experts(**moved, activation=activation)
+    assert_close(out, oracles.experts(**tensors, activation=activation))
+    return out
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_fused_experts(dtype: torch.dtype, size: str, device: str) -> None:
+    _check(_experts(size, dtype, Activation()), Activation(), device)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
+@pytest.mark.parametrize("size", ["T1", "T33"])
+def test_activations_biases_and_layouts(size: str, activation: Activation, transposed: bool, device: str) -> None:
+    _check(_experts(size, torch.bfloat16, activation, transposed, biased=True), activation, device)
+
+
+@pytest.mark.parametrize("activation", [Activation("silu"), Activation("swiglu_oai", interleaved=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_generic_path_with_biases(dtype: torch.dtype, activation: Activation, device: str) -> None:
+    _check(_experts("T33", dtype, activation, transposed=True, biased=True), activation, device)
+
+
+@pytest.mark.parametrize("size", ["T1", "T7", "T33"])
+def test_dropped_slots_contribute_nothing(size: str, device: str) -> None:
+    tensors = _experts(size, torch.bfloat16, Activation())
+    tensors["topk_ids"] = tensors["topk_ids"].long()
+    tensors["topk_ids"][0, 0] = -1
+    tensors["topk_ids"][-1, 1] = (1 << 32) + 2
+    tensors["topk_weights"][0, 0] = float("nan")
+    _check(tensors, Activation(), device)
+    tensors["topk_ids"].fill_(13)
+    out = _check(tensors, Activation(), device)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("size", ["T1", "T33"])
+def test_expert_map(size: str, device: str) -> None:
+    tensors = _experts(size, torch.float32, Activation())
+    expert_map = torch.full((13,), -1, dtype=torch.int32)
+    expert_map[[2, 5, 7, 11]] = torch.tensor([1, 0, 3, 2], dtype=torch.int32)
+    expert_map[3] = 50  # no such local expert
+    tensors |= {"expert_map": expert_map, "w13": tensors["w13"][:4].clone(), "w2": tensors["w2"][:4].clone()}
+    _check(tensors, Activation(), device)
+
+
+@pytest.mark.parametrize("size", ["T1", "T7", "T33"])
+def test_a_nan_token_changes_no_other_token(size: str, device: str) -> None:
+    tensors = {k: None if v is None else v.to(device) for k, v in _experts(size, torch.bfloat16, Activation()).items()}
+    clean = fused.fused_experts(**tensors, activation=Activation())
+    tensors["hidden_states"][-1] = float("nan")
+    out = fused.fused_experts(**tensors, activation=Activation())
+    assert out[-1].isnan().all()
+    assert torch.equal(out[:-1], clean[:-1])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_fused_moe_routes_and_computes(dtype: torch.dtype, size: str, device: str) -> None:
+    tensors = _experts(size, dtype, Activation())
+    tokens, num_experts, top_k = SIZES[size][:3]
+    routing = RoutingConfig(top_k=top_k, score_fn="sigmoid", scale=1.5)
+    logits = torch.randn(tokens, num_experts, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    bias = torch.rand(num_experts)
+    weights, ids = routing_definition.reference(logits, bias, routing.spec)
+    expected = oracles.experts(**(tensors | {"topk_weights": weights, "topk_ids": ids}), activation=Activation())
+    args = [t.to(device) for t in (tensors["hidden_states"], logits, tensors["w13"], tensors["w2"])]
+    out = fused.fused_moe(*args, None, None, bias.to(device), None, routing, Activation())
+    assert_close(out, expected)
+    assert torch.equal(out, fused.fused_moe(*args, None, None, bias.to(device), None, routing, Activation()))
+
+
+@pytest.mark.parametrize("size", ["T7", "T33"])
+def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
+    tensors = _experts(size, torch.bfloat16, Activation(), biased=True)
+    tokens, num_experts, top_k = SIZES[size][:3]
+    routing = RoutingConfig(top_k=top_k)
+    logits = torch.randn(tokens, num_experts).to(device)
+    weights, ids, sorted_slots, inverse, offsets = fused.routing_dispatch(logits, None, None, num_experts, routing)
+    for actual, expected in zip((sorted_slots, inverse, offsets), dispatch.launch(ids, None, num_experts), strict=True):
+        assert torch.equal(actual, expected)
+    moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+    hidden = fused.gather_gemm_act(
+        moved["hidden_states"], moved["w13"], sorted_slots, offsets, moved["w13_bias"], Activation()
+    )
+    out = fused.gemm_combine(
+        hidden, moved["w2"], offsets, moved["w2_bias"], weights, inverse, moved["shared"]
+    )
+    routed = {"topk_weights": weights.cpu(), "topk_ids": ids.cpu()}
+    assert_close(out, oracles.experts(**(tensors | routed), activation=Activation()))
+
+
+def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
+    assert prefers_gemv(1, 2, 8) and prefers_gemv(4, 8, 128) and prefers_gemv(8, 8, 256)
+    assert not prefers_gemv(4, 2, 8)  # Mixtral: four tokens already share experts
+    assert not prefers_gemv(16, 8, 256)

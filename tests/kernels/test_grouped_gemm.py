@@ -1,0 +1,108 @@
+"""The grouped product on both paths, every weight layout, and the weight gradient."""
+
+import pytest
+import torch
+
+from moe_ops.kernels import gemm_config, grouped_gemm
+from moe_ops.kernels.grouped_gemm import Gemm, Operand
+from moe_ops.kernels.program import Program, describe
+from tests.kernels import oracles
+from tests.kernels.oracles import assert_close
+
+OFFSETS = {  # empty experts, one hot expert, dropped rows at the end
+    "ragged": [0, 3, 3, 17, 18, 18, 30],
+    "one_hot": [0, 0, 33, 33, 33, 33, 33],
+    "none": [0, 0, 0, 0, 0, 0, 0],
+}
+EXPERTS, ROWS = 6, 33
+
+
+def _weight(shape: tuple[int, int, int], dtype: torch.dtype, layout: str) -> torch.Tensor:
+    experts, features, depth = shape
+    if layout == "transposed":
+        return torch.randn(experts, depth, features).to(dtype).transpose(1, 2)
+    if layout == "misaligned":
+        return torch.randn(experts * features * depth + 1).to(dtype)[1:].view(shape)
+    return torch.randn(shape).to(dtype)
+
+
+def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Like `.to(device)`, keeping a misaligned start misaligned."""
+    if tensor.storage_offset() == 0:
+        return tensor.to(device)
+    base = torch.zeros(tensor.numel() + tensor.storage_offset(), dtype=tensor.dtype, device=device)
+    moved = base[tensor.storage_offset() :].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+@pytest.mark.parametrize("case", OFFSETS)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "misaligned"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: str) -> None:
+    weight = _weight((EXPERTS, 48, 72), dtype, layout)
+    x, bias = torch.randn(ROWS, 72).to(dtype), torch.randn(EXPERTS, 48).to(dtype)
+    offsets = torch.tensor(OFFSETS[case], dtype=torch.int32)
+    args = x.to(device), _on(device, weight), offsets.to(device)
+    assert gemm_config.takes_tma(describe(args[1])) == (dtype == torch.bfloat16 and layout != "misaligned")
+    expected = oracles.grouped_gemm(x, weight, OFFSETS[case], bias)
+    assert_close(grouped_gemm.launch(*args, bias.to(device)), expected)
+    plain = oracles.grouped_gemm(x, weight, OFFSETS[case])
+    out = grouped_gemm.launch(*args, None)
+    assert_close(out, plain)
+    assert torch.equal(out, grouped_gemm.launch(*args, None))
+
+
+@pytest.mark.parametrize("features, depth", [(13, 511), (1, 1), (130, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_odd_sizes(features: int, depth: int, dtype: torch.dtype, device: str) -> None:
+    weight, x = torch.randn(3, features, depth).to(dtype), torch.randn(9, depth).to(dtype)
+    offsets = [0, 4, 4, 7]
+    out = grouped_gemm.launch(x.to(device), weight.to(device), torch.tensor(offsets, dtype=torch.int32).to(device), None)
+    assert_close(out, oracles.grouped_gemm(x, weight, offsets))
+
+
+def test_nan_rows_stay_where_they_are(device: str) -> None:
+    weight, x = torch.randn(2, 64, 64).bfloat16().to(device), torch.randn(12, 64).bfloat16().to(device)
+    offsets = torch.tensor([0, 5, 9], dtype=torch.int32).to(device)
+    clean = grouped_gemm.launch(x, weight, offsets, None)
+    x[2], x[10] = float("nan"), float("nan")
+    out = grouped_gemm.launch(x, weight, offsets, None)
+    assert out[2].isnan().all()
+    kept = [row for row in range(12) if row != 2]
+    assert torch.equal(out[kept], clean[kept])
+
+
+def test_offsets_that_make_no_sense_touch_nothing(device: str) -> None:
+    weight, x = torch.randn(3, 64, 64).bfloat16().to(device), torch.randn(20, 64).bfloat16().to(device)
+    for values in ([0, 1 << 30, -5, 7], [1 << 20, 0, 1 << 20, 0], [0, 20, 0, 20]):
+        grouped_gemm.launch(x, weight, torch.tensor(values, dtype=torch.int32).to(device), None)
+    offsets = torch.tensor([0, 5, 9, 20], dtype=torch.int32).to(device)
+    out = grouped_gemm.launch(x, weight, offsets, None)
+    assert_close(out, oracles.grouped_gemm(x, weight, offsets.tolist()))
+
+
+@pytest.mark.parametrize("config", gemm_config.candidates(describe(torch.empty(1, 8, 8, dtype=torch.bfloat16))))
+def test_every_block_size(config: gemm_config.LaunchConfig, device: str) -> None:
+    rows, offsets = 200, [0, 129, 129, 190]
+    weight, x = torch.randn(3, 264, 200).bfloat16().to(device), torch.randn(rows, 200).bfloat16().to(device)
+    gemm = Gemm(Operand("x", describe(x)), Operand("weight", describe(weight)), None, "out", rows, 5, tail=True)
+    tensors = {"x": x, "weight": weight, "expert_offsets": torch.tensor(offsets, dtype=torch.int32).to(device)}
+    (out,) = Program(*grouped_gemm.plan(gemm, config), ("out",)).run(tensors)
+    assert_close(out, oracles.grouped_gemm(x, weight, offsets))
+
+
+@pytest.mark.parametrize("case", OFFSETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_weight_gradient(dtype: torch.dtype, case: str, device: str) -> None:
+    grad, x = torch.randn(ROWS, 40).to(dtype), torch.randn(ROWS, 70).to(dtype)
+    offsets = OFFSETS[case]
+    grad[offsets[-1] :] = float("nan")  # rows of dropped slots take no part
+    expected = torch.zeros(EXPERTS, 40, 70, dtype=torch.float64)
+    for expert, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        expected[expert] = grad[start:end].double().T @ x[start:end].double()
+    on_device = torch.tensor(offsets, dtype=torch.int32).to(device)
+    assert_close(grouped_gemm.launch_weight_backward(grad.to(device), x.to(device), on_device), expected)
+    ones = torch.ones(ROWS, 1).to(dtype)
+    bias_grad = grouped_gemm.launch_weight_backward(grad.to(device), ones.to(device), on_device)
+    expected_bias = torch.stack([grad[a:b].double().sum(0) for a, b in zip(offsets[:-1], offsets[1:], strict=True)])
+    assert_close(bias_grad.squeeze(2), expected_bias)

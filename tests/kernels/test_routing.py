@@ -1,0 +1,119 @@
+"""topk_routing kernels against the plain PyTorch definition."""
+
+import pytest
+import torch
+
+from moe_ops import routing as definition
+from moe_ops.kernels import routing as kernels
+from moe_ops.types import RoutingConfig
+from tests.kernels.oracles import assert_close
+
+CONFIGS = [
+    RoutingConfig(top_k=3),
+    RoutingConfig(top_k=1, renormalize=False),
+    RoutingConfig(top_k=4, order="topk_then_score", renormalize=False),
+    RoutingConfig(top_k=4, order="topk_then_score", score_fn="sigmoid", scale=1.5),
+    RoutingConfig(top_k=5, score_fn="sigmoid", renorm_eps=1e-20, scale=2.5),
+    RoutingConfig(top_k=4, num_groups=4, topk_groups=2, group_score="top2_sum", score_fn="sigmoid"),
+    RoutingConfig(top_k=3, num_groups=4, topk_groups=2, group_fill=0.0),
+]
+
+
+def _experts(config: RoutingConfig) -> int:
+    return 20 if config.num_groups > 1 else 13  # groups of 5: neither size is a power of two
+
+
+def _reference(logits, bias, config):
+    logits = logits.cpu()
+    weights, ids = definition.reference(logits, None if bias is None else bias.cpu(), config.spec)
+    return weights, ids
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.spec)
+@pytest.mark.parametrize("tokens", [1, 7, 33])
+def test_matches_the_definition(config: RoutingConfig, tokens: int, device: str) -> None:
+    logits = torch.randn(tokens, _experts(config)).to(device)
+    bias = (torch.rand(_experts(config)) / 4).to(device)
+    for correction in (None, bias):
+        weights, ids = kernels.launch(logits, correction, config)
+        expected_weights, expected_ids = _reference(logits, correction, config)
+        assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+        assert torch.equal(ids.cpu(), expected_ids)
+        assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_computes_in_the_compute_dtype(dtype: torch.dtype, device: str) -> None:
+    config = RoutingConfig(top_k=4)
+    logits = torch.randn(9, 13).to(device, dtype)
+    weights, ids = kernels.launch(logits, None, config)
+    expected, expected_ids = _reference(logits, None, config)
+    assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected, torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_ties_go_to_the_lowest_id(device: str) -> None:
+    logits = torch.zeros(3, 13)
+    logits[1, 7] = logits[1, 3] = 1.0
+    _, ids = kernels.launch(logits.to(device), None, RoutingConfig(top_k=4))
+    assert ids.cpu().tolist() == [[0, 1, 2, 3], [3, 7, 0, 1], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+def test_non_finite_scores_rank_last_with_weight_zero(score_fn: str, order: str, device: str) -> None:
+    config = RoutingConfig(top_k=4, score_fn=score_fn, order=order)
+    logits = torch.randn(6, 5)
+    logits[0, 0] = float("nan")
+    logits[1, 1:] = float("-inf")
+    logits[2, 2] = float("inf")
+    logits[3, :] = float("nan")
+    logits[4, :4] = float("nan")
+    weights, ids = kernels.launch(logits.to(device), None, config)
+    expected, expected_ids = _reference(logits, None, config)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert weights.isfinite().all()
+    assert_close(weights, expected)
+    assert all(len(set(row)) == 4 for row in ids.cpu().tolist())
+
+
+def test_zero_sum_divides_by_one(device: str) -> None:
+    logits = torch.full((2, 8), -1e4)
+    weights, _ = kernels.launch(logits.to(device), None, RoutingConfig(top_k=2, score_fn="sigmoid"))
+    assert weights.cpu().tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_many_experts_and_strided_logits(device: str) -> None:
+    config = RoutingConfig(top_k=32, score_fn="sigmoid")
+    logits = torch.randn(1024, 3).to(device).t()
+    weights, ids = kernels.launch(logits, None, config)
+    expected, expected_ids = _reference(logits, None, config)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.spec)
+def test_gradient_matches_autograd(config: RoutingConfig, device: str) -> None:
+    logits = torch.randn(7, _experts(config), dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(7, config.top_k, dtype=torch.float64)
+    weights, ids = definition.reference(logits, None, config.spec)
+    (expected,) = torch.autograd.grad(weights, logits, grad)
+    args = grad.to(device), logits.detach().to(device), ids.to(device)
+    assert_close(kernels.launch_backward(*args, config), expected)
+    single = kernels.launch_backward(args[0].float(), args[1].float(), args[2], config)
+    assert single.dtype == torch.float32
+    assert_close(single, expected)
+
+
+def test_gradient_of_non_finite_logits_is_finite(device: str) -> None:
+    logits = torch.randn(4, 5)
+    logits[0, 2] = float("-inf")
+    logits[1, :] = float("nan")
+    for config in (RoutingConfig(top_k=3), RoutingConfig(top_k=3, order="topk_then_score")):
+        _, ids = _reference(logits, None, config)
+        grad = torch.randn(4, 3)
+        out = kernels.launch_backward(grad.to(device), logits.to(device), ids.to(device), config)
+        expected = definition._reference_backward(grad, logits, ids, config.spec)
+        assert out.isfinite().all()
+        assert_close(out, expected)
