@@ -78,9 +78,10 @@ def reference(router_logits: Tensor, correction_bias: Tensor | None, routing: st
     logits = router_logits.to(_checks.compute_dtype(router_logits.dtype))
     scores = logits if config.order == "topk_then_score" else _score(logits, config)
     selection = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
-    selection = selection.masked_fill(~selection.isfinite(), _NEG_INF)
-    if config.num_groups > 1:
-        selection = _keep_best_groups(selection, config)
+    unusable = ~selection.isfinite()
+    selection = selection.masked_fill(unusable, _NEG_INF)
+    if config.num_groups > 1:  # A finite group_fill must not make an unusable score usable.
+        selection = _keep_best_groups(selection, config).masked_fill(unusable, _NEG_INF)
     # A stable sort, not topk: ties must go to the lowest id.
     ranked, ids = selection.sort(dim=-1, descending=True, stable=True)
     ids, valid = ids[:, : config.top_k], ranked[:, : config.top_k].isfinite()
