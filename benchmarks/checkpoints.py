@@ -54,6 +54,7 @@ SMALL_MODELS = {"mixtral": small_mixtral, "qwen3_moe": small_qwen3_moe}
 def write_small_checkpoint(family: str, folder: Path) -> Path:
     """Writes the family's small checkpoint with `save_pretrained` and returns its path."""
     torch.manual_seed(0)
+    _quiet()
     path = folder / family
     SMALL_MODELS[family]().save_pretrained(path)
     return path
@@ -68,6 +69,7 @@ def load(path: Path, device: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     check_checkpoint(path)
+    _quiet()
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except (ValueError, OSError) as error:
@@ -101,3 +103,10 @@ def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if hasattr(module, "experts") and (hasattr(module, "gate") or hasattr(module, "router"))
     }
+
+
+def _quiet() -> None:
+    """No progress bars of transformers between our own lines."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -92,6 +92,8 @@ class Session:
         self.compiled = way.wrap(next_token_logits(model, self.cache))
         self.device = next(model.parameters()).device.type
         self.run = Run(way.name)
+        self._prompt = self.prompt(PROMPT_LENGTH)
+        self._token = self._prompt[:, :1].contiguous()
 
     def prompt(self, length: int) -> Tensor:
         return prompts(self.model.config.vocab_size, length, self.device)
@@ -138,25 +140,21 @@ class Session:
             self.run.further = [self.generate(length, 4) for length in FURTHER_LENGTHS]
             self.run.further_compiles = self.graphs - before
 
-    @torch.no_grad()
-    def time_rates(self, repeats: int = 7, decode_steps: int = 16) -> None:
-        """Medians over `repeats` of one prefill and of a stretch of decode steps."""
-        prompt = self.prompt(PROMPT_LENGTH)
-        token = prompt[:, :1].contiguous()
-        for _ in range(2):  # the second call of a shape is the first that replays a CUDA graph
-            self._prefill(prompt), self._decode(token, 3)
-        prefill = [self._prefill(prompt) for _ in range(repeats)]
-        decode = [self._decode(token, decode_steps) for _ in range(repeats)]
-        self.run.prefill_rate = prompt.numel() / statistics.median(prefill)
-        self.run.decode_rate = BATCH * decode_steps / statistics.median(decode)
+    def warm_up(self) -> None:
+        """Compiles what is not compiled, and records CUDA graphs: a shape's second call is the first that replays."""
+        for _ in range(3):
+            self.prefill_seconds()
+            self.decode_seconds(2)
 
-    def _prefill(self, prompt: Tensor) -> float:
+    def prefill_seconds(self) -> float:
+        """Time of one prefill."""
         self.cache.reset()
-        return self._timed(lambda: self.step(prompt))
+        return self._timed(lambda: self.step(self._prompt))
 
-    def _decode(self, token: Tensor, steps: int) -> float:
+    def decode_seconds(self, steps: int) -> float:
+        """Time of `steps` decode calls."""
         self.cache.reset()
-        return self._timed(lambda: [self.step(token) for _ in range(steps)])
+        return self._timed(lambda: [self.step(self._token) for _ in range(steps)])
 
     def _timed(self, call: Callable[[], object]) -> float:
         self._synchronize()
@@ -168,3 +166,18 @@ class Session:
     def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def time_in_turns(sessions: Sequence[Session], repeats: int = 9, decode_steps: int = 16) -> None:
+    """Fills in each run's rates: medians of turns, so that a busy moment of the machine falls on every way."""
+    for session in sessions:
+        session.warm_up()
+    turns = [
+        [(session.prefill_seconds(), session.decode_seconds(decode_steps)) for session in sessions]
+        for _ in range(repeats)
+    ]
+    for session, seconds in zip(sessions, zip(*turns), strict=True):
+        prefill, decode = (statistics.median(times) for times in zip(*seconds))
+        session.run.prefill_rate = BATCH * PROMPT_LENGTH / prefill
+        session.run.decode_rate = BATCH * decode_steps / decode

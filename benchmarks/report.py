@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -84,7 +85,9 @@ def _cpu_name() -> str:
 
 def _first_line(*command: str) -> str:
     try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return output.strip().partition("\n")[0]

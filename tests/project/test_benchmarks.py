@@ -159,7 +159,7 @@ def test_demo_refuses_a_block_that_patch_leaves_alone(tmp_path: Path) -> None:
 class _Report:
     def __init__(self, breaks: int, fused: int) -> None:
         self.graph_breaks = (None,) * breaks
-        self.fused = [type("Fusion", (), {"layer": f"layer {i}"}) for i in range(fused)]
+        self.fused = [type("Fusion", (), {"layer": f"layer {i}", "kind": "fused_moe"}) for i in range(fused)]
 
 
 def _demo(
