@@ -100,7 +100,12 @@ class FusedMoE(nn.Module):
 
         Returns:
             [..., H] in the dtype of `hidden_states`.
+
+        Raises:
+            ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
         """
+        _check_last_dim("hidden_states", hidden_states, self.config.hidden_size)
+        _check_last_dim("router_logits", router_logits, self.config.num_experts)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
         addend = None if shared is None else shared.reshape(tokens.shape)
@@ -166,6 +171,12 @@ def _parameter_shapes(config: MoEConfig, num_experts: int) -> dict[str, tuple[in
         "w13_bias": (num_experts, gate_up) if config.has_bias else None,
         "w2_bias": (num_experts, H) if config.has_bias else None,
     }
+
+
+def _check_last_dim(name: str, tensor: Tensor, size: int) -> None:
+    # Static sizes only, so nothing is guarded; the operators check how the token counts fit together.
+    if tensor.shape[-1] != size:
+        raise ValueError(f"{name} has last dimension {tensor.shape[-1]}: expected {size}")
 
 
 def _placement(expert_map: Any, num_experts: int) -> tuple[int, ...]:

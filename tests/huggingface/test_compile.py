@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 from layers import huggingface
@@ -21,6 +20,11 @@ STAGES = [
 ]
 
 
+def unique_graphs() -> int:
+    # Not a count of backend calls: Dynamo calls the backend twice for float attributes such as a norm's epsilon.
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 def stage_nodes(graph_module):
     nodes = [node for node in graph_module.graph.nodes if str(node.target).startswith("moe.")]
     return [node for node in nodes if "backward" not in str(node.target)]
@@ -35,12 +39,10 @@ def names(nodes) -> list[str]:
 def test_one_graph_for_every_length(family):
     stock, ours = pair(family, num_hidden_layers=1, use_cache=False)
     huggingface.patch(ours)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True, dynamic=True)
     for length in (12, 7, 33):
         torch.testing.assert_close(compiled(tokens(2, length)).logits, stock(tokens(2, length)).logits)
-    assert counter.frame_count == 1
-    assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0
+    assert unique_graphs() == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,11 +51,10 @@ def test_registration_alone_traces_too(family):
     huggingface.register()
     stock, ours = pair(family, num_hidden_layers=1, use_cache=False)
     ours.set_experts_implementation("moe_ops")
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(ours, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True, dynamic=True)
     for length in (12, 7):
         torch.testing.assert_close(compiled(tokens(2, length)).logits, stock(tokens(2, length)).logits)
-    assert counter.frame_count == 1
+    assert unique_graphs() == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,11 +91,10 @@ def aot(compiler):
 def test_identical_blocks_share_one_graph():
     _, ours = pair("deepseek_v3", num_hidden_layers=6)
     huggingface.patch(ours)
-    counter = CompileCounterWithBackend("eager")
     for layer in ours.model.layers:
-        layer.mlp.compile(backend=counter, fullgraph=True)
+        layer.mlp.compile(backend="eager", fullgraph=True)
         layer.mlp(torch.randn(1, 9, HIDDEN))
-    assert counter.frame_count == 1
+    assert unique_graphs() == 1
 
 
 @pytest.mark.slow

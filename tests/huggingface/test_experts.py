@@ -114,7 +114,14 @@ class PostNorm(Base):
         return self.post_expert_norm(super().expert(index, hidden))
 
 
-FUSED = {Silu: "silu", Gelu: "gelu", GeluTanh: "gelu_tanh", GeluNew: "gelu_tanh", Ungated: "relu2", Transposed: "silu"}
+FUSED = {
+    Silu: "silu",
+    Gelu: "gelu",
+    GeluTanh: "gelu_tanh",
+    GeluNew: "gelu_tanh",
+    Ungated: "relu2",
+    Transposed: "silu",
+}
 UNFUSED = [Mish, OwnGate, UngatedSilu, PostNorm]
 
 

@@ -126,7 +126,9 @@ def test_gradients(family):
     ids = tokens(2, 16)
     for model in (stock, ours):
         model(ids, labels=ids).loss.backward()
-    expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
+    expected = {
+        name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None
+    }
     assert any(".experts." in name for name in expected)
     assert any(".gate.weight" in name or ".router.weight" in name for name in expected)
     for name, parameter in ours.named_parameters():
@@ -141,7 +143,9 @@ def test_continuous_batching_matches_generate():
     huggingface.patch(model)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (5, 3, 9)]
     expected = [
-        model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0, len(prompt) :]
+        model.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False, pad_token_id=0)[
+            0, len(prompt) :
+        ]
         for prompt in prompts
     ]
     model.set_attn_implementation("paged|sdpa")

@@ -13,7 +13,17 @@ import transformers
 from torch import nn
 
 from layers import huggingface
-from tests.huggingface.families import CONFIGS, EXPERTS, FAMILIES, HIDDEN, INTER, pair, tiny_config, tiny_model, tokens
+from tests.huggingface.families import (
+    CONFIGS,
+    EXPERTS,
+    FAMILIES,
+    HIDDEN,
+    INTER,
+    pair,
+    tiny_config,
+    tiny_model,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,7 +139,11 @@ def other_families():
         num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     return {
-        "llama4": (transformers.Llama4ForCausalLM, llama4, {"model.layers.0.feed_forward", "model.layers.1.feed_forward"}),
+        "llama4": (
+            transformers.Llama4ForCausalLM,
+            llama4,
+            {"model.layers.0.feed_forward", "model.layers.1.feed_forward"},
+        ),
         "dbrx": (transformers.DbrxForCausalLM, dbrx, {"transformer.blocks.0.ffn", "transformer.blocks.1.ffn"}),
         "jetmoe": (
             transformers.JetMoeForCausalLM,

@@ -14,13 +14,16 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def experts(module: FusedMoE, hidden: Tensor, logits: Tensor) -> Tensor:
     config, routing = module.config, module.config.routing
-    hidden, logits = hidden.reshape(-1, hidden.shape[-1]).double(), logits.reshape(-1, logits.shape[-1]).double()
+    hidden, logits = (
+        hidden.reshape(-1, hidden.shape[-1]).double(),
+        logits.reshape(-1, logits.shape[-1]).double(),
+    )
     out = torch.zeros_like(hidden)
     for token in range(hidden.shape[0]):
         weights, ids = _route(logits[token], module)
         for weight, index in zip(weights, ids, strict=True):
             local = index if module.expert_map is None else module.expert_map[index].item()
-            if 0 <= local:
+            if local >= 0:
                 scale_in = weight if config.router.weight_on == "input" else 1.0
                 scale_out = 1.0 if config.router.weight_on == "input" else weight
                 out[token] += scale_out * _expert(module, hidden[token] * scale_in, local)

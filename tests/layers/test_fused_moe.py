@@ -33,11 +33,18 @@ def make(config: MoEConfig | None = None, dtype=torch.float32, **options) -> Fus
 OPTIONS = {
     "plain": {},
     "bias": {"has_bias": True},
-    "correction": {"router": RouterConfig(has_correction_bias=True), "routing": RoutingConfig(K, "sigmoid", scale=2.5)},
+    "correction": {
+        "router": RouterConfig(has_correction_bias=True),
+        "routing": RoutingConfig(K, "sigmoid", scale=2.5),
+    },
     "no_renorm": {"routing": RoutingConfig(K, renormalize=False)},
     "relu2": {"activation": "relu2", "has_bias": True},
     "gpt_oss": {"activation": Activation("swiglu_oai", interleaved=True), "has_bias": True},
-    "weight_on_input": {"top_k": 1, "router": RouterConfig(weight_on="input"), "routing": RoutingConfig(1, "sigmoid")},
+    "weight_on_input": {
+        "top_k": 1,
+        "router": RouterConfig(weight_on="input"),
+        "routing": RoutingConfig(1, "sigmoid"),
+    },
     "stages": {"emit": "stages"},
     "fused": {"emit": "fused"},
 }
@@ -82,7 +89,12 @@ def test_shared_is_added():
 
 def test_parameters_sit_on_the_module_in_order():
     module = FusedMoE(make_config(has_bias=True, router=RouterConfig(has_correction_bias=True)))
-    assert [name for name, _ in module.named_parameters()] == ["w13_weight", "w2_weight", "w13_bias", "w2_bias"]
+    assert [name for name, _ in module.named_parameters()] == [
+        "w13_weight",
+        "w2_weight",
+        "w13_bias",
+        "w2_bias",
+    ]
     assert {name: tuple(p.shape) for name, p in module.named_parameters()} == {
         "w13_weight": (E, 2 * I, H),
         "w2_weight": (E, H, I),
@@ -183,7 +195,10 @@ def test_gradients_match_the_oracle():
         weights = weights / weights.sum(-1, keepdim=True)
         gate_up = torch.einsum("th,eih->tei", hidden, module.w13_weight) + module.w13_bias
         gate, up = gate_up.chunk(2, -1)
-        every = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, module.w2_weight) + module.w2_bias
+        every = (
+            torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, module.w2_weight)
+            + module.w2_bias
+        )
         return (every.gather(1, ids[..., None].expand(-1, -1, H)) * weights[..., None]).sum(1)
 
     leaves = [hidden, logits, *module.parameters()]
@@ -198,11 +213,11 @@ def test_gradients_match_the_oracle():
 def test_wrong_inputs_name_what_is_wrong():
     module = make()
     hidden, logits = inputs(5)
-    with pytest.raises(ValueError, match=r"w13 has shape \[8, 48, 16\]: expected \[E, B, 17\]"):
+    with pytest.raises(ValueError, match=r"hidden_states has last dimension 17: expected 16"):
         module(torch.randn(5, H + 1), logits)
     with pytest.raises(ValueError, match="router_logits"):
         module(hidden, torch.randn(4, E))
-    with pytest.raises(ValueError, match="router_logits"):
+    with pytest.raises(ValueError, match=r"router_logits has last dimension 7: expected 8"):
         module(hidden, torch.randn(5, E - 1))
     with pytest.raises(TypeError, match="dtype"):
         module(hidden.half(), logits)

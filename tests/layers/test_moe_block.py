@@ -16,7 +16,10 @@ DEEPSEEK = {
 }
 OPTIONS = {
     "mixtral": {},
-    "qwen2_moe": {"routing": RoutingConfig(K, renormalize=False), "shared_experts": SharedExpertConfig(40, "sigmoid")},
+    "qwen2_moe": {
+        "routing": RoutingConfig(K, renormalize=False),
+        "shared_experts": SharedExpertConfig(40, "sigmoid"),
+    },
     "deepseek_v3": DEEPSEEK,
     "gate_bias": {"router": RouterConfig(has_bias=True), "has_bias": True},
     "relu2_shared": {"activation": "relu2", "shared_experts": SharedExpertConfig(40)},
