@@ -14,24 +14,22 @@ from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
-from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
+from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import detect_fake_mode
+from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch._inductor.utils import fresh_cache, is_cudagraph_unsafe_fx_node
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 __all__ = [
     "CustomGraphPass",
-    "FakeTensor",
     "call_with_is_inference",
     "compile_fx",
     "detect_fake_mode",
-    "fresh_cache",
     "fresh_code",
     "graph_breaks_counted",
     "inductor_option_names",
@@ -74,7 +72,7 @@ def call_with_is_inference(
     graph_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool
 ) -> None:
     """Runs a user's pass as Inductor would: 2.13's inference-aware ones also take `is_inference`."""
-    aware = getattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
     if aware is not None and isinstance(graph_pass, aware):
         graph_pass(graph, is_inference)
     else:
@@ -135,7 +133,7 @@ def kernel_name(index: int) -> str:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel = kernel_side_table.get_kernel(index)
-    return getattr(kernel, "fn", kernel).__name__
+    return (kernel if hasattr(kernel, "__name__") else kernel.fn).__name__  # type: ignore[union-attr]
 
 
 def written_arguments(
@@ -151,8 +149,9 @@ def written_arguments(
     if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):  # torch 2.13
         accesses = triton_kernel_wrap.identify_accessed_tensors(kernel, dict(arguments), dict(descriptors))
         names = {dependency.name for dependency in accesses.read_writes.writes}
-    else:
-        names = set(triton_kernel_wrap.identify_mutated_tensors(kernel, dict(arguments), dict(descriptors)))
+    else:  # torch 2.11
+        identify = getattr(triton_kernel_wrap, "identify_mutated_tensors")  # noqa: B009 (absent from 2.13's types)
+        names = set(identify(kernel, dict(arguments), dict(descriptors)))
     return frozenset(name for name in names if isinstance(arguments.get(name), torch.Tensor))
 
 
@@ -212,16 +211,14 @@ def graph_breaks_counted() -> dict[str, int]:
 @contextlib.contextmanager
 def preserved_dynamo_state() -> Iterator[None]:
     """Counts afresh inside, and leaves Dynamo's counters as they were."""
-    from torch._dynamo import output_graph
-
-    saved, reasons = copy.deepcopy(dict(counters)), list(output_graph.graph_break_reasons)
+    saved, reasons = copy.deepcopy(dict(counters)), list(graph_break_reasons)
     counters.clear()
     try:
         yield
     finally:
         counters.clear()
         counters.update(saved)
-        output_graph.graph_break_reasons[:] = reasons
+        graph_break_reasons[:] = reasons
 
 
 def fresh_code(function: types.FunctionType) -> types.FunctionType:

@@ -4,7 +4,7 @@ Found through the `torch_dynamo_backends` entry point, so `torch.compile(model, 
 import of this package.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ def moe_inductor(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Compiles a Dynamo graph.
 
     Args:
         gm, example_inputs: from Dynamo.
         mode, options: as given to `torch.compile`; also the result of `inductor_passes.options()`.
+
+    Returns:
+        The compiled callable.
 
     Raises:
         ValueError: an unknown mode or option.

@@ -34,7 +34,7 @@ class CollapseMoE:
     """dispatch -> gather_gemm_act -> gemm_combine becomes fused_experts or fused_moe."""
 
     name = "collapse_moe"
-    requires = ("gemm_combine",)
+    requires: tuple[str, ...] = ("gemm_combine",)
     inference_only = True
 
     def run(self, graph: Graph, log: PassLog) -> None:

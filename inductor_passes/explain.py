@@ -4,7 +4,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -84,12 +84,11 @@ class _Recorder:
         self.training = self.training or is_training(graph)
 
     def report(self, counted: dict[str, int]) -> Report:
-        """Everything recorded; `counted` are graph breaks by reason, those without a graph before them included."""
-        unseen = Counter(counted) - Counter(each.reason for each in self.breaks)
-        missing = [
-            Break(reason, "")
-            for reason in list(unseen.elements())[: sum(counted.values()) - len(self.breaks)]
-        ]
+        """Everything recorded. `counted`, Dynamo's count by reason, adds breaks that no graph came before; its numbers
+        are no use, for a break counts once per function it is nested in.
+        """
+        seen = {_headline(each.reason) for each in self.breaks}
+        missing = [Break(reason, "") for reason in counted if _headline(reason) not in seen]
         return Report(
             graph_breaks=(*self.breaks, *missing),
             fused=tuple(each for log in self.logs for each in log.fused),
@@ -101,6 +100,10 @@ class _Recorder:
             graphs=tuple(self.views),
             is_training=self.training,
         )
+
+
+def _headline(reason: str) -> str:
+    return reason.strip().partition("\n")[0]
 
 
 def _location(stack: Sequence[Any]) -> str:
@@ -160,7 +163,7 @@ def _label(node: Node) -> str:
     if node.op == "placeholder":
         return node.name
     if _is_launch(node):
-        return _compat.kernel_name(node.kwargs["kernel_idx"])
+        return _compat.kernel_name(cast(int, node.kwargs["kernel_idx"]))
     return str(node.target).removesuffix(".default") if is_moe_op(node) else str(node.target)
 
 

@@ -25,7 +25,7 @@ class FuseGemmCombine:
     """grouped_gemm -> combine becomes gemm_combine."""
 
     name = "fuse_gemm_combine"
-    requires = ("combine",)
+    requires: tuple[str, ...] = ("combine",)
     inference_only = True
 
     def run(self, graph: Graph, log: PassLog) -> None:

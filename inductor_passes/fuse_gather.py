@@ -28,7 +28,7 @@ class FuseGatherGemmActivation:
     """permute -> grouped_gemm -> gated_activation becomes gather_gemm_act."""
 
     name = "fuse_gather_gemm_activation"
-    requires = ("gated_activation", "permute")
+    requires: tuple[str, ...] = ("gated_activation", "permute")
     inference_only = True
 
     def run(self, graph: Graph, log: PassLog) -> None:

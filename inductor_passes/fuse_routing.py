@@ -28,7 +28,7 @@ class FuseRoutingDispatch:
     """topk_routing -> build_dispatch becomes routing_dispatch."""
 
     name = "fuse_routing_dispatch"
-    requires = ("build_dispatch",)
+    requires: tuple[str, ...] = ("build_dispatch",)
     inference_only = True
 
     def run(self, graph: Graph, log: PassLog) -> None:

@@ -53,7 +53,7 @@ class MoEPasses(_compat.CustomGraphPass):
 
     def uuid(self) -> Any | None:
         """Hash of all our sources with the ids of chained passes; None (no caching) when one of those has none."""
-        chained = [user_pass.uuid() if hasattr(user_pass, "uuid") else None for user_pass in self.chained]
+        chained = [getattr(user_pass, "uuid", lambda: None)() for user_pass in self.chained]
         if any(key is None for key in chained):
             return None
         return ("moe", source_hash(), tuple(each.name for each in self.passes), tuple(map(repr, chained)))

@@ -23,7 +23,7 @@ class ExpandPointwise:
     """permute, gated_activation and combine become ATen."""
 
     name = "expand_pointwise"
-    requires = ("permute", "gated_activation", "combine")
+    requires: tuple[str, ...] = ("permute", "gated_activation", "combine")
     inference_only = False
 
     def run(self, graph: Graph, log: PassLog) -> None:

@@ -29,7 +29,7 @@ class LaunchPrograms:
     """Fused operators become Triton launches."""
 
     name = "launch_programs"
-    requires = _FUSED
+    requires: tuple[str, ...] = _FUSED
     inference_only = False
 
     def run(self, graph: Graph, log: PassLog) -> None:
@@ -103,7 +103,7 @@ class _Metadata:
         raise RuntimeError("a tensor of a graph has no address")
 
 
-def _metadata(node: Node) -> _Metadata:
+def _metadata(node: Node) -> Any:
     value = node.meta["val"]
     return _Metadata(tuple(value.shape), value.stride(), value.dtype, value.device, value.storage_offset())
 
@@ -140,9 +140,10 @@ class _Launcher:
         """Every tensor of the program by name, as it is after the last launch."""
         buffers = {buffer.name: buffer for buffer in program.buffers}
         for launch in program.launches:
-            for name in dict.fromkeys(map(_source, launch.args.values())):
-                if name in buffers and name not in self.values:  # late, so that memory is reused before it
-                    self.values[name] = self._allocate(buffers[name])
+            sources = dict.fromkeys(map(_source, launch.args.values()))
+            fresh = [buffers[name] for name in sources if name in buffers and name not in self.values]
+            for buffer in fresh:  # as late as can be: Inductor reuses memory that is free by then
+                self.values[buffer.name] = self._allocate(buffer)
             self._launch(launch, buffers.keys())
         return self.values
 

@@ -103,7 +103,7 @@ def _argument(arg: Any, names: dict[Node, str]) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_value, value))
+        return f"{len(value)} tensors"
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
     return type(value).__name__

@@ -16,10 +16,10 @@ class TestGolden(expecttest.TestCase):
             result.before,
             """\
 %0 = input() : float32[T0, 4]
-%1 = moe.topk_routing.default(%0, None, 'top_k=2') : float32[T0, 2], int32[T0, 2]
+%1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
 %2 = getitem(%1, 0) : float32[T0, 2]
 %3 = getitem(%1, 1) : int32[T0, 2]
-%4 = moe.build_dispatch.default(%3, None, 4) : int32[2*T0], int32[2*T0], int32[5]
+%4 = moe.build_dispatch.default(%3, None, 4) : 3 tensors
 %5 = getitem(%4, 0) : int32[2*T0]
 %6 = getitem(%4, 1) : int32[2*T0]
 %7 = getitem(%4, 2) : int32[5]

@@ -24,10 +24,10 @@ class TestGolden(expecttest.TestCase):
             result.before,
             """\
 %0 = input() : float32[6, 4]
-%1 = moe.topk_routing.default(%0, None, 'top_k=2') : float32[6, 2], int32[6, 2]
+%1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
 %2 = getitem(%1, 0) : float32[6, 2]
 %3 = getitem(%1, 1) : int32[6, 2]
-%4 = moe.build_dispatch.default(%3, None, 4) : int32[12], int32[12], int32[5]
+%4 = moe.build_dispatch.default(%3, None, 4) : 3 tensors
 %5 = getitem(%4, 1) : int32[12]
 %6 = getitem(%4, 2) : int32[5]
 %7 = input() : float32[12, 8]
@@ -40,10 +40,10 @@ return [%10]""",
             result.after,
             """\
 %0 = input() : float32[6, 4]
-%1 = moe.topk_routing.default(%0, None, 'top_k=2') : float32[6, 2], int32[6, 2]
+%1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
 %2 = getitem(%1, 0) : float32[6, 2]
 %3 = getitem(%1, 1) : int32[6, 2]
-%4 = moe.build_dispatch.default(%3, None, 4) : int32[12], int32[12], int32[5]
+%4 = moe.build_dispatch.default(%3, None, 4) : 3 tensors
 %5 = getitem(%4, 1) : int32[12]
 %6 = getitem(%4, 2) : int32[5]
 %7 = input() : float32[12, 8]

@@ -22,9 +22,9 @@ class TestGolden(expecttest.TestCase):
             result.before,
             """\
 %0 = input() : float32[T0, 4]
-%1 = moe.topk_routing.default(%0, None, 'top_k=2') : float32[T0, 2], int32[T0, 2]
+%1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
 %2 = getitem(%1, 1) : int32[T0, 2]
-%3 = moe.build_dispatch.default(%2, None, 4) : int32[2*T0], int32[2*T0], int32[5]
+%3 = moe.build_dispatch.default(%2, None, 4) : 3 tensors
 %4 = getitem(%3, 0) : int32[2*T0]
 %5 = getitem(%3, 2) : int32[5]
 %6 = input() : float32[T1, 16]
@@ -38,9 +38,9 @@ return [%10]""",
             result.after,
             """\
 %0 = input() : float32[T0, 4]
-%1 = moe.topk_routing.default(%0, None, 'top_k=2') : float32[T0, 2], int32[T0, 2]
+%1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
 %2 = getitem(%1, 1) : int32[T0, 2]
-%3 = moe.build_dispatch.default(%2, None, 4) : int32[2*T0], int32[2*T0], int32[5]
+%3 = moe.build_dispatch.default(%2, None, 4) : 3 tensors
 %4 = getitem(%3, 0) : int32[2*T0]
 %5 = getitem(%3, 2) : int32[5]
 %6 = input() : float32[T1, 16]

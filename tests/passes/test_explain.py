@@ -1,0 +1,177 @@
+"""explain(): what it reports, and that it leaves everything as it was."""
+
+import dataclasses
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import inductor_passes
+import moe_ops
+from inductor_passes.pipeline import TRAINING_REASON
+from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.w13 = nn.Parameter(torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 4)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / 4)
+
+    def forward(self, hidden):
+        return layer(hidden, self.gate(hidden), self.w13, self.w2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, hidden):
+        for block in self.layers:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+@pytest.fixture
+def hidden():
+    torch._dynamo.reset()
+    return inputs().hidden_states
+
+
+@torch.no_grad()
+def test_a_model_layer_by_layer(hidden):
+    report = inductor_passes.explain(Model(), hidden)
+    assert not report.is_training and not report.graph_breaks and not report.refused
+    assert [(each.name, each.before, each.after) for each in report.layers] == [
+        ("layers.0", 7, 1),
+        ("layers.1", 7, 1),
+    ]
+    kinds = [each.kind for each in report.fused if each.layer == "layers.1"]
+    assert kinds == ["routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_moe"]
+    assert "layers.0: 7 -> 1" in str(report) and "graph breaks: none" in str(report)
+
+
+@torch.no_grad()
+def test_functions_get_numbered_layers(hidden):
+    report = inductor_passes.explain(layer, *inputs())
+    assert [each.name for each in report.layers] == ["moe_0"]
+
+
+@torch.no_grad()
+def test_the_same_module_twice_is_two_layers(hidden):
+    block = Block()
+    report = inductor_passes.explain(lambda x: block(block(x)), hidden)
+    assert len({each.name for each in report.layers}) == 2
+
+
+@torch.no_grad()
+def test_refusals_say_why(hidden):
+    def observed(hidden, logits, w13, w2):
+        weights, ids = moe_ops.topk_routing(logits, ROUTING)
+        plan = moe_ops.build_dispatch(ids, EXPERTS)
+        rows = moe_ops.permute(hidden, plan.sorted_slots)
+        gate_up = moe_ops.grouped_gemm(rows, w13, plan.expert_offsets)
+        out = moe_ops.grouped_gemm(moe_ops.gated_activation(gate_up), w2, plan.expert_offsets)
+        return moe_ops.combine(out, weights, plan.inverse), gate_up.abs().amax()
+
+    report = inductor_passes.explain(observed, *inputs())
+    assert "gate_up has another user: aten.abs" in [each.reason for each in report.refused]
+    assert {each.kind for each in report.lowered} == {"ATen"}
+
+
+def test_training_graph_is_said_and_refused(hidden):
+    report = inductor_passes.explain(Model(), hidden)
+    assert report.is_training and not report.fused
+    assert [(each.layer, each.reason) for each in report.refused] == [
+        ("layers.0", TRAINING_REASON),
+        ("layers.1", TRAINING_REASON),
+    ]
+
+
+@torch.no_grad()
+def test_graph_breaks_and_hazards(hidden):
+    block = Block()
+
+    def broken(hidden):
+        hidden = block(hidden)
+        torch._dynamo.graph_break()
+        return hidden[hidden.sum(1) > 0]
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = inductor_passes.explain(broken, hidden)
+    assert len(report.graph_breaks) == 1 and "graph_break" in report.graph_breaks[0].reason
+    assert "test_explain.py" in report.graph_breaks[0].location
+    assert [each.reason for each in report.capture_hazards] == [
+        "its output size is known only after running it"
+    ]
+
+
+@torch.no_grad()
+def test_compiled_modules_and_functions_are_unwrapped(hidden):
+    by_call, in_place = Model(), Model()
+    in_place.compile(backend="eager")
+    for compiled in (
+        torch.compile(by_call, backend="eager"),
+        in_place,
+        torch.compile(by_call.forward, backend="eager"),
+    ):
+        assert len(inductor_passes.explain(compiled, hidden).layers) == 2
+
+
+@torch.no_grad()
+def test_existing_compiled_code_and_counters_stay(hidden):
+    compiles = []
+
+    def backend(gm, example_inputs):
+        compiles.append(gm)
+        return gm.forward
+
+    model = Model()
+    compiled = torch.compile(model, backend=backend)
+    expected = compiled(hidden)
+    counters["graph_break"]["kept"] = 3
+    saved = {name: dict(values) for name, values in counters.items()}
+    inductor_passes.explain(compiled, hidden)
+    inductor_passes.explain(model, torch.randn(9, HIDDEN))
+    assert {name: dict(values) for name, values in counters.items()} == saved
+    torch.testing.assert_close(compiled(hidden), expected)
+    assert len(compiles) == 1
+    del counters["graph_break"]["kept"]
+
+
+@torch.no_grad()
+def test_every_call_is_fresh(hidden):
+    model = Model()
+    first = inductor_passes.explain(model, hidden)
+    other = inductor_passes.explain(model, torch.randn(9, HIDDEN))  # not "dynamic by now"
+    assert [len(r.fused) for r in (first, other, inductor_passes.explain(model, hidden))] == [8, 8, 8]
+    assert "float32[9, 16]" in {node.detail for node in other.graphs[0].before}
+
+
+@torch.no_grad()
+def test_report_is_frozen(hidden):
+    report = inductor_passes.explain(layer, *inputs())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.fused = ()
+
+
+@torch.no_grad()
+def test_html_draws_both_graphs_and_loads_nothing(hidden, tmp_path):
+    path = inductor_passes.explain(Model(), hidden).to_html(tmp_path / "report.html")
+    text = path.read_text()
+    assert "http" not in text and "<script" not in text and "src=" not in text
+    before, after = [ElementTree.fromstring(svg) for svg in _svgs(text)]
+    assert _labels(before).count("moe.grouped_gemm") == 4 and _labels(after).count("moe.fused_moe") == 2
+    assert len(before.findall("path")) > len(after.findall("path")) > 0
+
+
+def _svgs(text):
+    return ["<svg" + part.split("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
+
+
+def _labels(svg):
+    return [text.text for text in svg.iter("text")]

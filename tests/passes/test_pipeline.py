@@ -1,0 +1,93 @@
+"""The pipeline as a whole: order, training graphs, uuid, equality, values on every node."""
+
+import torch
+
+from inductor_passes import _compat
+from inductor_passes.pipeline import FUSIONS, PIPELINE, TRAINING_REASON, MoEPasses, is_training, run_passes
+from tests.passes.capture import post_grad, rewrite
+from tests.passes.moe import inputs, layer
+
+
+class _Named(_compat.CustomGraphPass):
+    def __init__(self, name):
+        self.name, self.graphs = name, []
+
+    def __call__(self, graph):
+        self.graphs.append(graph)
+
+    def uuid(self):
+        return self.name
+
+
+def test_every_node_has_a_value_and_the_graph_is_sound():
+    result = rewrite(layer, *inputs(dynamic=True), passes=PIPELINE)
+    result.graph.lint()
+    assert all("val" in node.meta for node in result.graph.nodes if node.op == "call_function")
+
+
+def test_new_operator_nodes_pin_the_strides_of_their_arguments():
+    # Inductor drops needs_exact_strides for nodes without this entry.
+    fused = next(n for n in rewrite(layer, *inputs()).graph.nodes if "fused_moe" in str(n.target))
+    args, kwargs = fused.meta["eager_input_vals"]
+    assert [a.stride() for a in args[:4]] == [t.stride() for t in inputs()] and not kwargs
+
+
+def _training_inputs():
+    return [tensor.requires_grad_() for tensor in inputs()]
+
+
+def test_training_graph_is_refused_with_a_reason():
+    (forward,) = post_grad(lambda *args: layer(*args).sum(), *_training_inputs())
+    assert is_training(forward.graph)
+    before = [node.target for node in forward.graph.nodes]
+    log = run_passes(forward.graph, FUSIONS)
+    assert [refused.reason for refused in log.refused] == [TRAINING_REASON] and not log.fused
+    assert [node.target for node in forward.graph.nodes] == before
+
+
+def test_backward_graph_is_a_training_graph_too():
+    graphs = []
+    backend = _compat.post_grad_backend(lambda gm, _: graphs.append(is_training(gm.graph)))
+    torch.compile(lambda *args: layer(*args).sum(), backend=backend)(*_training_inputs()).backward()
+    assert graphs == [True, True]
+
+
+def test_grad_mode_without_anything_to_train_is_inference():
+    assert torch.is_grad_enabled()
+    (graph,) = post_grad(layer, *inputs())
+    assert not is_training(graph.graph) and run_passes(graph.graph, FUSIONS).counts()["fused_moe"] == 1
+
+
+def test_uuid_depends_on_sources_passes_and_chained_passes(monkeypatch):
+    ours = MoEPasses().uuid()
+    assert ours == MoEPasses().uuid()
+    assert ours != MoEPasses(passes=PIPELINE[:2]).uuid()
+    assert ours != MoEPasses((_Named("a"),)).uuid() != MoEPasses((_Named("b"),)).uuid()
+    monkeypatch.setattr("inductor_passes.pipeline.source_hash", lambda: "changed")
+    assert ours != MoEPasses().uuid()
+
+
+def test_a_chained_pass_without_uuid_turns_caching_off():
+    assert MoEPasses((lambda graph: None,)).uuid() is None
+
+
+def test_equal_content_is_equal():
+    named = _Named("a")
+    assert MoEPasses((named,)) == MoEPasses((named,)) != MoEPasses()
+    assert hash(MoEPasses()) == hash(MoEPasses())
+
+
+def test_chained_pass_runs_once_after_ours():
+    named = _Named("a")
+    with torch.no_grad():
+        (module,) = post_grad(layer, *inputs())
+    MoEPasses((named,))(module.graph)
+    assert named.graphs == [module.graph]
+    assert any("fused_moe" in str(node.target) for node in module.graph.nodes)
+
+
+def test_a_graph_without_moe_is_left_alone():
+    with torch.no_grad():
+        (module,) = post_grad(torch.sin, torch.ones(3))
+    log = run_passes(module.graph, PIPELINE)
+    assert not (log.fused or log.refused or log.lowered or log.kept)
