@@ -28,7 +28,7 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 types: setup
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 wheel: setup
 	PYTHON=$(BIN)/python bash .ci/wheel-smoke
