@@ -13,7 +13,10 @@ import triton.language as tl
 from moe_ops.kernels.common import cdiv, local_expert, next_power_of_2
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
 
-_ONE_CTA_SLOTS = 512  # beyond it the quadratic ranking costs more than two further launches
+# Few block sizes, so that a growing token count compiles few variants. Beyond the last one the quadratic ranking
+# costs more than two further launches.
+_ONE_CTA_BLOCKS = (32, 128, 512)
+_SCAN_BLOCKS = (64, 1024)
 _SMALL_BLOCK, _LARGE_BLOCK, _LARGE_FROM = 256, 1024, 1 << 18
 
 
@@ -112,7 +115,7 @@ def dispatch_launches(
         Buffer("expert_offsets", (num_experts + 1,), torch.int32),
     )
     source = _source_args(topk_ids, expert_map, num_experts)
-    if num_slots <= _ONE_CTA_SLOTS:
+    if num_slots <= _ONE_CTA_BLOCKS[-1]:
         return outputs, (_one_cta_launch(source, num_slots),)
     workspace, launches = _blocked_launches(source, num_slots)
     return outputs + workspace, launches
@@ -141,8 +144,8 @@ _OUTPUT_NAMES = {"sorted": "sorted_slots", "inverse": "inverse", "offsets": "exp
 
 
 def _one_cta_launch(source: dict, num_slots: int) -> Launch:
-    block = max(next_power_of_2(num_slots), 16)
-    args = {**source, **_output_args(), "BLOCK_S": block, "CHUNK": min(block, 32)}
+    block = next(size for size in _ONE_CTA_BLOCKS if num_slots <= size)
+    args = {**source, **_output_args(), "BLOCK_S": block, "CHUNK": 32}
     return Launch(_dispatch_one_cta_kernel, (1,), args, num_warps=4 if block <= 128 else 8, num_stages=1)
 
 
@@ -159,7 +162,7 @@ def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...],
     )
     launches = (
         Launch(_block_histogram_kernel, (num_blocks,), {**blocked, "counts_ptr": counts}, 4, 1),
-        Launch(_block_scan_kernel, (buckets,), {**scan, "BLOCK": min(next_power_of_2(num_blocks), 1024)}, 4, 1),
+        Launch(_block_scan_kernel, (buckets,), {**scan, "BLOCK": _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]}, 4, 1),
         Launch(_block_scatter_kernel, (num_blocks,), scatter, 4 if block == _SMALL_BLOCK else 8, 1),
     )
     return workspace, launches

@@ -28,10 +28,42 @@ def _weight_tile(
 
 
 @triton.jit
-def _add_bias(acc, bias_ptr, expert, columns, features, num_experts, stride_e, stride_n):
-    mask = columns < tl.where(expert < num_experts, features, 0)
-    bias = tl.load(bias_ptr + expert.to(tl.int64) * stride_e + columns * stride_n, mask=mask, other=0.0)
-    return acc + bias.to(acc.dtype)[None, :]
+def _add_bias(acc, bias_ptr, rows, inside, stride_n):
+    return acc + tl.load(bias_ptr + rows * stride_n, mask=inside, other=0.0).to(acc.dtype)[None, :]
+
+
+@triton.jit
+def _store(value, out_ptr, rows, end, column, features, stride_m):
+    columns = column + tl.arange(0, value.shape[1])
+    mask = (rows < end)[:, None] & (columns < features)[None, :]
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_m + columns[None, :]
+    tl.store(out_ptrs, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_pair(
+    gate, up, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Gate and up products of the output columns from `column` on: bias, activation, store."""
+    if bias_ptr is not None:
+        columns = column + tl.arange(0, gate.shape[1])
+        gate = _add_bias(gate, bias_ptr, columns, columns < bias_features, bias_stride_n)
+        up = _add_bias(up, bias_ptr + features * bias_stride_n, columns, columns < bias_features, bias_stride_n)
+    _store(apply_activation(gate, up, NAME, ALPHA, LIMIT), out_ptr, rows, end, column, features, out_stride_m)
+
+
+@triton.jit
+def _store_interleaved(
+    acc, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
+    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The same for alternating gate and up columns."""
+    if bias_ptr is not None:
+        weight_rows = column * 2 + tl.arange(0, acc.shape[1])
+        acc = _add_bias(acc, bias_ptr, weight_rows, weight_rows < bias_features * 2, bias_stride_n)
+    gate, up = acc.reshape(acc.shape[0], acc.shape[1] // 2, 2).split()
+    _store(apply_activation(gate, up, NAME, ALPHA, LIMIT), out_ptr, rows, end, column, features, out_stride_m)
 
 
 @triton.jit(do_not_specialize=["top_k"])
@@ -73,30 +105,37 @@ def grouped_gemm_tma_kernel(
             if PAIRED:
                 up = _weight_tile(weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
                 acc_up = dot(x, up, acc_up)
-        columns = column + tl.arange(0, OUT_N)
-        if PAIRED:
-            gate_value = acc
-            up_value = acc_up
-        elif HALVES:
-            gate_value, up_value = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
-        elif GATED:
-            gate_value, up_value = acc.reshape(BLOCK_M, OUT_N, 2).split()
-        else:
-            gate_value = acc
-            up_value = acc
+        # No bias for rows past the last expert; bias_features bounds what is read of it.
+        bias_features = tl.where(expert < num_experts, features, 0)
+        bias_row_ptr = bias_ptr
         if bias_ptr is not None:
-            gate_bias = bias_ptr
-            gate_stride = bias_stride_n * 2 if INTERLEAVED else bias_stride_n
-            gate_value = _add_bias(
-                gate_value, gate_bias, expert, columns, features, num_experts, bias_stride_e, gate_stride
-            )
-            if GATED:
-                up_bias = bias_ptr + (bias_stride_n if INTERLEAVED else features * bias_stride_n)
-                up_value = _add_bias(
-                    up_value, up_bias, expert, columns, features, num_experts, bias_stride_e, gate_stride
-                )
-        if NAME is not None:
-            gate_value = apply_activation(gate_value, up_value, NAME, ALPHA, LIMIT)
-        out_row_ptr = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m
-        out_mask = (rows < end)[:, None] & (columns < features)[None, :]
-        tl.store(out_row_ptr + columns[None, :], gate_value.to(out_ptr.dtype.element_ty), mask=out_mask)
+            bias_row_ptr = bias_ptr + expert.to(tl.int64) * bias_stride_e
+        if PAIRED:
+            _store_pair(
+                acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+                out_stride_m, NAME, ALPHA, LIMIT,
+            )  # fmt: skip
+        elif HALVES:
+            gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
+            _store_pair(
+                gate, up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+                out_stride_m, NAME, ALPHA, LIMIT,
+            )  # fmt: skip
+        elif GATED:
+            # Two halves in turn: the whole tile at once needs more registers than there are.
+            first, second = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
+            _store_interleaved(
+                first, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+                out_stride_m, NAME, ALPHA, LIMIT,
+            )  # fmt: skip
+            _store_interleaved(
+                second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_features, bias_stride_n,
+                out_stride_m, NAME, ALPHA, LIMIT,
+            )  # fmt: skip
+        else:
+            if bias_ptr is not None:
+                columns = column + tl.arange(0, OUT_N)
+                acc = _add_bias(acc, bias_row_ptr, columns, columns < bias_features, bias_stride_n)
+            if NAME is not None:
+                acc = apply_activation(acc, acc, NAME, ALPHA, LIMIT)
+            _store(acc, out_ptr, rows, end, column, features, out_stride_m)
