@@ -30,7 +30,8 @@ def _combine_kernel(
         kept = row >= 0
         weight = tl.load(weights_ptr + token * weight_stride_t + k * weight_stride_k, mask=kept, other=0.0)
         row_ptr = expert_out_ptr + row * stride_s + columns * stride_h
-        total += tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0).to(total.dtype) * weight.to(total.dtype)
+        value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
+        total += value.to(total.dtype) * weight.to(total.dtype)
     if shared_ptr is not None:
         shared_ptr += token * shared_stride_t
         total += tl.load(shared_ptr + columns * shared_stride_h, mask=mask, other=0.0).to(total.dtype)
@@ -61,7 +62,9 @@ def _combine_backward_kernel(
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < tl.where(kept, num_columns, 0)
-        grad = tl.load(grad_ptr + token * grad_stride_t + columns * grad_stride_h, mask=mask, other=0.0).to(ACC)
+        grad = tl.load(grad_ptr + token * grad_stride_t + columns * grad_stride_h, mask=mask, other=0.0).to(
+            ACC
+        )
         values = tl.load(expert_out_ptr + row * stride_s + columns * stride_h, mask=mask, other=0.0).to(ACC)
         products += grad * values
         out = (grad * weight).to(grad_out_ptr.dtype.element_ty)

@@ -28,7 +28,9 @@ def gemv_activation_kernel(
     blocks = tl.cdiv(features, BLOCK_N)
     slot = tl.program_id(0) // blocks
     first = (tl.program_id(0) % blocks) * BLOCK_N
-    expert = local_expert(ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts)
+    expert = local_expert(
+        ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
+    )
     if expert < num_experts:
         rows = tl.arange(0, ROWS)
         if not GATED:
@@ -42,7 +44,9 @@ def gemv_activation_kernel(
             weight_row = column + (rows // BLOCK_N) * features
         inside = column < features
         x_row_ptr = x_ptr + (slot // top_k).to(tl.int64) * x_stride_m
-        row_ptr = weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_row.to(tl.int64) * weight_stride_n
+        row_ptr = (
+            weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_row.to(tl.int64) * weight_stride_n
+        )
         offsets = tl.arange(0, BLOCK_K)
         bias = tl.zeros((ROWS,), ACC)
         if bias_ptr is not None:
@@ -98,7 +102,9 @@ def gemv_combine_kernel(
     column = first + rows % BLOCK_N
     slot = token * TOP_K + route
     live = (route < TOP_K) & (column < features)
-    expert = local_expert(ids_ptr, map_ptr, slot, live, TOP_K, ids_stride_t, ids_stride_k, num_ids, num_experts)
+    expert = local_expert(
+        ids_ptr, map_ptr, slot, live, TOP_K, ids_stride_t, ids_stride_k, num_ids, num_experts
+    )
     live = live & (expert < num_experts)
     wide = tl.where(live, expert, 0).to(tl.int64)
     # The small loads go first: behind the reduction they would wait for it.
@@ -111,7 +117,9 @@ def gemv_combine_kernel(
     shared = tl.zeros((BLOCK_N,), ACC)
     if shared_ptr is not None:
         shared_row_ptr = shared_ptr + token.to(tl.int64) * shared_stride_t
-        shared = tl.load(shared_row_ptr + columns * shared_stride_n, mask=columns < features, other=0.0).to(ACC)
+        shared = tl.load(shared_row_ptr + columns * shared_stride_n, mask=columns < features, other=0.0).to(
+            ACC
+        )
     weight_row_ptr = (weight_ptr + wide * weight_stride_e + column.to(tl.int64) * weight_stride_n)[:, None]
     x_row_ptr = (x_ptr + slot.to(tl.int64) * DEPTH)[:, None]
     offsets = tl.arange(0, BLOCK_K)[None, :]

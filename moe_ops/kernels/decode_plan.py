@@ -12,7 +12,8 @@ from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
 from moe_ops.types import Activation
 
 _MAX_TOKENS = 8
-_DISTINCT_SHARE = 0.85  # below it, grouping the slots of an expert saves more weight traffic than sorting costs
+# Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs.
+_DISTINCT_SHARE = 0.85
 _BYTES_PER_THREAD = 256  # of weights; more only for rows that four warps cannot hold otherwise
 _MAX_WARPS = 4
 _ONE_SHOT_BYTES = 65536  # a larger row block is read in a loop

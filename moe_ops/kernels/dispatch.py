@@ -33,7 +33,9 @@ def _dispatch_one_cta_kernel(
     for start in range(0, num_slots, CHUNK):
         others = start + tl.arange(0, CHUNK)
         present = others < num_slots
-        other = local_expert(ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts)
+        other = local_expert(
+            ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts
+        )
         earlier = (other[None, :] == expert[:, None]) & (others[None, :] < slots[:, None])
         before = (other[None, :] < expert[:, None]) | earlier
         rank += tl.sum((before & present[None, :]).to(tl.int32), 1)
@@ -95,7 +97,9 @@ def _block_scatter_kernel(
     for start in range(0, BLOCK_S, CHUNK):
         others = first + start + tl.arange(0, CHUNK)
         present = others < num_slots
-        other = local_expert(ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts)
+        other = local_expert(
+            ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts
+        )
         earlier = (other[None, :] == expert[:, None]) & (others[None, :] < slots[:, None])
         rank += tl.sum((earlier & present[None, :]).to(tl.int32), 1)
     tl.store(sorted_ptr + rank, slots, mask=mask)
@@ -162,7 +166,13 @@ def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...],
     )
     launches = (
         Launch(_block_histogram_kernel, (num_blocks,), {**blocked, "counts_ptr": counts}, 4, 1),
-        Launch(_block_scan_kernel, (buckets,), {**scan, "BLOCK": _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]}, 4, 1),
+        Launch(
+            _block_scan_kernel,
+            (buckets,),
+            {**scan, "BLOCK": _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]},
+            4,
+            1,
+        ),
         Launch(_block_scatter_kernel, (num_blocks,), scatter, 4 if block == _SMALL_BLOCK else 8, 1),
     )
     return workspace, launches

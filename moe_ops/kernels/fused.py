@@ -39,7 +39,12 @@ def _buffer_meta(buffer: Buffer) -> TensorMeta:
 
 
 def _up_gemm(
-    hidden_states: TensorMeta, w13: TensorMeta, bias: TensorMeta | None, num_slots: int, activation: Activation, sms: int
+    hidden_states: TensorMeta,
+    w13: TensorMeta,
+    bias: TensorMeta | None,
+    num_slots: int,
+    activation: Activation,
+    sms: int,
 ) -> Gemm:
     top_k = num_slots // hidden_states.shape[0]
     operands = Operand("hidden_states", hidden_states), Operand("w13", w13), _operand("w13_bias", bias)
@@ -96,7 +101,9 @@ def _grouped_experts(tensors: ExpertTensors, activation: Activation, sms: int) -
     num_slots = tensors.topk_ids.shape[0] * tensors.topk_ids.shape[1]
     up = _up_gemm(tensors.hidden_states, tensors.w13, tensors.w13_bias, num_slots, activation, sms)
     down = _down_gemm(Operand(up.out, up.out_meta), tensors.w2, tensors.w2_bias, sms)
-    sort_buffers, sort_launches = dispatch_launches(tensors.topk_ids, tensors.expert_map, tensors.w13.shape[0])
+    sort_buffers, sort_launches = dispatch_launches(
+        tensors.topk_ids, tensors.expert_map, tensors.w13.shape[0]
+    )
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, tensors.topk_weights, tensors.shared)
     return (*sort_buffers, *gemm_buffers, buffer), (*sort_launches, *gemm_launches, launch)
@@ -152,12 +159,23 @@ def gemm_combine_program(x, w2, expert_offsets, w2_bias, topk_weights, inverse, 
 
 
 def fused_experts_program(
-    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation: Activation
+    hidden_states,
+    w13,
+    w2,
+    topk_weights,
+    topk_ids,
+    w13_bias,
+    w2_bias,
+    expert_map,
+    shared,
+    activation: Activation,
 ) -> Program:
     """The program of `moe.fused_experts` for tensors with this metadata (real, fake or meta)."""
     needed = map(describe, (hidden_states, w13, w2, topk_weights, topk_ids))
     optional = map(describe_optional, (w13_bias, w2_bias, expert_map, shared))
-    return _fused_experts(ExpertTensors(*needed, *optional), activation, multiprocessors(hidden_states.device))
+    return _fused_experts(
+        ExpertTensors(*needed, *optional), activation, multiprocessors(hidden_states.device)
+    )
 
 
 def fused_moe_program(

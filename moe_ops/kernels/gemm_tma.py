@@ -49,7 +49,9 @@ def _store_pair(
     if bias_ptr is not None:
         columns = column + tl.arange(0, gate.shape[1])
         gate = _add_bias(gate, bias_ptr, columns, columns < bias_features, bias_stride_n)
-        up = _add_bias(up, bias_ptr + features * bias_stride_n, columns, columns < bias_features, bias_stride_n)
+        up = _add_bias(
+            up, bias_ptr + features * bias_stride_n, columns, columns < bias_features, bias_stride_n
+        )
     _store(apply_activation(gate, up, NAME, ALPHA, LIMIT), out_ptr, rows, end, column, features, out_stride_m)
 
 
@@ -103,7 +105,9 @@ def grouped_gemm_tma_kernel(
             weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
             acc = dot(x, weight, acc)
             if PAIRED:
-                up = _weight_tile(weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
+                up = _weight_tile(
+                    weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K
+                )
                 acc_up = dot(x, up, acc_up)
         # No bias for rows past the last expert; bias_features bounds what is read of it.
         bias_features = tl.where(expert < num_experts, features, 0)

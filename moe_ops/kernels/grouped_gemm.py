@@ -198,7 +198,9 @@ def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int) 
     }
     grid = (num_experts * cdiv(features, config.block_n) * cdiv(depth, config.block_k),)
     launch = Launch(weight_gradient_kernel, grid, args, config.num_warps, config.num_stages)
-    return Program((Buffer("grad_weight", (num_experts, features, depth), x.dtype),), (launch,), ("grad_weight",))
+    return Program(
+        (Buffer("grad_weight", (num_experts, features, depth), x.dtype),), (launch,), ("grad_weight",)
+    )
 
 
 def grouped_gemm_program(x, weight, expert_offsets, bias) -> Program:

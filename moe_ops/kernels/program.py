@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+_ALIGNMENT = 16
 _DEFAULT_MULTIPROCESSORS = 132  # H100/H200: the target of kernels planned without a GPU
 
 
@@ -77,7 +78,9 @@ class Launch:
     def __post_init__(self) -> None:
         wanted, given = set(self.kernel.arg_names), set(self.args)
         if wanted != given:
-            raise ValueError(f"{self.kernel.__name__}: missing {wanted - given}, unknown {given - wanted} arguments")
+            raise ValueError(
+                f"{self.kernel.__name__}: missing {wanted - given}, unknown {given - wanted} arguments"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +103,9 @@ class Program:
                 return self._run(tensors, device)
         return self._run(tensors, device)
 
-    def _run(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor, ...]:
+    def _run(
+        self, tensors: Mapping[str, torch.Tensor | None], device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
         values: dict[str, Any] = dict(tensors)
         for buffer in self.buffers:
             values[buffer.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
@@ -150,11 +155,10 @@ def describe_optional(tensor: Any) -> TensorMeta | None:
 
 
 def _is_aligned(tensor: Any) -> bool:
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # fake tensors have no data; allocators align storages to at least 16 bytes
-        address = tensor.storage_offset() * tensor.dtype.itemsize
-    return address % 16 == 0
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.data_ptr() % _ALIGNMENT == 0
+    # A fake tensor has no address to ask for; allocators align storages further than we need.
+    return tensor.storage_offset() * tensor.dtype.itemsize % _ALIGNMENT == 0
 
 
 @lru_cache(maxsize=None)

@@ -153,7 +153,9 @@ def _topk_routing_backward_kernel(
     score = tl.zeros((ROWS, BLOCK_E), ACC)
     if SCORE_FIRST:
         if SOFTMAX:
-            logits = tl.load(logits_ptr + tokens * stride_t + experts * stride_e, mask=expert_mask, other=0.0).to(ACC)
+            logits = tl.load(
+                logits_ptr + tokens * stride_t + experts * stride_e, mask=expert_mask, other=0.0
+            ).to(ACC)
             logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
             largest = tl.max(logits, 1)[:, None]
             exps = tl.exp(logits - largest)
@@ -246,7 +248,9 @@ def _formula_args(routing: RoutingConfig) -> dict:
 
 
 @lru_cache(maxsize=1024)
-def _program(router_logits: TensorMeta, correction_bias: TensorMeta | None, routing: RoutingConfig) -> Program:
+def _program(
+    router_logits: TensorMeta, correction_bias: TensorMeta | None, routing: RoutingConfig
+) -> Program:
     buffers, launches = routing_launches(router_logits, correction_bias, routing)
     return Program(buffers, launches, ("topk_weights", "topk_ids"))
 

@@ -80,7 +80,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     assert found, usage.stdout
     return int(found.group(1)), int(found.group(2))

@@ -18,9 +18,12 @@ def _interpreter_works() -> bool:
 
 
 _NEEDS_INTERPRETER = pytest.mark.skipif(
-    not (INTERPRETED and _interpreter_works()), reason="needs TRITON_INTERPRET=1 and a NumPy its interpreter takes"
+    not (INTERPRETED and _interpreter_works()),
+    reason="needs TRITON_INTERPRET=1 and a NumPy its interpreter takes",
 )
-_NEEDS_GPU = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU, not interpreted")
+_NEEDS_GPU = pytest.mark.skipif(
+    INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU, not interpreted"
+)
 
 
 @pytest.fixture(

@@ -13,10 +13,14 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
     bound = TOLERANCE[dtype or actual.dtype]
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     assert actual.shape == expected.shape
-    assert torch.equal(actual.isnan(), expected.isnan()), f"NaN at {(actual.isnan() != expected.isnan()).nonzero()}"
+    assert torch.equal(actual.isnan(), expected.isnan()), (
+        f"NaN at {(actual.isnan() != expected.isnan()).nonzero()}"
+    )
     actual, expected = actual.nan_to_num(), expected.nan_to_num()
     error = (actual - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= bound, f"relative error {error:.3g} > {bound:.3g}, largest {(actual - expected).abs().max():.3g}"
+    assert error <= bound, (
+        f"relative error {error:.3g} > {bound:.3g}, largest {(actual - expected).abs().max():.3g}"
+    )
 
 
 def local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int) -> list[int]:
@@ -51,7 +55,9 @@ def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
     approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation.name)
     gelu = torch.nn.functional.gelu
-    return (torch.nn.functional.silu(gate) if approximate is None else gelu(gate, approximate=approximate)) * up
+    return (
+        torch.nn.functional.silu(gate) if approximate is None else gelu(gate, approximate=approximate)
+    ) * up
 
 
 def grouped_gemm(

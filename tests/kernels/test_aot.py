@@ -22,7 +22,9 @@ TOKENS = (1, 4, 64, 1024, 16384)
 BF16 = {"hidden_states": torch.bfloat16, "router_logits": torch.float32}
 BF16 |= {"w13": torch.bfloat16, "w2": torch.bfloat16, "w13_bias": torch.bfloat16, "w2_bias": torch.bfloat16}
 GPT_OSS = Activation("swiglu_oai", interleaved=True)
-DEEPSEEK = RoutingConfig(top_k=8, score_fn="sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5)
+DEEPSEEK = RoutingConfig(
+    top_k=8, score_fn="sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5
+)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -31,7 +33,9 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def _assert_spill_free(compiled: list[aot.Compiled]) -> None:
     for kernel in compiled:
-        assert kernel.stack == 0, f"{kernel.name}: {kernel.stack} bytes of stack, {kernel.registers} registers"
+        assert kernel.stack == 0, (
+            f"{kernel.name}: {kernel.stack} bytes of stack, {kernel.registers} registers"
+        )
         assert kernel.shared <= aot.SHARED_MEMORY, f"{kernel.name}: {kernel.shared} bytes of shared memory"
 
 
@@ -48,7 +52,9 @@ def test_fused_moe(workload: str, tokens: int) -> None:
     assert bool(gemms) != any("gemv" in kernel.name for kernel in compiled)
     for kernel in gemms:
         assert "cp.async.bulk.tensor" in kernel.ptx  # weights by TMA
-        assert "cp.async.cg.shared" in kernel.ptx  # gathered rows straight to shared memory, 16 bytes at a time
+        assert (
+            "cp.async.cg.shared" in kernel.ptx
+        )  # gathered rows straight to shared memory, 16 bytes at a time
         if tokens >= 1024:
             assert "wgmma.mma_async" in kernel.ptx
 
@@ -74,7 +80,9 @@ def test_gpt_oss_layout(tokens: int, transposed: bool) -> None:
 def test_transposed_halves(tokens: int) -> None:
     weights = _meta(16, 512, 1024).transpose(1, 2), _meta(16, 512, 512).transpose(1, 2)
     routes = _meta(tokens, 4, dtype=torch.float32), _meta(tokens, 4, dtype=torch.int32)
-    program = fused.fused_experts_program(_meta(tokens, 512), *weights, *routes, None, None, None, None, Activation())
+    program = fused.fused_experts_program(
+        _meta(tokens, 512), *weights, *routes, None, None, None, None, Activation()
+    )
     dtypes = BF16 | {"topk_weights": torch.float32, "topk_ids": torch.int32}
     _assert_spill_free(aot.compile_program(program, dtypes))
 

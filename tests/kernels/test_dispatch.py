@@ -11,7 +11,9 @@ def _check(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts:
     mapped = None if expert_map is None else expert_map.to(device)
     actual = kernels.launch(topk_ids.to(device), mapped, num_experts)
     expected = oracles.dispatch(oracles.local_experts(topk_ids, expert_map, num_experts), num_experts)
-    for name, tensor, values in zip(("sorted_slots", "inverse", "expert_offsets"), actual, expected, strict=True):
+    for name, tensor, values in zip(
+        ("sorted_slots", "inverse", "expert_offsets"), actual, expected, strict=True
+    ):
         assert tensor.dtype == torch.int32
         assert tensor.cpu().tolist() == values, name
 
@@ -32,7 +34,8 @@ def test_drops_ids_out_of_range(tokens: int, device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [9, 300])
 def test_maps_global_to_local_experts(tokens: int, device: str) -> None:
-    expert_map = torch.tensor([-1, 2, 0, 5, -1, 1, 99, -4], dtype=torch.int32)  # 5, 99 and -4 are no local expert
+    # 5, 99 and -4 are no local expert
+    expert_map = torch.tensor([-1, 2, 0, 5, -1, 1, 99, -4], dtype=torch.int32)
     _check(torch.randint(-2, 10, (tokens, 3), dtype=torch.int32), expert_map, 3, device)
 
 

@@ -10,7 +10,12 @@ from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
 from tests.kernels.oracles import assert_close
 
-SIZES = {"T1": (1, 13, 3, 48, 40), "T7": (7, 13, 4, 48, 40), "T33": (33, 13, 4, 72, 24), "hot": (24, 2, 2, 64, 136)}
+SIZES = {
+    "T1": (1, 13, 3, 48, 40),
+    "T7": (7, 13, 4, 48, 40),
+    "T33": (33, 13, 4, 72, 24),
+    "hot": (24, 2, 2, 64, 136),
+}
 ACTIVATIONS = [
     Activation("silu"),
     Activation("gelu"),
@@ -21,7 +26,9 @@ ACTIVATIONS = [
 ]
 
 
-def _experts(size: str, dtype: torch.dtype, activation: Activation, transposed: bool = False, biased: bool = False):
+def _experts(
+    size: str, dtype: torch.dtype, activation: Activation, transposed: bool = False, biased: bool = False
+):
     tokens, num_experts, top_k, hidden, features = SIZES[size]
     rows = 2 * features if activation.is_gated else features
     tensors = {
@@ -59,7 +66,9 @@ def test_fused_experts(dtype: torch.dtype, size: str, device: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
 @pytest.mark.parametrize("size", ["T1", "T33"])
-def test_activations_biases_and_layouts(size: str, activation: Activation, transposed: bool, device: str) -> None:
+def test_activations_biases_and_layouts(
+    size: str, activation: Activation, transposed: bool, device: str
+) -> None:
     _check(_experts(size, torch.bfloat16, activation, transposed, biased=True), activation, device)
 
 
@@ -94,7 +103,10 @@ def test_expert_map(size: str, device: str) -> None:
 
 @pytest.mark.parametrize("size", ["T1", "T7", "T33"])
 def test_a_nan_token_changes_no_other_token(size: str, device: str) -> None:
-    tensors = {k: None if v is None else v.to(device) for k, v in _experts(size, torch.bfloat16, Activation()).items()}
+    tensors = {
+        k: None if v is None else v.to(device)
+        for k, v in _experts(size, torch.bfloat16, Activation()).items()
+    }
     clean = fused.fused_experts(**tensors, activation=Activation())
     tensors["hidden_states"][-1] = float("nan")
     out = fused.fused_experts(**tensors, activation=Activation())
@@ -108,10 +120,14 @@ def test_fused_moe_routes_and_computes(dtype: torch.dtype, size: str, device: st
     tensors = _experts(size, dtype, Activation())
     tokens, num_experts, top_k = SIZES[size][:3]
     routing = RoutingConfig(top_k=top_k, score_fn="sigmoid", scale=1.5)
-    logits = torch.randn(tokens, num_experts, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    logits = torch.randn(
+        tokens, num_experts, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    )
     bias = torch.rand(num_experts)
     weights, ids = routing_definition.reference(logits, bias, routing.spec)
-    expected = oracles.experts(**(tensors | {"topk_weights": weights, "topk_ids": ids}), activation=Activation())
+    expected = oracles.experts(
+        **(tensors | {"topk_weights": weights, "topk_ids": ids}), activation=Activation()
+    )
     args = [t.to(device) for t in (tensors["hidden_states"], logits, tensors["w13"], tensors["w2"])]
     out = fused.fused_moe(*args, None, None, bias.to(device), None, routing, Activation())
     assert_close(out, expected)
@@ -124,8 +140,12 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
     tokens, num_experts, top_k = SIZES[size][:3]
     routing = RoutingConfig(top_k=top_k)
     logits = torch.randn(tokens, num_experts).to(device)
-    weights, ids, sorted_slots, inverse, offsets = fused.routing_dispatch(logits, None, None, num_experts, routing)
-    for actual, expected in zip((sorted_slots, inverse, offsets), dispatch.launch(ids, None, num_experts), strict=True):
+    weights, ids, sorted_slots, inverse, offsets = fused.routing_dispatch(
+        logits, None, None, num_experts, routing
+    )
+    for actual, expected in zip(
+        (sorted_slots, inverse, offsets), dispatch.launch(ids, None, num_experts), strict=True
+    ):
         assert torch.equal(actual, expected)
     moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
     hidden = fused.gather_gemm_act(

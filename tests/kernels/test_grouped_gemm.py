@@ -57,7 +57,9 @@ def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: 
 def test_odd_sizes(features: int, depth: int, dtype: torch.dtype, device: str) -> None:
     weight, x = torch.randn(3, features, depth).to(dtype), torch.randn(9, depth).to(dtype)
     offsets = [0, 4, 4, 7]
-    out = grouped_gemm.launch(x.to(device), weight.to(device), torch.tensor(offsets, dtype=torch.int32).to(device), None)
+    out = grouped_gemm.launch(
+        x.to(device), weight.to(device), torch.tensor(offsets, dtype=torch.int32).to(device), None
+    )
     assert_close(out, oracles.grouped_gemm(x, weight, offsets))
 
 
@@ -81,12 +83,20 @@ def test_offsets_that_make_no_sense_touch_nothing(device: str) -> None:
     assert_close(out, oracles.grouped_gemm(x, weight, offsets.tolist()))
 
 
-@pytest.mark.parametrize("config", gemm_config.candidates(describe(torch.empty(1, 8, 8, dtype=torch.bfloat16))))
+@pytest.mark.parametrize(
+    "config", gemm_config.candidates(describe(torch.empty(1, 8, 8, dtype=torch.bfloat16)))
+)
 def test_every_block_size(config: gemm_config.LaunchConfig, device: str) -> None:
     rows, offsets = 200, [0, 129, 129, 190]
     weight, x = torch.randn(3, 264, 200).bfloat16().to(device), torch.randn(rows, 200).bfloat16().to(device)
-    gemm = Gemm(Operand("x", describe(x)), Operand("weight", describe(weight)), None, "out", rows, 5, tail=True)
-    tensors = {"x": x, "weight": weight, "expert_offsets": torch.tensor(offsets, dtype=torch.int32).to(device)}
+    gemm = Gemm(
+        Operand("x", describe(x)), Operand("weight", describe(weight)), None, "out", rows, 5, tail=True
+    )
+    tensors = {
+        "x": x,
+        "weight": weight,
+        "expert_offsets": torch.tensor(offsets, dtype=torch.int32).to(device),
+    }
     (out,) = Program(*grouped_gemm.plan(gemm, config), ("out",)).run(tensors)
     assert_close(out, oracles.grouped_gemm(x, weight, offsets))
 
@@ -104,5 +114,7 @@ def test_weight_gradient(dtype: torch.dtype, case: str, device: str) -> None:
     assert_close(grouped_gemm.launch_weight_backward(grad.to(device), x.to(device), on_device), expected)
     ones = torch.ones(ROWS, 1).to(dtype)
     bias_grad = grouped_gemm.launch_weight_backward(grad.to(device), ones.to(device), on_device)
-    expected_bias = torch.stack([grad[a:b].double().sum(0) for a, b in zip(offsets[:-1], offsets[1:], strict=True)])
+    expected_bias = torch.stack(
+        [grad[a:b].double().sum(0) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    )
     assert_close(bias_grad.squeeze(2), expected_bias)

@@ -25,13 +25,17 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens, columns", [(1, 5), (7, 48), (3, 1100)])
-def test_permute_gathers_and_its_gradient_sums(tokens: int, columns: int, dtype: torch.dtype, device: str) -> None:
+def test_permute_gathers_and_its_gradient_sums(
+    tokens: int, columns: int, dtype: torch.dtype, device: str
+) -> None:
     hidden = torch.randn(tokens, columns).to(dtype)
     slots = torch.randperm(tokens * 3).to(torch.int32)
     out = permute.launch(hidden.to(device), slots.to(device))
     assert torch.equal(out.cpu(), hidden[slots.long() // 3])
     grad = torch.randn(tokens * 3, columns).to(dtype)
-    expected = torch.zeros(tokens, columns, dtype=torch.float64).index_add_(0, slots.long() // 3, grad.double())
+    expected = torch.zeros(tokens, columns, dtype=torch.float64).index_add_(
+        0, slots.long() // 3, grad.double()
+    )
     assert_close(permute.launch_backward(grad.to(device), slots.to(device), tokens), expected, dtype)
 
 
@@ -96,7 +100,9 @@ def test_activation_and_gradient(activation: Activation, dtype: torch.dtype, dev
     grad = torch.randn(6, 21).to(dtype)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
     assert_close(activation_kernels.launch(gate_up.to(device), activation), expected)
-    assert_close(activation_kernels.launch_backward(grad.to(device), gate_up.to(device), activation), expected_grad)
+    assert_close(
+        activation_kernels.launch_backward(grad.to(device), gate_up.to(device), activation), expected_grad
+    )
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)

@@ -1,0 +1,136 @@
+"""Programs: one plan per metadata, whatever kind of tensor it came from, and an import that touches no GPU."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from moe_ops.kernels import fused, gemm_config, grouped_gemm, permute
+from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, View, describe
+from moe_ops.types import Activation
+
+
+def _experts_program(make, tokens: int = 16, hidden: int = 64) -> Program:
+    args = make(tokens, hidden), make(4, 128, hidden), make(4, hidden, 64)
+    routes = make(tokens, 2), make(tokens, 2).to(torch.int32)
+    return fused.fused_experts_program(*args, *routes, None, None, None, None, Activation())
+
+
+def test_real_fake_and_meta_tensors_share_one_plan() -> None:
+    def real(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    program = _experts_program(real)
+    assert _experts_program(lambda *shape: real(*shape).to("meta")) is program
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _experts_program(real) is program
+    assert _experts_program(real, tokens=32) is not program
+
+
+def test_a_program_names_the_arguments_of_its_operator() -> None:
+    program = _experts_program(lambda *shape: torch.zeros(shape, dtype=torch.bfloat16))
+    arguments = [a for launch in program.launches for a in launch.args.values()]
+    names = {
+        a.name if isinstance(a, Ref) else a.source
+        for a in arguments
+        if isinstance(a, Ref | View | Descriptor)
+    }
+    buffers = {buffer.name for buffer in program.buffers}
+    assert names - buffers == {"hidden_states", "w13", "w2", "topk_weights", "topk_ids"}
+    assert program.outputs == ("combined",)
+
+
+def test_a_launch_needs_every_kernel_parameter() -> None:
+    with pytest.raises(ValueError, match=r"missing .*num_slots.* unknown .*nonsense"):
+        Launch(
+            permute._invert_kernel,
+            (1,),
+            {"slots_ptr": Ref("a"), "rows_ptr": Ref("b"), "BLOCK": 8, "nonsense": 1},
+        )
+
+
+@pytest.mark.parametrize(
+    "shape, strides, offset, dtype, expected",
+    [
+        ((4, 64, 64), (4096, 64, 1), 0, torch.bfloat16, True),
+        ((4, 64, 64), (4096, 1, 64), 0, torch.float16, True),
+        ((4, 64, 64), (4096, 64, 1), 1, torch.bfloat16, False),
+        ((4, 64, 511), (64 * 511, 511, 1), 0, torch.bfloat16, False),
+        ((4, 64, 64), (4096, 64, 1), 0, torch.float32, False),
+        ((4, 32, 32), (4096, 128, 2), 0, torch.bfloat16, False),
+        ((4, 64, 64), (0, 64, 1), 0, torch.bfloat16, False),
+    ],
+)
+def test_tma_takes_aligned_half_precision_rows(shape, strides, offset, dtype, expected) -> None:
+    weight = torch.zeros(1 << 18, dtype=dtype).as_strided(shape, strides, offset)
+    assert gemm_config.takes_tma(describe(weight)) is expected
+
+
+def test_rows_per_tile_grow_with_the_rows_of_an_expert() -> None:
+    weight = describe(torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"))
+    blocks = [gemm_config.pick_config(slots, weight).block_m for slots in (8, 128, 2048, 8192, 1 << 17)]
+    assert blocks == [16, 16, 32, 64, 128]
+    assert {gemm_config.pick_config(slots, weight) for slots in (8, 2048, 8192, 1 << 17)} <= {
+        *gemm_config.candidates(weight)
+    }
+
+
+def test_two_products_share_a_tile_map() -> None:
+    program = _experts_program(lambda *shape: torch.zeros(shape, dtype=torch.bfloat16), tokens=600)
+    names = [launch.kernel.fn.__name__ for launch in program.launches]
+    assert names.count("_tile_map_kernel") == 1 and names.count("grouped_gemm_tma_kernel") == 2
+
+
+def test_views_reach_the_kernel(device: str) -> None:
+    source = torch.arange(24, dtype=torch.float32).to(device)
+    slots = torch.tensor([1, 0, 3, 2], dtype=torch.int32).to(device)
+    args = {
+        "hidden_ptr": View("source", (4, 3), (6, 2), 1),
+        "slots_ptr": Ref("slots"),
+        "out_ptr": Ref("out"),
+        "top_k": 1,
+        "num_columns": 3,
+        "stride_t": 6,
+        "stride_h": 2,
+        "BLOCK": 4,
+    }
+    program = Program(
+        (Buffer("out", (4, 3), torch.float32),), (Launch(permute._permute_kernel, (4,), args),), ("out",)
+    )
+    (out,) = program.run({"source": source, "slots": slots, "unused": None})
+    assert torch.equal(out.cpu(), source.cpu().as_strided((4, 3), (6, 2), 1)[[1, 0, 3, 2]])
+
+
+def test_importing_the_kernels_starts_no_gpu() -> None:
+    code = "import torch, moe_ops.kernels.fused; assert not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_wide_addresses_are_64_bit() -> None:
+    """S*H past 2**31: the plan is made, and strides of that size reach the kernels as they are."""
+    x = torch.empty(1 << 20, 4096, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(8, 14336, 4096, dtype=torch.bfloat16, device="meta")
+    program = grouped_gemm.grouped_gemm_program(
+        x, weight, torch.empty(9, dtype=torch.int32, device="meta"), None
+    )
+    descriptor = program.launches[-1].args["weight_desc"]
+    assert isinstance(descriptor, Descriptor) and descriptor.strides == (14336 * 4096, 4096, 1)
+
+
+@pytest.mark.gpu
+def test_gpu_addresses_past_two_to_the_31(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs 14 GB and a GPU")
+    rows, columns = (1 << 31) // 1024 + 4096, 1024
+    x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
+    x[-1] = 1.0
+    weight = torch.full((1, 64, columns), 0.5, dtype=torch.bfloat16, device=device)
+    offsets = torch.tensor([0, rows], dtype=torch.int32, device=device)
+    out = grouped_gemm.launch(x, weight, offsets, None)
+    assert (out[-1] == columns / 2).all() and (out[:-1] == 0).all()
+    slots = torch.arange(rows, dtype=torch.int32, device=device).flip(0)
+    assert torch.equal(permute.launch(x, slots)[0], x[-1])
