@@ -119,7 +119,16 @@ def fake_h200() -> Iterator[None]:
             mock.patch.object(_triton, "has_triton_tensor_descriptor_host_tma", _answer(True))
         )
         init_backend_registration()
+        stack.callback(_forget_what_torch_found)
+        _forget_what_torch_found()
         yield
+
+
+def _forget_what_torch_found() -> None:
+    """torch asks once per process whether there is a GPU and a Triton for it."""
+    for value in vars(_triton).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 @dataclass(frozen=True)

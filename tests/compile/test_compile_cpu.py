@@ -1,0 +1,192 @@
+"""torch.compile on CPU end to end: values, gradients, modes, chained passes, recompiles, plain compile."""
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+import inductor_passes
+import moe_ops
+from inductor_passes.backend import moe_inductor
+from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
+
+SLOT = "post_grad_custom_pre_pass"
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+class Spy:
+    """A user's pass: what it saw, in order. Without a uuid, so compiles it is in are never cached."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, graph):
+        self.seen.append(
+            [str(n.target).split(".")[1] for n in graph.nodes if str(n.target).startswith("moe.")]
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_values_of_one_fused_call(dtype):
+    compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options())
+    actual, (code,) = run_and_get_code(compiled, *inputs(dtype=dtype))
+    assert code.count("torch.ops.moe.fused_moe.default(") == 1
+    torch.testing.assert_close(actual, layer(*inputs(dtype=dtype)))
+
+
+@torch.no_grad()
+def test_values_with_a_gate_between_the_stages():
+    def custom(hidden, logits, w13, w2):
+        weights, ids = moe_ops.topk_routing(logits, ROUTING)
+        plan = moe_ops.build_dispatch(ids, EXPERTS)
+        gate_up = moe_ops.grouped_gemm(
+            moe_ops.permute(hidden * 2, plan.sorted_slots), w13, plan.expert_offsets
+        )
+        out = moe_ops.grouped_gemm(moe_ops.gated_activation(gate_up) + 1, w2, plan.expert_offsets).sin()
+        return moe_ops.combine(out, weights, plan.inverse)
+
+    compiled = torch.compile(custom, fullgraph=True, options=inductor_passes.options())
+    actual, (code,) = run_and_get_code(compiled, *inputs())
+    # Gather, gate and sum are C++ now; router with dispatch and the two GEMMs are calls.
+    assert "torch.ops.moe.combine" not in code and code.count("torch.ops.moe.grouped_gemm.default(") == 1
+    torch.testing.assert_close(actual, custom(*inputs()))
+
+
+def test_gradients_through_the_stages():
+    def loss(*args):
+        return layer(*args).square().sum()
+
+    eager, compiled = inputs(), inputs()
+    for given, run in (
+        (eager, loss),
+        (compiled, torch.compile(loss, fullgraph=True, options=inductor_passes.options())),
+    ):
+        for tensor in given:
+            tensor.requires_grad_()
+        run(*given).backward()
+    for ours, theirs in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("form", ["options", "backend"])
+@torch.no_grad()
+def test_modes(mode, form):
+    if form == "options":
+        compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options(mode))
+    else:
+        compiled = torch.compile(layer, fullgraph=True, backend=moe_inductor, mode=mode)
+    actual, (code,) = run_and_get_code(compiled, *inputs())
+    assert code.count("torch.ops.moe.fused_moe.default(") == 1
+    torch.testing.assert_close(actual, layer(*inputs()))
+
+
+@torch.no_grad()
+def test_unknown_mode_is_named_by_the_backend():
+    with pytest.raises(Exception, match="mode='fastest': expected one of"):
+        torch.compile(layer, backend=moe_inductor, mode="fastest")(*inputs())
+
+
+@pytest.mark.parametrize("place", ["options", "backend options", "global config", "both forms"])
+@torch.no_grad()
+def test_a_users_pass_runs_once_after_ours(place):
+    spy = Spy()
+    with inductor_config.patch({SLOT: spy} if place == "global config" else {}):
+        made = inductor_passes.options(
+            **({} if place in ("global config", "backend options") else {SLOT: spy})
+        )
+        form = {
+            "options": {"options": made},
+            "global config": {"options": made},
+            "backend options": {"backend": moe_inductor, "options": {SLOT: spy}},
+            "both forms": {"backend": moe_inductor, "options": made},
+        }[place]
+        torch.testing.assert_close(torch.compile(layer, **form)(*inputs()), layer(*inputs()))
+    assert spy.seen == [["fused_moe"]]
+
+
+@torch.no_grad()
+def test_dynamic_true_is_one_graph_for_every_token_count():
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, options=inductor_passes.options())
+    for tokens in (5, 3, 17, 40):
+        torch.testing.assert_close(compiled(*inputs(tokens)), layer(*inputs(tokens)))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@torch.no_grad()
+def test_marked_tokens_are_one_graph():
+    compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options())
+    for tokens in (5, 3, 17):
+        torch.testing.assert_close(compiled(*inputs(tokens, dynamic=True)), layer(*inputs(tokens)))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+@torch.no_grad()
+def test_unmarked_tokens_are_two_graphs():
+    compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options())
+    for tokens in (5, 3, 17, 40):
+        compiled(*inputs(tokens))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.w13 = nn.Parameter(torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 4)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / 4)
+
+    def forward(self, hidden):
+        return layer(hidden, self.gate(hidden), self.w13, self.w2)
+
+
+@torch.no_grad()
+def test_layers_compiled_one_by_one_with_fresh_options_share_a_graph():
+    hidden = inputs().hidden_states
+    for block in [Layer() for _ in range(4)]:
+        compiled = torch.compile(block, fullgraph=True, options=inductor_passes.options())
+        torch.testing.assert_close(compiled(hidden), block(hidden))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("emit", ["auto", "fused"])
+@torch.no_grad()
+def test_plain_compile_without_our_passes(emit):
+    def plain(hidden, logits, w13, w2):
+        return moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, emit=emit)
+
+    actual, (code,) = run_and_get_code(torch.compile(plain, fullgraph=True), *inputs())
+    assert ("torch.ops.moe.fused_moe.default(" in code) == (emit == "fused")
+    torch.testing.assert_close(actual, layer(*inputs()))
+
+
+@torch.no_grad()
+def test_passes_of_one_compile_do_not_leak_into_another():
+    torch.compile(layer, options=inductor_passes.options())(*inputs())
+    torch._dynamo.reset()
+    _, (code,) = run_and_get_code(torch.compile(layer), *inputs())
+    assert "torch.ops.moe.permute.default(" in code and "torch.ops.moe.gated_activation.default(" in code
+
+
+@torch.no_grad()
+def test_gpt_oss_layout_copies_no_weight():
+    def gpt_oss(hidden, logits, gate_up_proj, down_proj):
+        views = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+        return moe_ops.fused_moe(
+            hidden, logits, *views, ROUTING, moe_ops.Activation("swiglu_oai", interleaved=True)
+        )
+
+    given = inputs()
+    stored = given.w13.transpose(1, 2).contiguous(), given.w2.transpose(1, 2).contiguous()
+    compiled = torch.compile(gpt_oss, fullgraph=True, options=inductor_passes.options())
+    actual, (code,) = run_and_get_code(compiled, *given[:2], *stored)
+    assert "fused_moe.default(" in code and "empty_strided_cpu(" not in code
+    torch.testing.assert_close(actual, gpt_oss(*given[:2], *stored))

@@ -1,0 +1,154 @@
+"""What Inductor generates for an H200: launches for static sizes, one call for symbolic ones. No GPU needed."""
+
+import logging
+import math
+import re
+
+import pytest
+import torch
+
+import moe_ops
+from inductor_passes.lowerings import programs
+from tests.compile.fake_cuda import body, compile_for_h200
+
+HIDDEN, EXPERTS, INTERMEDIATE = 64, 8, 32
+ROUTING = moe_ops.RoutingConfig(top_k=2)
+
+
+def _inputs(tokens):
+    def empty(*shape):
+        return torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+
+    weights = empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN), empty(EXPERTS, HIDDEN, INTERMEDIATE)
+    return empty(tokens, HIDDEN), empty(tokens, EXPERTS), *weights
+
+
+def _layer(hidden, logits, w13, w2):
+    # make_fx is not a compiler to `is_compiling`, so the stages are asked for.
+    return moe_ops.fused_moe(hidden * 2, logits, w13, w2, ROUTING, emit="stages").sin()
+
+
+def _ours(compiled):
+    return [name for name in compiled.launches if not name.startswith("triton_")]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 1000])
+def test_static_tokens_launch_the_plans_kernels_directly(tokens):
+    compiled = compile_for_h200(_layer, _inputs, tokens=tokens)
+    planned = _planned(tokens)
+    assert [re.sub(r"_\d+$", "", name) for name in _ours(compiled)] == planned
+    assert "torch.ops.moe" not in body(compiled.code)
+    # The neighbours stay one kernel each: nothing is copied into or out of the launches.
+    assert len(compiled.launches) - len(planned) == 2
+
+
+def _planned(tokens):
+    from moe_ops.kernels.fused import fused_moe_program
+
+    given = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in _on_meta(tokens)]
+    plan = fused_moe_program(*given, *[None] * 4, ROUTING, moe_ops.Activation("silu"))
+    return [launch.kernel.__name__ for launch in plan.launches]
+
+
+def _on_meta(tokens):
+    shapes = (
+        (tokens, HIDDEN),
+        (tokens, EXPERTS),
+        (EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+        (EXPERTS, HIDDEN, INTERMEDIATE),
+    )
+    return [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+
+
+def test_symbolic_tokens_stay_one_call_and_add_no_guard():
+    compiled = compile_for_h200(_layer, _inputs, symbolic=True)
+    assert body(compiled.code).count("torch.ops.moe.fused_moe.default(") == 1
+    assert not _ours(compiled)
+    assert compiled.guards == compile_for_h200(_layer, _inputs, symbolic=True, graph_pass=None).guards
+
+
+def test_without_our_passes_the_stages_are_calls():
+    compiled = compile_for_h200(_layer, _inputs, graph_pass=None)
+    assert len(re.findall(r"torch\.ops\.moe\.\w+\.default\(", body(compiled.code))) == 7 and not _ours(
+        compiled
+    )
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_pointwise_stages_melt_into_their_neighbours(symbolic):
+    def gated(hidden, logits, w13, w2):
+        gate_up = torch.cat([hidden, hidden], 1) * 2
+        return moe_ops.gated_activation(gate_up, "silu").sin()
+
+    compiled = compile_for_h200(gated, _inputs, symbolic=symbolic)
+    assert len(compiled.launches) == 1 and "torch.ops.moe" not in body(compiled.code)
+
+
+def test_a_failing_plan_leaves_the_call_and_says_so(monkeypatch, caplog):
+    def broken(*args):
+        raise NotImplementedError("no kernel for this")
+
+    monkeypatch.setattr("moe_ops.kernels.fused.fused_moe_program", broken)
+    with caplog.at_level(logging.WARNING, logger="inductor_passes"):
+        compiled = compile_for_h200(_layer, _inputs)
+    assert body(compiled.code).count("torch.ops.moe.fused_moe.default(") == 1
+    assert "no kernel for this" in caplog.text
+
+
+def test_a_launch_torch_would_drop_leaves_the_call(monkeypatch):
+    monkeypatch.setattr(programs, "_WRITTEN", {})
+    monkeypatch.setattr("inductor_passes._compat.written_arguments", lambda *args: frozenset())
+    compiled = compile_for_h200(_layer, _inputs)
+    assert body(compiled.code).count("torch.ops.moe.fused_moe.default(") == 1 and not _ours(compiled)
+
+
+def _gpt_oss_inputs(tokens):
+    """Weights as the checkpoint stores them, [E, in, out] with interleaved gate and up columns, and biases."""
+    stored = (EXPERTS, HIDDEN, 2 * INTERMEDIATE), (EXPERTS, INTERMEDIATE, HIDDEN)
+    biases = (EXPERTS, 2 * INTERMEDIATE), (EXPERTS, HIDDEN)
+    shapes = (tokens, HIDDEN), (tokens, EXPERTS), *stored, *biases
+    return [torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+
+def _gpt_oss(hidden, logits, gate_up_proj, down_proj, gate_up_bias, down_bias):
+    return moe_ops.fused_moe(
+        hidden,
+        logits,
+        gate_up_proj.transpose(1, 2),
+        down_proj.transpose(1, 2),
+        moe_ops.RoutingConfig(top_k=2, order="topk_then_score"),
+        moe_ops.Activation("swiglu_oai", interleaved=True),
+        w13_bias=gate_up_bias,
+        w2_bias=down_bias,
+        emit="stages",
+    )
+
+
+@pytest.mark.parametrize(("tokens", "symbolic"), [(4, False), (40, False), (40, True)])
+def test_gpt_oss_layout_makes_no_weight_sized_buffer(tokens, symbolic):
+    compiled = compile_for_h200(_gpt_oss, _gpt_oss_inputs, tokens=tokens, symbolic=symbolic)
+    allocated = re.findall(
+        r"empty_strided_cuda\(\(([^)]*)\)", body(compiled.code).replace("s47", str(tokens))
+    )
+    sizes = [math.prod(eval(f"({shape})")) for shape in allocated]
+    assert all(size < EXPERTS * HIDDEN * INTERMEDIATE for size in sizes)
+    assert bool(_ours(compiled)) != symbolic
+    assert not any("clone" in name for name in compiled.launches)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_halves_that_cannot_collapse_are_launched_or_called(symbolic):
+    def scaled(hidden, logits, w13, w2):
+        weights, ids = moe_ops.topk_routing(logits, ROUTING)
+        plan = moe_ops.build_dispatch(ids, EXPERTS)
+        rows = moe_ops.grouped_gemm(moe_ops.permute(hidden, plan.sorted_slots), w13, plan.expert_offsets)
+        rows = moe_ops.gated_activation(rows) * 1.5
+        return moe_ops.combine(moe_ops.grouped_gemm(rows, w2, plan.expert_offsets), weights, plan.inverse)
+
+    compiled = compile_for_h200(scaled, _inputs, symbolic=symbolic)
+    calls = re.findall(r"torch\.ops\.moe\.(\w+)", body(compiled.code))
+    # A call's outputs are checked by name too, so names repeat.
+    assert list(dict.fromkeys(calls)) == (
+        ["routing_dispatch", "gather_gemm_act", "gemm_combine"] if symbolic else []
+    )
+    assert bool(_ours(compiled)) != symbolic
