@@ -73,15 +73,32 @@ def define_no_gradient(name: str) -> None:
     define_gradient(name, lambda ctx, inputs, output: None, lambda ctx, *grads: (None,) * len(inputs))
 
 
-def define_no_double_backward(name: str) -> None:
-    """Registers `name`, itself a backward, as not differentiable again: differentiating it raises."""
+def define_gradient_of_formula(name: str, formula: Op, differentiable: Sequence[str]) -> None:
+    """Registers `name`'s backward as the derivative of `formula`, plain PyTorch that computes the same thing.
 
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(
-            f"{NAMESPACE}::{name} is not differentiable: second derivatives are not supported here"
-        )
+    For backward operators: it makes the operators they belong to twice differentiable. `differentiable` names the
+    arguments that have a gradient.
+    """
+    names = _arguments(name)
+    positions = [names.index(argument) for argument in differentiable]
 
-    define_gradient(name, lambda ctx, inputs, output: None, backward)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.options = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.options, strict=True)
+        inputs = [option if tensor is None else tensor for tensor, option in pairs]
+
+        def of_differentiable(*values: Tensor) -> Any:
+            replaced = dict(zip(positions, values, strict=True))
+            return formula(*(replaced.get(index, value) for index, value in enumerate(inputs)))
+
+        _, pullback = torch.func.vjp(of_differentiable, *(inputs[index] for index in positions))
+        results = dict(zip(positions, pullback(grads[0] if len(grads) == 1 else grads), strict=True))
+        return tuple(results.get(index) for index in range(len(inputs)))
+
+    define_gradient(name, setup_context, backward)
 
 
 class _OpFunction(torch.autograd.Function):
@@ -127,8 +144,19 @@ def call(name: str, *args: Any) -> Any:
 
     Without grad mode it is the plain operator. With it the Function is used even if no argument requires grad:
     inside `vmap`, and inside a compiled `torch.func.grad`, a tensor does not say whether it will.
+
+    Raises TypeError for a DTensor: operators work on local shards, which only the caller can name.
     """
+    if not torch.compiler.is_compiling():
+        _refuse_dtensors(name, args)
     return _apply(*args, name) if torch.is_grad_enabled() else operator(name)(*args)
+
+
+def _refuse_dtensors(name: str, args: tuple[Any, ...]) -> None:
+    for index, arg in enumerate(args):
+        if isinstance(arg, Tensor) and hasattr(arg, "placements"):
+            argument = _arguments(name)[index]
+            raise TypeError(f"{argument} is a DTensor: expected a plain tensor, such as its to_local() shard")
 
 
 def define_vmap(name: str, token_args: Sequence[str] = ()) -> None:

@@ -34,7 +34,7 @@ def combine(
         ValueError: ranks, sizes or devices that do not fit.
         TypeError: wrong dtypes.
 
-    Gradient: to expert_out, topk_weights and shared, once; differentiating it again raises RuntimeError.
+    Gradient: to expert_out, topk_weights and shared; twice differentiable.
 
     Example:
         >>> out = moe_ops.combine(expert_out, topk_weights, plan.inverse)
@@ -185,7 +185,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | No
     return grad_out, grad_weights, None, grad if ctx.has_shared else None
 
 
+def _setup_context_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _double_backward(ctx: Any, to_out: Tensor, to_weights: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    grad, expert_out, topk_weights, inverse = ctx.saved_tensors
+    to_grad = combine(to_out, topk_weights, inverse) + combine(expert_out, to_weights, inverse)
+    to_expert_out, _ = combine_gradient(grad, expert_out, to_weights, inverse)
+    _, to_topk_weights = combine_gradient(grad, to_out, topk_weights, inverse)
+    return to_grad, to_expert_out, to_topk_weights, None
+
+
 _library.define_gradient("combine", _setup_context, _backward)
-_library.define_no_double_backward("combine_backward")
+_library.define_gradient("combine_backward", _setup_context_backward, _double_backward)
 _library.define_vmap("combine")
 _library.define_vmap("combine_backward")

@@ -1,6 +1,7 @@
 """fused_experts: the experts of a whole MoE layer in one call, from expert ids.
 
-    out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]],  e = topk_ids[t, k]
+    out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
+    e      = topk_ids[t, k]
 
 Traced by a compiler it emits the stage operators, so that passes can fuse across every border; eager it is one
 operator, which picks its kernels on the host from the token count. The operator saves inputs, routing and plan for
@@ -20,14 +21,18 @@ from moe_ops.activation import (
     gated_activation,
     out_features,
 )
-from moe_ops.combine import check_shared, combine, combine_gradient, reference as combine_reference
-from moe_ops.dispatch import build_dispatch, check_ids, local_experts, reference as dispatch_reference
+from moe_ops.combine import check_shared, combine, combine_gradient
+from moe_ops.combine import reference as combine_reference
+from moe_ops.dispatch import build_dispatch, check_ids, local_experts
+from moe_ops.dispatch import reference as dispatch_reference
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
     expert_linear,
-    gradients as gemm_gradients,
     grouped_gemm,
+)
+from moe_ops.grouped_gemm import (
+    gradients as gemm_gradients,
 )
 from moe_ops.grouped_gemm import reference as gemm_reference
 from moe_ops.permute import permute, permute_gradient
@@ -73,7 +78,7 @@ def fused_experts(
         ValueError, TypeError: the message names argument, value and expectation. Under `torch.compile` the same
             text is inside the compiler's error.
 
-    Gradient: to every floating argument; twice only as far as the stages allow.
+    Gradient: to every floating argument; twice differentiable.
 
     Example:
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
@@ -129,7 +134,7 @@ def _expert_stages(
     shared: Tensor | None,
     activation: str,
 ) -> Tensor:
-    _check_sizes(hidden_states, w13, w2, topk_weights, topk_ids, activation)
+    _check_in_callers_names(hidden_states, w13, w2, topk_weights, topk_ids, activation)
     check_bias("w13_bias", w13_bias, w13)
     check_bias("w2_bias", w2_bias, w2)
     plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
@@ -140,17 +145,26 @@ def _expert_stages(
     return combine(expert_out, topk_weights, plan.inverse, shared)
 
 
-def _check_sizes(
+def _check_in_callers_names(
     hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str
 ) -> None:
-    """What the stages' own checks cannot say in the caller's names. Dynamo traces it, so it stays plain."""
+    """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
+    _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
-    features = w13.shape[1] // 2 if is_gated_spec(activation) else w13.shape[1]
+    gated = is_gated_spec(activation)
+    if gated and isinstance(w13.shape[1], int) and w13.shape[1] % 2:
+        raise ValueError(
+            f"w13 has {w13.shape[1]} gate and up features: expected an even number for {activation!r}"
+        )
+    features = w13.shape[1] // 2 if gated else w13.shape[1]
     _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
-    _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
-    _checks.expect_shape("topk_weights", topk_weights, ("T", topk_ids.shape[1]))
+    _checks.expect_shape("topk_ids", topk_ids, (hidden_states.shape[0], "K"))
+    _checks.expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
     _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", w13=w13, w2=w2)
+    _checks.expect_same_device(
+        hidden_states.device, "hidden_states", w13=w13, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids
+    )
 
 
 def _check(
@@ -188,6 +202,7 @@ def check_expert_weights(
     w2_bias: Tensor | None,
     activation: str,
 ) -> None:
+    """The checks of a layer's input and weights."""
     _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     check_weight("w13", w13, hidden_states.shape[1], None)
@@ -215,6 +230,7 @@ def reference(
     shared: Tensor | None,
     activation: str,
 ) -> Tensor:
+    """The definition of `fused_experts`, in plain PyTorch."""
     if topk_ids.shape[0] == 1:
         experts = local_experts(topk_ids[0], expert_map, w13.shape[0]).tolist()
         return _one_token(
@@ -266,6 +282,7 @@ def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
 
 
 def fake(hidden_states: Tensor, *args: Any) -> Tensor:
+    """An output of the right metadata, uninitialised."""
     return hidden_states.new_empty(hidden_states.shape)
 
 

@@ -5,19 +5,30 @@ Traced by a compiler it emits the stage operators; eager it is one operator. See
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_ops import _checks, _library
 from moe_ops.activation import activation_spec
 from moe_ops.dispatch import check_map
-from moe_ops.fused_experts import Emit, autocast, check_expert_weights, emits_stages, expert_gradients, fake
-from moe_ops.fused_experts import fused_experts, reference as experts_reference
+from moe_ops.fused_experts import (
+    Emit,
+    autocast,
+    check_expert_weights,
+    emits_stages,
+    expert_gradients,
+    fake,
+    fused_experts,
+)
+from moe_ops.fused_experts import reference as experts_reference
 from moe_ops.routing import (
     check_router,
-    reference as routing_reference,
     routing_gradient,
     routing_spec,
     topk_routing,
+)
+from moe_ops.routing import (
+    reference as routing_reference,
 )
 from moe_ops.types import Activation, RoutingConfig
 
@@ -54,6 +65,7 @@ def fused_moe(
         >>> out = moe_ops.fused_moe(hidden_states, logits, w13, w2, moe_ops.RoutingConfig(top_k=2))
     """
     if emits_stages(emit) or shared is not None:
+        _check_logits(hidden_states, router_logits, w13, expert_map)
         topk_weights, topk_ids = topk_routing(router_logits, routing, correction_bias)
         biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
         return fused_experts(
@@ -76,6 +88,14 @@ def fused_moe(
     )
 
 
+def _check_logits(
+    hidden_states: Tensor, router_logits: Tensor, w13: Tensor, expert_map: Tensor | None
+) -> None:
+    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
+    num_experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
+    _checks.expect_shape("router_logits", router_logits, (hidden_states.shape[0], num_experts))
+
+
 def _check(
     hidden_states: Tensor,
     router_logits: Tensor,
@@ -91,8 +111,7 @@ def _check(
     check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
     check_router(router_logits, correction_bias, routing)
     check_map(expert_map, w13.shape[0])
-    num_experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
-    _checks.expect_shape("router_logits", router_logits, (hidden_states.shape[0], num_experts))
+    _check_logits(hidden_states, router_logits, w13, expert_map)
     _checks.expect_same_device(
         hidden_states.device, "hidden_states", router_logits=router_logits, expert_map=expert_map
     )
@@ -152,11 +171,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weights, ids, *plan = _library.operator("routing_dispatch")(
         logits, correction_bias, expert_map, w13.shape[0], ctx.routing
     )
-    ctx.save_for_backward(logits, ids, hidden_states, w13, w2, weights, w13_bias, w2_bias, *plan)
+    ctx.save_for_backward(
+        logits, correction_bias, ids, hidden_states, w13, w2, weights, w13_bias, w2_bias, *plan
+    )
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    logits, ids, *saved = ctx.saved_tensors
+    logits, correction_bias, ids, *saved = ctx.saved_tensors
+    if torch.is_grad_enabled():  # For second derivatives the weights must depend on the logits again.
+        saved[3], _ = _library.call("topk_routing", logits, correction_bias, ctx.routing)
     needs = ctx.needs_input_grad
     to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
         grad, tuple(saved), ctx.activation, (needs[0], needs[2], needs[3], needs[4], needs[5])

@@ -29,7 +29,9 @@ def reference_routing(
     return weights, torch.tensor([i for _, i in chosen], dtype=torch.int32).view(-1, routing.top_k)
 
 
-def _route_token(logits: list[float], bias: list[float], routing: RoutingConfig) -> tuple[list[float], list[int]]:
+def _route_token(
+    logits: list[float], bias: list[float], routing: RoutingConfig
+) -> tuple[list[float], list[int]]:
     scores = logits if routing.order == "topk_then_score" else _score(logits, routing)
     selection = [s + b if math.isfinite(s + b) else -math.inf for s, b in zip(scores, bias, strict=True)]
     selection = _limit_groups(selection, routing)
@@ -56,7 +58,9 @@ def _limit_groups(selection: list[float], routing: RoutingConfig) -> list[float]
     best = [sum(sorted(group)[-2:]) if routing.group_score == "top2_sum" else max(group) for group in groups]
     order = sorted(range(len(groups)), key=lambda g: (-best[g], g))[: routing.topk_groups]
     filled = [score if e // size in order else routing.group_fill for e, score in enumerate(selection)]
-    return [fill if math.isfinite(score) else -math.inf for fill, score in zip(filled, selection, strict=True)]
+    return [
+        fill if math.isfinite(score) else -math.inf for fill, score in zip(filled, selection, strict=True)
+    ]
 
 
 def reference_activation(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -43,7 +43,7 @@ def topk_routing(
         ValueError: wrong rank or size, K > E, groups that do not divide E or hold fewer than K experts.
         TypeError: logits or bias not floating, routing not a RoutingConfig.
 
-    Gradient: to router_logits, once; differentiating it again raises RuntimeError.
+    Gradient: to router_logits; twice differentiable.
 
     Example:
         >>> weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(top_k=8))
@@ -127,7 +127,7 @@ def _reference_backward(
         grad = grad * chosen * (1 - chosen)
     elif config.order == "topk_then_score":
         grad = chosen * (grad - (grad * chosen).sum(-1, keepdim=True))
-    sparse = torch.zeros_like(logits).scatter_(1, ids, grad)
+    sparse = torch.zeros_like(logits).scatter(1, ids, grad)
     if config.score_fn == "softmax" and config.order == "score_then_topk":
         finite = scores.masked_fill(~scores.isfinite(), 0.0)
         sparse = finite * (sparse - (grad * chosen).sum(-1, keepdim=True))
@@ -217,6 +217,8 @@ def routing_gradient(grad_weights: Tensor, router_logits: Tensor, topk_ids: Tens
 
 
 _library.define_gradient("topk_routing", _setup_context, _backward)
-_library.define_no_double_backward("topk_routing_backward")
+_library.define_gradient_of_formula(
+    "topk_routing_backward", _reference_backward, ("grad_weights", "router_logits")
+)
 _library.define_vmap("topk_routing", token_args=("router_logits",))
 _library.define_vmap("topk_routing_backward", token_args=("grad_weights", "router_logits", "topk_ids"))

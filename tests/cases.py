@@ -20,8 +20,8 @@ class Case:
 
     @property
     def name(self):
-        extra = "" if self.hot is None else "-hot"
-        return f"T{self.tokens}-E{self.experts}-K{self.top_k}-{self.activation.spec}{'-bias' if self.bias else ''}{extra}"
+        extra = ("-bias" if self.bias else "") + ("" if self.hot is None else "-hot")
+        return f"T{self.tokens}-E{self.experts}-K{self.top_k}-{self.activation.spec}{extra}"
 
 
 CASES = [
@@ -44,7 +44,13 @@ ROUTINGS = [
     RoutingConfig(top_k=2, score_fn="sigmoid", order="topk_then_score", scale=0.5),
     RoutingConfig(top_k=3, num_groups=4, topk_groups=2),
     RoutingConfig(
-        top_k=4, score_fn="sigmoid", num_groups=4, topk_groups=2, group_score="top2_sum", renorm_eps=1e-20, scale=2.5
+        top_k=4,
+        score_fn="sigmoid",
+        num_groups=4,
+        topk_groups=2,
+        group_score="top2_sum",
+        renorm_eps=1e-20,
+        scale=2.5,
     ),
     RoutingConfig(top_k=4, num_groups=4, topk_groups=2, group_score="top2_sum", group_fill=0.0),
 ]
@@ -79,7 +85,11 @@ def make(case: Case, dtype=torch.float64, requires_grad=False, device="cpu") -> 
         logits[:, case.hot] += 20
     shapes = [(case.experts, rows, case.hidden), (case.experts, case.hidden, case.intermediate)]
     w13, w2 = (torch.randn(shape) / shape[-1] ** 0.5 for shape in shapes)
-    biases = [torch.randn(case.experts, rows), torch.randn(case.experts, case.hidden)] if case.bias else [None, None]
+    biases = (
+        [torch.randn(case.experts, rows), torch.randn(case.experts, case.hidden)]
+        if case.bias
+        else [None, None]
+    )
     tensors = [torch.randn(case.tokens, case.hidden), logits, w13, w2, *biases]
     placed = [t if t is None else t.to(device, dtype).requires_grad_(requires_grad) for t in tensors]
     return Problem(*placed, RoutingConfig(top_k=case.top_k), case.activation)

@@ -24,7 +24,11 @@ def poisoned_empty(monkeypatch):
     def poison(tensor):
         if tensor.dtype.is_floating_point:
             return tensor.fill_(float("nan"))
-        return tensor.fill_(torch.iinfo(tensor.dtype).max) if tensor.dtype in (torch.int32, torch.int64) else tensor
+        return (
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+            if tensor.dtype in (torch.int32, torch.int64)
+            else tensor
+        )
 
     def wrap(original):
         return lambda *args, **kwargs: poison(original(*args, **kwargs))

@@ -14,9 +14,13 @@ cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def oracle(problem, weights, ids, expert_map=None):
-    double = [t if t is None else t.detach().double() for t in (problem.hidden_states, problem.w13, problem.w2)]
+    double = [
+        t if t is None else t.detach().double() for t in (problem.hidden_states, problem.w13, problem.w2)
+    ]
     biases = {name: None if t is None else t.double() for name, t in problem.biases().items()}
-    return reference_experts(*double, weights.double(), ids, problem.activation, **biases, expert_map=expert_map)
+    return reference_experts(
+        *double, weights.double(), ids, problem.activation, **biases, expert_map=expert_map
+    )
 
 
 @cases
@@ -37,7 +41,9 @@ def test_fusion_targets_by_hand(case, poisoned_empty):
     problem = make(case)
     shared = torch.randn_like(problem.hidden_states)
     weights, ids, plan = moe_ops.routing_dispatch(problem.router_logits, problem.routing)
-    up = moe_ops.gather_gemm_act(problem.hidden_states, problem.w13, plan, problem.activation, problem.w13_bias)
+    up = moe_ops.gather_gemm_act(
+        problem.hidden_states, problem.w13, plan, problem.activation, problem.w13_bias
+    )
     out = moe_ops.gemm_combine(up, problem.w2, weights, plan, problem.w2_bias, shared)
     assert_matches_oracle(out, oracle(problem, weights, ids) + shared)
 
@@ -203,7 +209,9 @@ def test_transposed_weights_are_taken_as_they_are(emit):
 def test_grouped_gemm_zeroes_the_tail(poisoned_empty):
     x = torch.full((5, 4), float("nan"))
     x[:3] = 1.0
-    out = moe_ops.grouped_gemm(x, torch.ones(2, 6, 4), torch.tensor([0, 1, 3], dtype=torch.int32), torch.ones(2, 6))
+    out = moe_ops.grouped_gemm(
+        x, torch.ones(2, 6, 4), torch.tensor([0, 1, 3], dtype=torch.int32), torch.ones(2, 6)
+    )
     assert torch.equal(out, torch.tensor([[5.0] * 6] * 3 + [[0.0] * 6] * 2))
 
 
@@ -212,7 +220,8 @@ def test_repeated_runs_agree_bit_for_bit(emit):
     problem = make(CASES[6], torch.bfloat16)
     first = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
     assert all(
-        torch.equal(first, moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)) for _ in range(3)
+        torch.equal(first, moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit))
+        for _ in range(3)
     )
 
 
