@@ -38,7 +38,8 @@ def patch(model: "nn.Module") -> PatchReport:
 
     Patched routers return routing weights in float32 (stock Qwen, OLMoE and gpt-oss round them to the model's
     dtype) and int32 expert ids. That is closer to exact arithmetic and saves the casts between routing and
-    experts; it also means that stock experts ("eager" needs int64 ids) no longer fit behind a patched router.
+    experts; it also means that transformers' own "eager" experts, whose loop needs int64 ids, no longer fit
+    behind a patched router ("grouped_mm" and "batched_mm" do).
 
     Args:
         model: a loaded transformers model, or a module of one.
