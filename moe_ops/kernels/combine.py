@@ -8,7 +8,16 @@ import triton.language as tl
 
 from moe_ops.kernels.common import cdiv, next_power_of_2
 from moe_ops.kernels.permute import column_block
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
+from moe_ops.kernels.program import (
+    Buffer,
+    Launch,
+    Program,
+    Ref,
+    TensorMeta,
+    describe,
+    describe_index,
+    describe_optional,
+)
 
 _FILL_BLOCK = 1024
 
@@ -111,9 +120,7 @@ def combine_launch(
 
 
 @lru_cache(maxsize=1024)
-def _program(
-    expert_out: TensorMeta, topk_weights: TensorMeta, inverse: TensorMeta, shared: TensorMeta | None
-) -> Program:
+def _program(expert_out: TensorMeta, topk_weights: TensorMeta, shared: TensorMeta | None) -> Program:
     buffer, launch = combine_launch(expert_out, topk_weights, shared)
     return Program((buffer,), (launch,), (buffer.name,))
 
@@ -158,12 +165,13 @@ def _backward_program(grad: TensorMeta, expert_out: TensorMeta, topk_weights: Te
 
 def combine_program(expert_out, topk_weights, inverse, shared) -> Program:
     """The program of `moe.combine` for tensors with this metadata."""
-    metas = describe(expert_out), describe(topk_weights), describe(inverse)
-    return _program(*metas, describe_optional(shared))
+    describe_index("inverse", inverse)
+    return _program(describe(expert_out), describe(topk_weights), describe_optional(shared))
 
 
 def combine_backward_program(grad, expert_out, topk_weights, inverse) -> Program:
     """The program of `moe.combine_backward` for tensors with this metadata."""
+    describe_index("inverse", inverse)
     return _backward_program(describe(grad), describe(expert_out), describe(topk_weights))
 
 
@@ -171,7 +179,12 @@ def launch(
     expert_out: torch.Tensor, topk_weights: torch.Tensor, inverse: torch.Tensor, shared: torch.Tensor | None
 ) -> torch.Tensor:
     """expert_out [S, H], topk_weights [T, K], inverse [S], shared [T, H] -> [T, H], dtype of expert_out."""
-    tensors = {"expert_out": expert_out, "topk_weights": topk_weights, "inverse": inverse, "shared": shared}
+    tensors = {
+        "expert_out": expert_out,
+        "topk_weights": topk_weights,
+        "inverse": inverse.contiguous(),
+        "shared": shared,
+    }
     return combine_program(**tensors).run(tensors)[0]
 
 
@@ -179,6 +192,11 @@ def launch_backward(
     grad: torch.Tensor, expert_out: torch.Tensor, topk_weights: torch.Tensor, inverse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """grad [T, H] -> (gradient of expert_out [S, H], zero in rows no slot names; gradient of topk_weights [T, K])."""
-    tensors = {"grad": grad, "expert_out": expert_out, "topk_weights": topk_weights, "inverse": inverse}
+    tensors = {
+        "grad": grad,
+        "expert_out": expert_out,
+        "topk_weights": topk_weights,
+        "inverse": inverse.contiguous(),
+    }
     grad_expert_out, grad_weights = combine_backward_program(**tensors).run(tensors)
     return grad_expert_out, grad_weights

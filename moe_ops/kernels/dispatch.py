@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.common import cdiv, local_expert, next_power_of_2
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_index
 
 # Few block sizes, so that a growing token count compiles few variants. Beyond the last one the quadratic ranking
 # costs more than two further launches.
@@ -63,16 +63,19 @@ def _block_histogram_kernel(
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _block_scan_kernel(counts_ptr, totals_ptr, num_blocks, BLOCK: tl.constexpr):
-    """One CTA per bucket: counts[bucket, :] becomes its exclusive prefix sum, totals[bucket] the sum."""
+def _block_scan_kernel(counts_ptr, prefix_ptr, totals_ptr, num_blocks, BLOCK: tl.constexpr):
+    """One CTA per bucket: prefix[bucket, :] is the exclusive prefix sum of counts[bucket, :], totals[bucket] the sum.
+
+    Not in place: lanes that hold copies of an element could read it after another has stored it.
+    """
     bucket = tl.program_id(0)
-    row_ptr = counts_ptr + bucket.to(tl.int64) * num_blocks
+    row = bucket.to(tl.int64) * num_blocks
     total = tl.zeros((), tl.int32)
     for start in range(0, num_blocks, BLOCK):
         blocks = start + tl.arange(0, BLOCK)
-        counts = tl.load(row_ptr + blocks, mask=blocks < num_blocks, other=0)
+        counts = tl.load(counts_ptr + row + blocks, mask=blocks < num_blocks, other=0)
         prefix = total + tl.cumsum(counts, 0) - counts
-        tl.store(row_ptr + blocks, prefix, mask=blocks < num_blocks)
+        tl.store(prefix_ptr + row + blocks, prefix, mask=blocks < num_blocks)
         total += tl.sum(counts, 0)
     tl.store(totals_ptr + bucket, total)
 
@@ -157,22 +160,18 @@ def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...],
     block = _SMALL_BLOCK if num_slots < _LARGE_FROM else _LARGE_BLOCK
     num_blocks, buckets = cdiv(num_slots, block), source["num_experts"] + 1
     blocked = {**source, "num_blocks": num_blocks, "BLOCK_S": block}
-    counts, totals = Ref("block_counts"), Ref("expert_totals")
-    scan = {"counts_ptr": counts, "totals_ptr": totals, "num_blocks": num_blocks}
-    scatter = {**blocked, **_output_args(), "prefix_ptr": counts, "totals_ptr": totals, "CHUNK": 32}
+    counts, prefix, totals = Ref("block_counts"), Ref("block_prefix"), Ref("expert_totals")
+    scan = {"counts_ptr": counts, "prefix_ptr": prefix, "totals_ptr": totals, "num_blocks": num_blocks}
+    scan["BLOCK"] = _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]
+    scatter = {**blocked, **_output_args(), "prefix_ptr": prefix, "totals_ptr": totals, "CHUNK": 32}
     workspace = (
-        Buffer("block_counts", (buckets, num_blocks), torch.int32),
-        Buffer("expert_totals", (buckets,), torch.int32),
+        Buffer(counts.name, (buckets, num_blocks), torch.int32),
+        Buffer(prefix.name, (buckets, num_blocks), torch.int32),
+        Buffer(totals.name, (buckets,), torch.int32),
     )
     launches = (
         Launch(_block_histogram_kernel, (num_blocks,), {**blocked, "counts_ptr": counts}, 4, 1),
-        Launch(
-            _block_scan_kernel,
-            (buckets,),
-            {**scan, "BLOCK": _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]},
-            4,
-            1,
-        ),
+        Launch(_block_scan_kernel, (buckets,), scan, 4, 1),
         Launch(_block_scatter_kernel, (num_blocks,), scatter, 4 if block == _SMALL_BLOCK else 8, 1),
     )
     return workspace, launches
@@ -186,13 +185,14 @@ def _program(topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: i
 
 def build_dispatch_program(topk_ids, expert_map, num_experts: int) -> Program:
     """The program of `moe.build_dispatch` for tensors with this metadata."""
-    return _program(describe(topk_ids), describe_optional(expert_map), num_experts)
+    return _program(describe(topk_ids), describe_index("expert_map", expert_map), num_experts)
 
 
 def launch(
     topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """topk_ids [T, K] int32/int64 -> (sorted_slots [S], inverse [S], expert_offsets [E+1]), all int32."""
+    expert_map = None if expert_map is None else expert_map.contiguous()
     program = build_dispatch_program(topk_ids, expert_map, num_experts)
     sorted_slots, inverse, expert_offsets = program.run({"topk_ids": topk_ids, "expert_map": expert_map})
     return sorted_slots, inverse, expert_offsets

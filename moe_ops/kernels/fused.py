@@ -20,6 +20,7 @@ from moe_ops.kernels.program import (
     Program,
     TensorMeta,
     describe,
+    describe_index,
     describe_optional,
     multiprocessors,
 )
@@ -27,6 +28,10 @@ from moe_ops.kernels.routing import routing_launches
 from moe_ops.types import Activation, RoutingConfig
 
 _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
+
+
+def _contiguous(vector: torch.Tensor | None) -> torch.Tensor | None:
+    return None if vector is None else vector.contiguous()
 
 
 def _operand(name: str, meta: TensorMeta | None) -> Operand | None:
@@ -73,12 +78,12 @@ def _routing_dispatch(
 def _gather_gemm_act(
     hidden_states: TensorMeta,
     w13: TensorMeta,
-    sorted_slots: TensorMeta,
+    num_slots: int,
     w13_bias: TensorMeta | None,
     activation: Activation,
     sms: int,
 ) -> Program:
-    gemm = _up_gemm(hidden_states, w13, w13_bias, sorted_slots.shape[0], activation, sms)
+    gemm = _up_gemm(hidden_states, w13, w13_bias, num_slots, activation, sms)
     return Program(*plan(gemm), ("activated",))
 
 
@@ -140,7 +145,11 @@ def routing_dispatch_program(
     router_logits, correction_bias, expert_map, num_experts: int, routing: RoutingConfig
 ) -> Program:
     """The program of `moe.routing_dispatch` for tensors with this metadata (real, fake or meta)."""
-    metas = describe(router_logits), describe_optional(correction_bias), describe_optional(expert_map)
+    metas = (
+        describe(router_logits),
+        describe_optional(correction_bias),
+        describe_index("expert_map", expert_map),
+    )
     return _routing_dispatch(*metas, num_experts, routing)
 
 
@@ -148,12 +157,16 @@ def gather_gemm_act_program(
     hidden_states, w13, sorted_slots, expert_offsets, w13_bias, activation: Activation
 ) -> Program:
     """The program of `moe.gather_gemm_act` for tensors with this metadata (real, fake or meta)."""
-    metas = describe(hidden_states), describe(w13), describe(sorted_slots), describe_optional(w13_bias)
+    describe_index("sorted_slots", sorted_slots)
+    describe_index("expert_offsets", expert_offsets)
+    metas = describe(hidden_states), describe(w13), sorted_slots.shape[0], describe_optional(w13_bias)
     return _gather_gemm_act(*metas, activation, multiprocessors(hidden_states.device))
 
 
 def gemm_combine_program(x, w2, expert_offsets, w2_bias, topk_weights, inverse, shared) -> Program:
     """The program of `moe.gemm_combine` for tensors with this metadata (real, fake or meta)."""
+    describe_index("expert_offsets", expert_offsets)
+    describe_index("inverse", inverse)
     metas = describe(x), describe(w2), describe_optional(w2_bias), describe(topk_weights)
     return _gemm_combine(*metas, describe_optional(shared), multiprocessors(x.device))
 
@@ -172,9 +185,11 @@ def fused_experts_program(
 ) -> Program:
     """The program of `moe.fused_experts` for tensors with this metadata (real, fake or meta)."""
     needed = map(describe, (hidden_states, w13, w2, topk_weights, topk_ids))
-    optional = map(describe_optional, (w13_bias, w2_bias, expert_map, shared))
+    optional = (*map(describe_optional, (w13_bias, w2_bias)), describe_index("expert_map", expert_map))
     return _fused_experts(
-        ExpertTensors(*needed, *optional), activation, multiprocessors(hidden_states.device)
+        ExpertTensors(*needed, *optional, describe_optional(shared)),
+        activation,
+        multiprocessors(hidden_states.device),
     )
 
 
@@ -194,7 +209,7 @@ def fused_moe_program(
     logits, shape = describe(router_logits), (router_logits.shape[0], routing.top_k)
     weights = TensorMeta(shape, (shape[1], 1), compute_dtype(logits.dtype), True)
     routed = weights, weights._replace(dtype=torch.int32)
-    optional = map(describe_optional, (w13_bias, w2_bias, expert_map, None))
+    optional = (*map(describe_optional, (w13_bias, w2_bias)), describe_index("expert_map", expert_map), None)
     tensors = ExpertTensors(*map(describe, (hidden_states, w13, w2)), *routed, *optional)
     sms = multiprocessors(hidden_states.device)
     return _fused_moe(tensors, logits, describe_optional(correction_bias), routing, activation, sms)
@@ -208,7 +223,11 @@ def routing_dispatch(
     routing: RoutingConfig,
 ) -> tuple[torch.Tensor, ...]:
     """router_logits [T, E] -> (topk_weights, topk_ids [T, K], sorted_slots, inverse [S], expert_offsets [E+1])."""
-    tensors = {"router_logits": router_logits, "correction_bias": correction_bias, "expert_map": expert_map}
+    tensors = {
+        "router_logits": router_logits,
+        "correction_bias": correction_bias,
+        "expert_map": _contiguous(expert_map),
+    }
     return routing_dispatch_program(**tensors, num_experts=num_experts, routing=routing).run(tensors)
 
 
@@ -224,8 +243,8 @@ def gather_gemm_act(
     tensors = {
         "hidden_states": hidden_states,
         "w13": w13,
-        "sorted_slots": sorted_slots,
-        "expert_offsets": expert_offsets,
+        "sorted_slots": sorted_slots.contiguous(),
+        "expert_offsets": expert_offsets.contiguous(),
         "w13_bias": w13_bias,
     }
     return gather_gemm_act_program(**tensors, activation=activation).run(tensors)[0]
@@ -244,10 +263,10 @@ def gemm_combine(
     tensors = {
         "x": x,
         "w2": w2,
-        "expert_offsets": expert_offsets,
+        "expert_offsets": expert_offsets.contiguous(),
         "w2_bias": w2_bias,
         "topk_weights": topk_weights,
-        "inverse": inverse,
+        "inverse": inverse.contiguous(),
         "shared": shared,
     }
     return gemm_combine_program(**tensors).run(tensors)[0]
@@ -274,7 +293,7 @@ def fused_experts(
         "topk_ids": topk_ids,
         "w13_bias": w13_bias,
         "w2_bias": w2_bias,
-        "expert_map": expert_map,
+        "expert_map": _contiguous(expert_map),
         "shared": shared,
     }
     return fused_experts_program(**tensors, activation=activation).run(tensors)[0]
@@ -301,6 +320,6 @@ def fused_moe(
         "w13_bias": w13_bias,
         "w2_bias": w2_bias,
         "correction_bias": correction_bias,
-        "expert_map": expert_map,
+        "expert_map": _contiguous(expert_map),
     }
     return fused_moe_program(**tensors, routing=routing, activation=activation).run(tensors)[0]

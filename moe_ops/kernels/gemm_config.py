@@ -30,6 +30,15 @@ _TMA_CONFIGS = {
     64: LaunchConfig(64, 128, 64, 4, 4, 2),
     128: LaunchConfig(128, 256, 64, 8, 4, 1),
 }
+# Worth timing against the choice above on a shape of its own.
+_TMA_ALTERNATIVES = (
+    LaunchConfig(16, 64, 128, 4, 4, 2),
+    LaunchConfig(16, 64, 256, 4, 3, 1),
+    LaunchConfig(32, 64, 128, 4, 4, 2),
+    LaunchConfig(64, 256, 64, 4, 4, 1),
+    LaunchConfig(128, 128, 64, 8, 3, 2),
+    LaunchConfig(128, 256, 64, 8, 3, 1),
+)
 _HALF_CONFIGS = {
     16: LaunchConfig(16, 64, 64, 4, 3),
     32: LaunchConfig(32, 64, 64, 4, 3),
@@ -62,8 +71,8 @@ def outer_strides(weight: TensorMeta) -> tuple[int, int]:
 
 
 def candidates(weight: TensorMeta) -> tuple[LaunchConfig, ...]:
-    """Every configuration `pick_config` may return for this weight, by rising rows per tile."""
-    return tuple(_table(weight).values())
+    """The configurations worth timing for this weight, those `pick_config` chooses from first."""
+    return tuple(_table(weight).values()) + (_TMA_ALTERNATIVES if takes_tma(weight) else ())
 
 
 def pick_config(num_slots: int, weight: TensorMeta) -> LaunchConfig:

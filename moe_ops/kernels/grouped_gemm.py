@@ -20,6 +20,7 @@ from moe_ops.kernels.program import (
     Ref,
     TensorMeta,
     describe,
+    describe_index,
     describe_optional,
     multiprocessors,
 )
@@ -205,11 +206,13 @@ def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int) 
 
 def grouped_gemm_program(x, weight, expert_offsets, bias) -> Program:
     """The program of `moe.grouped_gemm` for tensors with this metadata."""
+    describe_index("expert_offsets", expert_offsets)
     return _program(describe(x), describe(weight), describe_optional(bias), multiprocessors(x.device))
 
 
 def grouped_gemm_weight_backward_program(grad, x, expert_offsets) -> Program:
     """The program of `moe.grouped_gemm_weight_backward` for tensors with this metadata."""
+    describe_index("expert_offsets", expert_offsets)
     return _weight_backward_program(describe(grad), describe(x), expert_offsets.shape[0] - 1)
 
 
@@ -217,11 +220,11 @@ def launch(
     x: torch.Tensor, weight: torch.Tensor, expert_offsets: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x [S, A], weight [E, B, A], expert_offsets [E+1], bias [E, B] -> [S, B]; rows past the last expert zero."""
-    tensors = {"x": x, "weight": weight, "expert_offsets": expert_offsets, "bias": bias}
+    tensors = {"x": x, "weight": weight, "expert_offsets": expert_offsets.contiguous(), "bias": bias}
     return grouped_gemm_program(**tensors).run(tensors)[0]
 
 
 def launch_weight_backward(grad: torch.Tensor, x: torch.Tensor, expert_offsets: torch.Tensor) -> torch.Tensor:
     """grad [S, B], x [S, A], expert_offsets [E+1] -> [E, B, A]; rows past the last expert take no part."""
-    tensors = {"grad": grad, "x": x, "expert_offsets": expert_offsets}
+    tensors = {"grad": grad, "x": x, "expert_offsets": expert_offsets.contiguous()}
     return grouped_gemm_weight_backward_program(**tensors).run(tensors)[0]

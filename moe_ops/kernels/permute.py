@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.common import cdiv, next_power_of_2
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_index
 
 _MAX_COLUMNS = 1024
 _SCATTER_BLOCK = 1024
@@ -64,8 +64,8 @@ def column_block(num_columns: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _program(hidden_states: TensorMeta, sorted_slots: TensorMeta) -> Program:
-    (num_tokens, columns), num_slots = hidden_states.shape, sorted_slots.shape[0]
+def _program(hidden_states: TensorMeta, num_slots: int) -> Program:
+    num_tokens, columns = hidden_states.shape
     block = column_block(columns)
     args = {
         "hidden_ptr": Ref("hidden_states"),
@@ -82,7 +82,7 @@ def _program(hidden_states: TensorMeta, sorted_slots: TensorMeta) -> Program:
 
 
 @lru_cache(maxsize=1024)
-def _backward_program(grad: TensorMeta, sorted_slots: TensorMeta, num_tokens: int) -> Program:
+def _backward_program(grad: TensorMeta, num_tokens: int) -> Program:
     (num_slots, columns), block = grad.shape, column_block(grad.shape[1])
     invert = {
         "slots_ptr": Ref("sorted_slots"),
@@ -114,21 +114,23 @@ def _backward_program(grad: TensorMeta, sorted_slots: TensorMeta, num_tokens: in
 
 def permute_program(hidden_states, sorted_slots) -> Program:
     """The program of `moe.permute` for tensors with this metadata."""
-    return _program(describe(hidden_states), describe(sorted_slots))
+    describe_index("sorted_slots", sorted_slots)
+    return _program(describe(hidden_states), sorted_slots.shape[0])
 
 
 def permute_backward_program(grad, sorted_slots, num_tokens: int) -> Program:
     """The program of `moe.permute_backward` for tensors with this metadata."""
-    return _backward_program(describe(grad), describe(sorted_slots), num_tokens)
+    describe_index("sorted_slots", sorted_slots)
+    return _backward_program(describe(grad), num_tokens)
 
 
 def launch(hidden_states: torch.Tensor, sorted_slots: torch.Tensor) -> torch.Tensor:
     """hidden_states [T, H], sorted_slots [S] -> [S, H]."""
-    program = permute_program(hidden_states, sorted_slots)
-    return program.run({"hidden_states": hidden_states, "sorted_slots": sorted_slots})[0]
+    tensors = {"hidden_states": hidden_states, "sorted_slots": sorted_slots.contiguous()}
+    return permute_program(**tensors).run(tensors)[0]
 
 
 def launch_backward(grad: torch.Tensor, sorted_slots: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """grad [S, H] -> [T, H]: the sum of each token's rows, in slot order."""
-    program = permute_backward_program(grad, sorted_slots, num_tokens)
-    return program.run({"grad": grad, "sorted_slots": sorted_slots})[0]
+    tensors = {"grad": grad, "sorted_slots": sorted_slots.contiguous()}
+    return permute_backward_program(**tensors, num_tokens=num_tokens).run(tensors)[0]

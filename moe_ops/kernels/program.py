@@ -154,6 +154,14 @@ def describe_optional(tensor: Any) -> TensorMeta | None:
     return None if tensor is None else describe(tensor)
 
 
+def describe_index(name: str, tensor: Any) -> TensorMeta | None:
+    """`describe_optional` of a vector of slots or offsets. The kernels take it as contiguous; else ValueError."""
+    meta = describe_optional(tensor)
+    if meta is not None and meta.shape[0] > 1 and meta.strides[0] != 1:
+        raise ValueError(f"{name} has stride {meta.strides[0]}: expected a contiguous tensor")
+    return meta
+
+
 def _is_aligned(tensor: Any) -> bool:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.data_ptr() % _ALIGNMENT == 0

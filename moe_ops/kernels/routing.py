@@ -97,9 +97,11 @@ def _topk_routing_kernel(
     selection = score
     if bias_ptr is not None:
         selection += tl.load(bias_ptr + experts * stride_b, mask=one_row, other=0.0).to(ACC)
-    selection = tl.where(member & _is_finite(selection), selection, -float("inf"))
-    if NUM_GROUPS > 1:
+    usable = member & _is_finite(selection)
+    selection = tl.where(usable, selection, -float("inf"))
+    if NUM_GROUPS > 1:  # A finite GROUP_FILL must not make an unusable score usable.
         selection = _keep_best_groups(selection, member, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL)
+        selection = tl.where(usable, selection, -float("inf"))
     BLOCK_E: tl.constexpr = BLOCK_G * BLOCK_M
     score = tl.reshape(tl.where(member & _is_finite(score), score, 0.0), (ROWS, BLOCK_E))
     selection = tl.reshape(selection, (ROWS, BLOCK_E))

@@ -4,8 +4,10 @@ import pytest
 import torch
 import triton
 
-from moe_ops.kernels import activation, combine, fused, grouped_gemm, permute
+from moe_ops.kernels import activation, combine, fused, gemm_config, grouped_gemm, permute
 from moe_ops.kernels import routing as routing_kernels
+from moe_ops.kernels.grouped_gemm import Gemm, Operand, plan
+from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import aot
 
@@ -128,3 +130,13 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
     dtypes |= dict.fromkeys(("expert_offsets", "sorted_slots", "inverse", "topk_ids"), torch.int32)
     for program in programs:
         _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+def test_alternatives_worth_timing() -> None:
+    hidden, weight = _meta(4096, 2048), _meta(64, 2048, 2048)
+    operands = Operand("hidden_states", describe(hidden)), Operand("w13", describe(weight)), None
+    dtypes = BF16 | {"sorted_slots": torch.int32, "expert_offsets": torch.int32}
+    for act in (Activation(), None):
+        for config in gemm_config.candidates(describe(weight)):
+            program = Program(*plan(Gemm(*operands, "out", 8192, 132, 2, act), config), ("out",))
+            _assert_spill_free(aot.compile_program(program, dtypes))

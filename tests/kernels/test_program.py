@@ -134,3 +134,13 @@ def test_gpu_addresses_past_two_to_the_31(device: str) -> None:
     assert (out[-1] == columns / 2).all() and (out[:-1] == 0).all()
     slots = torch.arange(rows, dtype=torch.int32, device=device).flip(0)
     assert torch.equal(permute.launch(x, slots)[0], x[-1])
+
+
+def test_strided_index_vectors_are_refused_by_plans_and_copied_by_launches(device: str) -> None:
+    hidden, slots = (
+        torch.randn(4, 8).to(device),
+        torch.tensor([2, 9, 0, 9, 3, 9, 1, 9], dtype=torch.int32).to(device)[::2],
+    )
+    with pytest.raises(ValueError, match="sorted_slots has stride 2"):
+        permute.permute_program(hidden, slots)
+    assert torch.equal(permute.launch(hidden, slots), hidden[slots.long()])
