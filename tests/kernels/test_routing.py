@@ -78,6 +78,16 @@ def test_non_finite_scores_rank_last_with_weight_zero(score_fn: str, order: str,
     assert all(len(set(row)) == 4 for row in ids.cpu().tolist())
 
 
+def test_a_finite_group_fill_makes_no_score_usable(device: str) -> None:
+    config = RoutingConfig(top_k=6, score_fn="sigmoid", num_groups=4, topk_groups=2, group_fill=0.0)
+    logits = torch.randn(5, 20)
+    logits[:, ::2] = float("nan")
+    weights, ids = kernels.launch(logits.to(device), None, config)
+    expected, expected_ids = _reference(logits, None, config)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected)
+
+
 def test_zero_sum_divides_by_one(device: str) -> None:
     logits = torch.full((2, 8), -1e4)
     weights, _ = kernels.launch(logits.to(device), None, RoutingConfig(top_k=2, score_fn="sigmoid"))
