@@ -119,6 +119,7 @@ class Session:
         """First prefill and decode with an empty cache on disk, then again with only the disk cache left."""
         if self.way.name == "eager":
             return
+        torch.compiler.reset()  # the ways share a step function: forget which of its sizes another one saw vary
         self.run.cold_s = self._first_calls(f"{self.way.name}: compiling, nothing cached")
         torch.compiler.reset()
         self.run.decode_compiles, before = 0, self.graphs

@@ -4,6 +4,7 @@ The key-value cache is static and made once: prefill and decode write into it in
 one input that changes, the token ids. Prefill has a symbolic length after its second compile, decode has length 1.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def generate(step: Callable[[Tensor], Tensor], cache: object, prompt: Tensor, st
 @contextmanager
 def exact_float32() -> Iterator[None]:
     """TF32 off, so that float32 runs differ by rounding only."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # Inductor would have it on
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of the moe step")
     parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="of the moe step")
     parser.add_argument("--budget", type=float, default=3600, help="seconds for the moe step")
+    parser.add_argument("--commit", help="what to record where the tree has no git history to ask")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -44,7 +45,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
     folder = arguments.results / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
+    facts = machine() | ({"commit": arguments.commit} if arguments.commit else {})
+    (folder / "machine.json").write_text(json.dumps(facts, indent=1) + "\n")
     failed = [step for step in arguments.steps.split(",") if not _run_step(step, folder, arguments)]
     print(f"\nGPU proof in {folder}: " + (f"FAILED: {', '.join(failed)}" if failed else "all steps passed"))
     return int(bool(failed))
