@@ -1,0 +1,156 @@
+"""Compiled code is never stale: processes share a compile cache while a copy of the packages changes between them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("moe_ops", "inductor_passes")
+
+# Prints the value of a gate, its gradient, and what the caches did. The gate stands behind other arithmetic, so that
+# our lowering writes it out; the gradient goes through a plain torch.compile.
+PROBE = """
+import json, sys, torch
+if "passes" in sys.argv:
+    import inductor_passes
+import moe_ops
+from torch._dynamo.utils import counters
+
+def gate(x):
+    return moe_ops.gated_activation(x, "silu")
+
+def caches():
+    found = {**counters["inductor"], **counters["aot_autograd"]}
+    counters.clear()
+    return {name: count for name, count in found.items() if "cache" in name}
+
+result = {}
+x = torch.ones(2, 4)
+if "passes" in sys.argv:
+    with torch.no_grad():
+        result["lowered"] = torch.compile(gate, fullgraph=True, options=inductor_passes.options())(x)[0, 0].item()
+    result["lowered_caches"] = caches()
+torch._dynamo.reset()
+x.requires_grad_()
+torch.compile(gate, fullgraph=True)(x).sum().backward()
+result["gradient"] = x.grad[0, 0].item()
+result["plain_caches"] = caches()
+print(json.dumps(result))
+"""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A copy of the packages and an empty compile cache."""
+
+    root: Path
+
+    def edit(self, path, old, new):
+        """Changes one source file; returns self with the others untouched."""
+        file = self.root / path
+        text = file.read_text()
+        assert text.count(old) == 1, f"{path}: {old!r} is there {text.count(old)} times"
+        file.write_text(text.replace(old, new))
+        return self
+
+    def fill(self):
+        """Copies the packages once: sources edited while the tests run must not look like a change of ours."""
+        for package in PACKAGES:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / package, self.root / "pristine" / package, ignore=ignored)
+        self.restore()
+
+    def restore(self):
+        for package in PACKAGES:
+            shutil.rmtree(self.root / package, ignore_errors=True)
+            shutil.copytree(self.root / "pristine" / package, self.root / package)
+
+    def run(self, *flags):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.root),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.root / "cache"),
+        }
+        command = [sys.executable, "-c", PROBE, *flags]
+        done = subprocess.run(
+            command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A workspace whose cache one process has filled, and what that process saw."""
+    workspace = Workspace(tmp_path_factory.mktemp("cache"))
+    workspace.fill()
+    return workspace, workspace.run("passes")
+
+
+@pytest.fixture
+def workspace(filled):
+    yield filled[0]
+    filled[0].restore()
+
+
+def _missed(caches):
+    return caches.get("fxgraph_cache_miss", 0) >= 1 and not caches.get("fxgraph_cache_hit")
+
+
+def test_first_process_misses(filled):
+    _, first = filled
+    assert _missed(first["lowered_caches"]) and _missed(first["plain_caches"])
+
+
+def test_unchanged_sources_hit(filled, workspace):
+    again = workspace.run("passes")
+    for kind in ("lowered_caches", "plain_caches"):
+        assert again[kind]["fxgraph_cache_hit"] >= 1 and not again[kind].get("fxgraph_cache_miss")
+        assert not any("bypass" in name and count for name, count in again[kind].items() if "fxgraph" in name)
+    assert (again["lowered"], again["gradient"]) == (filled[1]["lowered"], filled[1]["gradient"])
+
+
+def test_a_changed_lowering_gives_the_new_result(filled, workspace):
+    old = '"gated_activation": gated_activation,'
+    new = '"gated_activation": lambda **given: 3 * gated_activation(**given),'
+    changed = workspace.edit("inductor_passes/lowerings/pointwise.py", old, new).run("passes")
+    assert changed["lowered"] == pytest.approx(3 * filled[1]["lowered"])
+    assert _missed(changed["lowered_caches"])
+    # A plain compile runs no lowering of ours, and keeps its cache.
+    assert changed["plain_caches"]["fxgraph_cache_hit"] >= 1
+
+
+def test_a_changed_backward_gives_the_new_gradient_in_a_plain_compile(filled, workspace):
+    old = "    return activation_gradient(grad, gate_up, ctx.activation), None\n"
+    new = "    return activation_gradient(grad, gate_up, ctx.activation) * 5, None\n"
+    changed = workspace.edit("moe_ops/activation.py", old, new).run("passes")
+    assert changed["gradient"] == pytest.approx(5 * filled[1]["gradient"])
+    assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
+
+
+def test_a_changed_fake_misses_everywhere(workspace):
+    path = workspace.root / "moe_ops/activation.py"
+    path.write_text(path.read_text().replace("def _fake(", "def _fake(  # changed\n"))
+    changed = workspace.run("passes")
+    assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
+
+
+def test_a_changed_kernel_misses_everywhere(workspace):
+    with (workspace.root / "moe_ops/kernels/activation.py").open("a") as file:
+        file.write("\n# changed\n")
+    changed = workspace.run("passes")
+    assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
+
+
+def test_a_process_without_the_passes_gets_its_own_right_code(filled, workspace):
+    """The plain compile is the same whether or not inductor_passes is imported: same entry, same result."""
+    without = workspace.run()
+    assert without["gradient"] == filled[1]["gradient"]
+    assert without["plain_caches"]["fxgraph_cache_hit"] >= 1
