@@ -162,5 +162,5 @@ def test_a_wrong_input_is_named_in_the_compile_error():
     )
     with pytest.raises(Exception, match=r"router_logits has last dimension 7: expected 8"):
         compiled(torch.randn(5, H), torch.randn(5, E - 1))
-    with pytest.raises(Exception, match=r"expected .* 5 tokens"):
+    with pytest.raises(Exception, match=r"router_logits has shape \[4, 8\]: expected \[5, 8\]"):
         compiled(torch.randn(5, H), torch.randn(4, E))
