@@ -16,7 +16,8 @@ _MAX_TOKENS = 8
 _DISTINCT_SHARE = 0.85
 _BYTES_PER_THREAD = 256  # of weights; more only for rows that four warps cannot hold otherwise
 _MAX_WARPS = 4
-_ONE_SHOT_BYTES = 65536  # a larger row block is read in a loop
+_ONE_SHOT_BYTES = 65536  # a larger row block is read in a loop ...
+_LOOP_BYTES = 16384  # ... of this much a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def gemv_config(rows: int, weight: TensorMeta, target_bytes: int) -> GemvConfig:
     if weight.strides[2] != 1:  # columns are contiguous: wide in n, a loop over k
         return GemvConfig(max(128 // rows, 16), 32, 4)
     if row_bytes > _ONE_SHOT_BYTES:
-        return GemvConfig(1, max(16384 // (rows * weight.dtype.itemsize), 64), 4)
+        return GemvConfig(1, max(_LOOP_BYTES // (rows * weight.dtype.itemsize), 64), 4)
     block_n = min(max(target_bytes // row_bytes, 1), 8)
     num_warps = min(max(block_n * row_bytes // (32 * _BYTES_PER_THREAD), 1), _MAX_WARPS)
     return GemvConfig(block_n, next_power_of_2(weight.shape[2]), num_warps)

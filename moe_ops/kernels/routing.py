@@ -234,7 +234,7 @@ class _Tile(NamedTuple):
 
 def _tile(num_tokens: int, block_e: int) -> _Tile:
     """Rows per program so that a warp has work, without a row spanning warps unless it is long."""
-    rows = min(max(_ELEMENTS_PER_WARP // block_e, 1), 32, next_power_of_2(num_tokens))
+    rows = min(max(_ELEMENTS_PER_WARP // block_e, 1), 32)
     return _Tile(rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_ops import routing as routing_definition
-from moe_ops.kernels import dispatch, fused
+from moe_ops.kernels import decode_plan, dispatch, fused
 from moe_ops.kernels.decode_plan import prefers_gemv
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
@@ -89,6 +89,17 @@ def test_dropped_slots_contribute_nothing(size: str, device: str) -> None:
     tensors["topk_ids"].fill_(13)
     out = _check(tensors, Activation(), device)
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_decode_reads_long_rows_in_a_loop(
+    interleaved: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_plan, "_ONE_SHOT_BYTES", 0)
+    monkeypatch.setattr(decode_plan, "_LOOP_BYTES", 0)
+    monkeypatch.setitem(SIZES, "long", (1, 3, 2, 136, 72))  # no other test caches a plan for these
+    activation = Activation(interleaved=interleaved)
+    _check(_experts("long", torch.bfloat16, activation, biased=True), activation, device)
 
 
 @pytest.mark.parametrize("size", ["T1", "T33"])
