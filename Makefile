@@ -16,11 +16,14 @@ demo: setup
 
 test: test-kernels test-cpu
 
+# Two workers with one thread each: more threads than cores would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+
 test-cpu: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 tests --ignore=tests/kernels
+	$(PYTEST) tests --ignore=tests/kernels
 
 test-kernels: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 lint: setup
 	$(BIN)/ruff check .
