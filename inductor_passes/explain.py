@@ -90,7 +90,7 @@ class _Recorder:
         seen = {_headline(each.reason) for each in self.breaks}
         missing = [Break(reason, "") for reason in counted if _headline(reason) not in seen]
         return Report(
-            graph_breaks=(*self.breaks, *missing),
+            graph_breaks=tuple(dict.fromkeys([*self.breaks, *missing])),
             fused=tuple(each for log in self.logs for each in log.fused),
             refused=tuple(each for log in self.logs for each in log.refused),
             capture_hazards=tuple(self.hazards),

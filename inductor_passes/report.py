@@ -70,7 +70,7 @@ class Report:
         mode = "training" if self.is_training else "inference"
         head = f"{len(self.graphs)} {mode} graph(s), {len(self.layers)} MoE layer(s)"
         sections = [
-            _section("graph breaks", [f"{each.reason} ({each.location})" for each in self.graph_breaks]),
+            _section("graph breaks", map(_break_line, self.graph_breaks)),
             _section("layers, operator calls before -> after", map(_layer_line, self.layers)),
             _section(
                 "fused", [f"{each.layer}: {each.kind} <- {', '.join(each.nodes)}" for each in self.fused]
@@ -94,6 +94,11 @@ class Report:
         target = Path(path)
         target.write_text(page(self), encoding="utf-8")
         return target
+
+
+def _break_line(each: Break) -> str:
+    headline = each.reason.strip().partition("\n")[0]
+    return f"{headline} ({each.location})" if each.location else headline
 
 
 def _layer_line(layer: LayerGraph) -> str:

@@ -111,6 +111,24 @@ def test_graph_breaks_and_hazards(hidden):
 
 
 @torch.no_grad()
+def test_a_break_inside_a_module_is_one_and_recompiles_nothing(hidden):
+    compiles = []
+
+    class Broken(nn.Module):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return x * 2
+
+    model = nn.Sequential(Block(), Broken(), Block())
+    compiled = torch.compile(model, backend=lambda gm, _: compiles.append(gm) or gm.forward)
+    compiled(hidden)
+    before = len(compiles)
+    assert len(inductor_passes.explain(compiled, hidden).graph_breaks) == 1
+    compiled(hidden)
+    assert len(compiles) == before
+
+
+@torch.no_grad()
 def test_compiled_modules_and_functions_are_unwrapped(hidden):
     by_call, in_place = Model(), Model()
     in_place.compile(backend="eager")
