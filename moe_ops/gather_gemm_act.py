@@ -44,7 +44,7 @@ def gather_gemm_act(
         bias: [E, 2I], dtype of hidden_states.
 
     Returns:
-        [S, I] in expert order, dtype of hidden_states. Rows of dropped slots hold a finite value.
+        [S, I] in expert order, dtype of hidden_states. Rows of dropped slots are zeros.
 
     Raises:
         ValueError, TypeError: as the three stages do.

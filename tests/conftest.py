@@ -4,6 +4,8 @@ import pytest
 import torch
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # several workers, each with a thread per core, wait for each other
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

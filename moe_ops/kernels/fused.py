@@ -4,6 +4,7 @@
 the activation in its epilogue, GEMM, combine).
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,9 @@ from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.common import compute_dtype
 from moe_ops.kernels.decode_plan import ExpertTensors, gemv_launches, prefers_gemv
 from moe_ops.kernels.dispatch import dispatch_launches
+from moe_ops.kernels.gemm_config import sorts_rows_first
 from moe_ops.kernels.grouped_gemm import Gemm, Operand, plan, plan_all
+from moe_ops.kernels.permute import permute_launch
 from moe_ops.kernels.program import (
     Buffer,
     Launch,
@@ -56,6 +59,13 @@ def _up_gemm(
     return Gemm(*operands, "activated", num_slots, sms, top_k, activation)
 
 
+def _sorted_up_gemm(
+    rows: Buffer, w13: TensorMeta, bias: TensorMeta | None, activation: Activation, sms: int
+) -> Gemm:
+    operands = Operand(rows.name, _buffer_meta(rows)), Operand("w13", w13), _operand("w13_bias", bias)
+    return Gemm(*operands, "activated", rows.shape[0], sms, None, activation)
+
+
 def _down_gemm(x: Operand, w2: TensorMeta, bias: TensorMeta | None, sms: int) -> Gemm:
     return Gemm(x, Operand("w2", w2), _operand("w2_bias", bias), "expert_out", x.meta.shape[0], sms)
 
@@ -83,7 +93,7 @@ def _gather_gemm_act(
     activation: Activation,
     sms: int,
 ) -> Program:
-    gemm = _up_gemm(hidden_states, w13, w13_bias, num_slots, activation, sms)
+    gemm = replace(_up_gemm(hidden_states, w13, w13_bias, num_slots, activation, sms), tail=True)
     return Program(*plan(gemm), ("activated",))
 
 
@@ -104,14 +114,17 @@ def _gemm_combine(
 
 def _grouped_experts(tensors: ExpertTensors, activation: Activation, sms: int) -> _Plan:
     num_slots = tensors.topk_ids.shape[0] * tensors.topk_ids.shape[1]
-    up = _up_gemm(tensors.hidden_states, tensors.w13, tensors.w13_bias, num_slots, activation, sms)
+    buffers, launches = dispatch_launches(tensors.topk_ids, tensors.expert_map, tensors.w13.shape[0])
+    if sorts_rows_first(num_slots, tensors.w13):
+        rows, permute = permute_launch(tensors.hidden_states, num_slots)
+        buffers, launches = (*buffers, rows), (*launches, permute)
+        up = _sorted_up_gemm(rows, tensors.w13, tensors.w13_bias, activation, sms)
+    else:
+        up = _up_gemm(tensors.hidden_states, tensors.w13, tensors.w13_bias, num_slots, activation, sms)
     down = _down_gemm(Operand(up.out, up.out_meta), tensors.w2, tensors.w2_bias, sms)
-    sort_buffers, sort_launches = dispatch_launches(
-        tensors.topk_ids, tensors.expert_map, tensors.w13.shape[0]
-    )
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, tensors.topk_weights, tensors.shared)
-    return (*sort_buffers, *gemm_buffers, buffer), (*sort_launches, *gemm_launches, launch)
+    return (*buffers, *gemm_buffers, buffer), (*launches, *gemm_launches, launch)
 
 
 def _experts_launches(tensors: ExpertTensors, activation: Activation, sms: int) -> _Plan:
@@ -239,7 +252,7 @@ def gather_gemm_act(
     w13_bias: torch.Tensor | None,
     activation: Activation,
 ) -> torch.Tensor:
-    """Rows of hidden_states [T, H] by slot, times w13, activated: [S, I]. Rows of dropped slots are not written."""
+    """Rows of hidden_states [T, H] by slot, times w13, activated: [S, I]. Rows of dropped slots are zeros."""
     tensors = {
         "hidden_states": hidden_states,
         "w13": w13,

@@ -1,4 +1,4 @@
-"""Grouped GEMM, fast path: persistent CTAs, weights by host TMA descriptor, rows gathered by masked cp.async.
+"""Grouped GEMM, fast path: persistent CTAs, weights by host TMA descriptor, rows by TMA or gathered by masked cp.async.
 
 out[r] = activation(x[row(r)] @ weight[e].T + bias[e]). Measured on an H200: masking the copies of absent rows,
 expert-major order and one flattened loop over all tiles are what makes it fast; gathering costs next to nothing
@@ -70,7 +70,7 @@ def _store_interleaved(
 
 @triton.jit(do_not_specialize=["top_k"])
 def grouped_gemm_tma_kernel(
-    x_ptr, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
+    x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
     top_k, num_experts, features, depth, programs,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -100,8 +100,11 @@ def grouped_gemm_tma_kernel(
         acc = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
         acc_up = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
         for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
-            x = tl.load(x_row_ptr + k * x_stride_k, mask=mask, other=0.0)
+            if x_desc is not None:  # rows of the next expert come along; they are not stored
+                x = x_desc.load([row, k])
+            else:
+                mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
+                x = tl.load(x_row_ptr + k * x_stride_k, mask=mask, other=0.0)
             weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
             acc = dot(x, weight, acc)
             if PAIRED:

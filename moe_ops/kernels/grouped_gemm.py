@@ -131,6 +131,7 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
     programs = gemm_config.persistent_programs(_num_tiles(gemm, config), config, gemm.sms)
     args = {
         **_common_args(gemm, config, tiles),
+        "x_desc": _rows_descriptor(gemm, config),
         "weight_desc": _descriptor(gemm, config),
         "programs": programs,
         "TRANSPOSED": gemm_config.is_transposed(weight),
@@ -138,6 +139,15 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
         "STAGES": config.num_stages,
     }
     return Launch(grouped_gemm_tma_kernel, (programs,), args, config.num_warps, config.num_stages)
+
+
+def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
+    """Rows that lie in order come by TMA, where a tile is large enough to be bound by arithmetic."""
+    x = gemm.x.meta
+    in_order = gemm.top_k is None and not gemm.tail
+    if not in_order or config.block_m < gemm_config.TMA_ROWS or not gemm_config.rows_take_tma(x):
+        return None
+    return Descriptor(gemm.x.name, x.shape, x.strides, (config.block_m, config.block_k))
 
 
 def _descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor:

@@ -63,8 +63,8 @@ def column_block(num_columns: int) -> int:
     return min(next_power_of_2(num_columns), _MAX_COLUMNS)
 
 
-@lru_cache(maxsize=1024)
-def _program(hidden_states: TensorMeta, num_slots: int) -> Program:
+def permute_launch(hidden_states: TensorMeta, num_slots: int) -> tuple[Buffer, Launch]:
+    """Buffer `permuted` [S, H] and the launch that fills it from `hidden_states` and `sorted_slots`."""
     num_tokens, columns = hidden_states.shape
     block = column_block(columns)
     args = {
@@ -78,7 +78,13 @@ def _program(hidden_states: TensorMeta, num_slots: int) -> Program:
         "BLOCK": block,
     }
     launch = Launch(_permute_kernel, (num_slots * cdiv(columns, block),), args, 4, 1)
-    return Program((Buffer("permuted", (num_slots, columns), hidden_states.dtype),), (launch,), ("permuted",))
+    return Buffer("permuted", (num_slots, columns), hidden_states.dtype), launch
+
+
+@lru_cache(maxsize=1024)
+def _program(hidden_states: TensorMeta, num_slots: int) -> Program:
+    buffer, launch = permute_launch(hidden_states, num_slots)
+    return Program((buffer,), (launch,), (buffer.name,))
 
 
 @lru_cache(maxsize=1024)

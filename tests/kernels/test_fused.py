@@ -173,3 +173,30 @@ def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
     assert prefers_gemv(1, 2, 8) and prefers_gemv(4, 8, 128) and prefers_gemv(8, 8, 256)
     assert not prefers_gemv(4, 2, 8)  # Mixtral: four tokens already share experts
     assert not prefers_gemv(16, 8, 256)
+
+
+@pytest.mark.parametrize("sorts_first", [False, True])
+def test_rows_by_tma(sorts_first: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 128 rows take rows in order by TMA: those of the second product, and sorted ones of the first."""
+    monkeypatch.setattr(fused, "sorts_rows_first", lambda num_slots, w13: sorts_first)
+    fused._fused_experts.cache_clear()
+    monkeypatch.setitem(SIZES, "many", (150, 2, 2, 64, 136))
+    tensors = _experts("many", torch.bfloat16, Activation(), biased=True)
+    tensors["topk_ids"][::7, 0] = -1
+    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    program = fused.fused_experts_program(**moved, activation=Activation())
+    by_tma = [step.args["x_desc"] is not None for step in program.launches if "x_desc" in step.args]
+    assert by_tma == [sorts_first, True]
+    _check(tensors, Activation(), device)
+    fused._fused_experts.cache_clear()
+
+
+def test_gather_gemm_act_zeroes_rows_of_dropped_slots(device: str) -> None:
+    tensors = _experts("T33", torch.bfloat16, Activation(), biased=True)
+    tensors["topk_ids"][::2] = -1
+    slots, _, offsets = dispatch.launch(tensors["topk_ids"].to(device), None, 13)
+    args = tensors["hidden_states"].to(device), tensors["w13"].to(device), slots, offsets
+    out = fused.gather_gemm_act(*args, tensors["w13_bias"].to(device), Activation())
+    kept = int(offsets[-1])
+    assert 0 < kept < out.shape[0]
+    assert (out[kept:] == 0).all() and out[:kept].isfinite().all()

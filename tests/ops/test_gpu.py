@@ -15,7 +15,7 @@ LARGER = [
     Case(1, 64, 8, 512, 256),
     Case(5, 64, 8, 2048, 768),
     Case(64, 16, 4, 512, 320, bias=True),
-    Case(300, 13, 3, 256, 192, hot=5),
+    Case(120, 2, 2, 256, 192, hot=1),
     Case(17, 8, 2, 511, 250),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
