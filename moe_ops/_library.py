@@ -94,7 +94,7 @@ def define_gradient_of_formula(name: str, formula: Op, differentiable: Sequence[
             replaced = dict(zip(positions, values, strict=True))
             return formula(*(replaced.get(index, value) for index, value in enumerate(inputs)))
 
-        _, pullback = torch.func.vjp(of_differentiable, *(inputs[index] for index in positions))
+        pullback = torch.func.vjp(of_differentiable, *(inputs[index] for index in positions))[1]
         results = dict(zip(positions, pullback(grads[0] if len(grads) == 1 else grads), strict=True))
         return tuple(results.get(index) for index in range(len(inputs)))
 

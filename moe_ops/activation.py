@@ -73,8 +73,12 @@ def apply_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.name == "swiglu_oai":
-        return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+        return gate * torch.sigmoid(gate * _alpha(activation)) * (up + 1)
     return _gate(gate, activation) * up
+
+
+def _alpha(activation: Activation) -> float:
+    return 1.0 if activation.alpha is None else activation.alpha
 
 
 def split_gate_up(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -151,7 +155,7 @@ def apply_activation_backward(grad: Tensor, gate_up: Tensor, activation: Activat
 
 def _gate_and_slope(gate: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     if activation.name in ("silu", "swiglu_oai"):
-        alpha = 1.0 if activation.alpha is None else activation.alpha
+        alpha = _alpha(activation)
         sigmoid = torch.sigmoid(gate * alpha)
         return gate * sigmoid, sigmoid * (1 + alpha * gate * (1 - sigmoid))
     approximate = "tanh" if activation.name == "gelu_tanh" else "none"

@@ -80,9 +80,8 @@ def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared:
     """The definition of `combine`, in plain PyTorch."""
     dtype = _checks.compute_dtype(expert_out.dtype)
     rows, weights = inverse.view(topk_weights.shape), topk_weights.to(dtype)
-    dropped = rows < 0
-    if topk_weights.numel() == 0 or bool(dropped.any()):
-        out = _sum_kept_slots(expert_out, weights, rows, dropped)
+    if rows.numel() == 0 or int(rows.min()) < 0:
+        out = _sum_kept_slots(expert_out, weights, rows)
     else:  # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
         out = F.embedding_bag(rows, expert_out.to(dtype), per_sample_weights=weights, mode="sum")
     if shared is not None:
@@ -90,12 +89,12 @@ def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared:
     return out.to(expert_out.dtype)
 
 
-def _sum_kept_slots(expert_out: Tensor, weights: Tensor, rows: Tensor, dropped: Tensor) -> Tensor:
+def _sum_kept_slots(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     out = weights.new_zeros((weights.shape[0], expert_out.shape[1]))
     for k in range(weights.shape[1] if out.numel() else 0):
         values = expert_out.index_select(0, rows[:, k].clamp(min=0)).to(out.dtype)
         # Before weighing: a dropped slot must not bring in row 0, which may be NaN.
-        out += values.masked_fill_(dropped[:, k, None], 0.0) * weights[:, k, None]
+        out += values.masked_fill_(rows[:, k, None] < 0, 0.0) * weights[:, k, None]
     return out
 
 

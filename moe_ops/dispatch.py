@@ -62,19 +62,21 @@ def reference(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> 
     ranked, order = expert.sort(stable=True)
     offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=ranked.device), out_int32=True)
     rows = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
-    inverse = torch.empty_like(rows).index_copy_(0, order, rows.masked_fill(ranked == num_experts, -1))
+    inverse = torch.empty_like(rows).index_copy_(0, order, rows)
+    kept = int(offsets[-1])
+    if kept < order.numel():
+        inverse[order[kept:]] = -1
     return order.to(torch.int32), inverse, offsets
 
 
 def local_experts(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
     """Local expert of each id as int64, `num_experts` for an id that is dropped. Checked before any narrowing."""
     ids = ids.long()
-    num_ids = num_experts if expert_map is None else expert_map.shape[0]
-    valid = (ids >= 0) & (ids < num_ids)
-    if expert_map is not None and num_ids > 0:
-        ids = expert_map[ids.where(valid, 0)].long()
-        valid &= (ids >= 0) & (ids < num_experts)
-    return ids.where(valid, num_experts)
+    if expert_map is not None:
+        remote = (ids < 0) | (ids >= expert_map.shape[0])
+        mapped = expert_map[ids.masked_fill(remote, 0)] if expert_map.numel() else torch.zeros_like(ids)
+        ids = mapped.long().masked_fill(remote, -1)
+    return ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
 
 
 def _cuda(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

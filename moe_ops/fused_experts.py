@@ -21,24 +21,23 @@ from moe_ops.activation import (
     gated_activation,
     out_features,
 )
-from moe_ops.combine import check_shared, combine, combine_gradient
-from moe_ops.combine import reference as combine_reference
-from moe_ops.dispatch import build_dispatch, check_ids, local_experts
-from moe_ops.dispatch import reference as dispatch_reference
+from moe_ops.combine import check_shared, combine, combine_gradient, reference as combine_reference
+from moe_ops.dispatch import build_dispatch, check_ids, local_experts, reference as dispatch_reference
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
     expert_linear,
-    grouped_gemm,
-)
-from moe_ops.grouped_gemm import (
+    expert_products,
     gradients as gemm_gradients,
+    grouped_gemm,
+    input_gradient as gemm_input_gradient,
 )
-from moe_ops.grouped_gemm import reference as gemm_reference
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
 
 Emit = Literal["auto", "stages", "fused"]
+
+_FEW_SLOTS = 8  # up to so many the CPU skips the dispatch
 
 
 def fused_experts(
@@ -231,42 +230,41 @@ def reference(
     activation: str,
 ) -> Tensor:
     """The definition of `fused_experts`, in plain PyTorch."""
-    if topk_ids.shape[0] == 1:
-        experts = local_experts(topk_ids[0], expert_map, w13.shape[0]).tolist()
-        return _one_token(
-            hidden_states, (w13, w2, w13_bias, w2_bias), topk_weights[0], experts, shared, activation
-        )
+    if topk_ids.numel() <= _FEW_SLOTS or topk_ids.shape[0] == 1:
+        weights = w13, w2, w13_bias, w2_bias
+        experts = local_experts(topk_ids, expert_map, w13.shape[0])
+        return _slot_by_slot(hidden_states, weights, topk_weights, experts, shared, activation)
     slots, inverse, offsets = dispatch_reference(topk_ids, expert_map, w13.shape[0])
     rows = hidden_states.index_select(0, slots // topk_ids.shape[1])
-    gate_up = gemm_reference(rows, w13, offsets, w13_bias)
+    gate_up = expert_products(rows, w13, offsets, w13_bias)
     # In the storage dtype: torch's own elementwise kernels compute in float32 inside.
     activated = apply_activation(gate_up, Activation.from_spec(activation))
-    expert_out = gemm_reference(activated, w2, offsets, w2_bias)
+    expert_out = expert_products(activated, w2, offsets, w2_bias)
     return combine_reference(expert_out, topk_weights, inverse, shared)
 
 
-def _one_token(
+def _slot_by_slot(
     hidden_states: Tensor,
-    experts_weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    expert_weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     topk_weights: Tensor,
-    experts: list[int],
+    experts: Tensor,
     shared: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """One token needs no dispatch: its K experts one after the other, in slot order."""
-    w13, w2, w13_bias, w2_bias = experts_weights
+    """Few slots need no dispatch: one expert call each, in slot order."""
+    w13, w2, w13_bias, w2_bias = expert_weights
     config = Activation.from_spec(activation)
-    dtype = _checks.compute_dtype(hidden_states.dtype)
-    out = torch.zeros(hidden_states.shape, dtype=dtype)
-    for expert, weight in zip(experts, topk_weights.to(dtype), strict=True):
-        if expert < w13.shape[0]:
-            gate_up = expert_linear(
-                hidden_states, w13[expert], None if w13_bias is None else w13_bias[expert]
-            )
-            activated = apply_activation(gate_up, config)
-            out.addcmul_(
-                expert_linear(activated, w2[expert], None if w2_bias is None else w2_bias[expert]), weight
-            )
+    weights = topk_weights.to(_checks.compute_dtype(hidden_states.dtype))
+    out = weights.new_zeros(hidden_states.shape)
+    for token, ids in enumerate(experts.tolist()):
+        x, total = hidden_states[token : token + 1], out[token : token + 1]
+        for expert, scale in zip(ids, weights[token], strict=True):
+            if expert < w13.shape[0]:
+                gate_up = expert_linear(x, w13[expert], None if w13_bias is None else w13_bias[expert])
+                activated = apply_activation(gate_up, config)
+                total.addcmul_(
+                    expert_linear(activated, w2[expert], None if w2_bias is None else w2_bias[expert]), scale
+                )
     if shared is not None:
         out += shared
     return out.to(hidden_states.dtype)
@@ -277,11 +275,11 @@ def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
         return hidden_states.new_empty(hidden_states.shape)
     from moe_ops.kernels import fused as kernels
 
-    *tensors, activation = args
-    return kernels.fused_experts(hidden_states, *tensors, Activation.from_spec(activation))
+    launch: Any = kernels.fused_experts
+    return launch(hidden_states, *args[:-1], Activation.from_spec(args[-1]))
 
 
-def fake(hidden_states: Tensor, *args: Any) -> Tensor:
+def fake(hidden_states: Tensor, *_: Any) -> Tensor:
     """An output of the right metadata, uninitialised."""
     return hidden_states.new_empty(hidden_states.shape)
 
@@ -316,7 +314,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def expert_gradients(
     grad: Tensor, saved: tuple[Any, ...], activation: str, needs: tuple[bool, bool, bool, bool, bool]
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     """Gradients to (hidden_states, w13, w2, topk_weights, w13_bias, w2_bias), through the stages run again."""
     hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, inverse, offsets = saved
     needs_hidden, needs_w13, needs_w2, needs_b13, needs_b2 = needs
@@ -325,7 +323,8 @@ def expert_gradients(
     activated = gated_activation(gate_up, activation)
     expert_out = grouped_gemm(activated, w2, offsets, w2_bias)
     to_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
-    to_activated, to_w2, to_b2 = gemm_gradients(to_out, activated, w2, offsets, (True, needs_w2, needs_b2))
+    to_activated = gemm_input_gradient(to_out.contiguous(), w2, offsets)
+    _, to_w2, to_b2 = gemm_gradients(to_out, activated, w2, offsets, (False, needs_w2, needs_b2))
     to_gate_up = activation_gradient(to_activated, gate_up, activation)
     to_rows, to_w13, to_b13 = gemm_gradients(
         to_gate_up, rows, w13, offsets, (needs_hidden, needs_w13, needs_b13)

@@ -19,16 +19,14 @@ from moe_ops.fused_experts import (
     expert_gradients,
     fake,
     fused_experts,
+    reference as experts_reference,
 )
-from moe_ops.fused_experts import reference as experts_reference
 from moe_ops.routing import (
     check_router,
+    reference as routing_reference,
     routing_gradient,
     routing_spec,
     topk_routing,
-)
-from moe_ops.routing import (
-    reference as routing_reference,
 )
 from moe_ops.types import Activation, RoutingConfig
 
@@ -67,10 +65,9 @@ def fused_moe(
     if emits_stages(emit) or shared is not None:
         _check_logits(hidden_states, router_logits, w13, expert_map)
         topk_weights, topk_ids = topk_routing(router_logits, routing, correction_bias)
-        biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
         return fused_experts(
             hidden_states, w13, w2, topk_weights, topk_ids, activation,
-            **biases, expert_map=expert_map, shared=shared, emit=emit,
+            w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, shared=shared, emit=emit,
         )  # fmt: skip
     hidden_states, w13, w2, w13_bias, w2_bias, _ = autocast(hidden_states, w13, w2, w13_bias, w2_bias, None)
     specs = routing_spec(routing), activation_spec(activation)
@@ -140,9 +137,9 @@ def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
         return hidden_states.new_empty(hidden_states.shape)
     from moe_ops.kernels import fused as kernels
 
+    launch: Any = kernels.fused_moe
     *tensors, routing, activation = args
-    options = RoutingConfig.from_spec(routing), Activation.from_spec(activation)
-    return kernels.fused_moe(hidden_states, *tensors, *options)
+    return launch(hidden_states, *tensors, RoutingConfig.from_spec(routing), Activation.from_spec(activation))
 
 
 _library.define(

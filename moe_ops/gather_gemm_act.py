@@ -16,13 +16,15 @@ from moe_ops.activation import (
     activation_gradient,
     activation_spec,
     out_features,
-)
-from moe_ops.activation import (
     reference as activation_reference,
 )
-from moe_ops.grouped_gemm import check_bias, check_weight, grouped_gemm
-from moe_ops.grouped_gemm import gradients as gemm_gradients
-from moe_ops.grouped_gemm import reference as gemm_reference
+from moe_ops.grouped_gemm import (
+    check_bias,
+    check_weight,
+    gradients as gemm_gradients,
+    grouped_gemm,
+    reference as gemm_reference,
+)
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, DispatchPlan
 

@@ -11,13 +11,18 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import _checks, _library
-from moe_ops.combine import check_shared, combine_gradient
-from moe_ops.combine import check_weights as check_topk_weights
-from moe_ops.combine import reference as combine_reference
-from moe_ops.grouped_gemm import check as check_gemm
-from moe_ops.grouped_gemm import gradients as gemm_gradients
-from moe_ops.grouped_gemm import grouped_gemm
-from moe_ops.grouped_gemm import reference as gemm_reference
+from moe_ops.combine import (
+    check_shared,
+    check_weights as check_topk_weights,
+    combine_gradient,
+    reference as combine_reference,
+)
+from moe_ops.grouped_gemm import (
+    check as check_gemm,
+    gradients as gemm_gradients,
+    grouped_gemm,
+    reference as gemm_reference,
+)
 from moe_ops.types import DispatchPlan
 
 

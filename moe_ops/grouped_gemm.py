@@ -101,18 +101,25 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def reference(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     """The definition of `grouped_gemm`, in plain PyTorch."""
-    sizes = _group_sizes(expert_offsets, x.shape[0])
+    out = expert_products(x, weight, expert_offsets, bias)
+    out[int(expert_offsets[-1]) :].zero_()
+    return out
+
+
+def expert_products(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """`grouped_gemm` on the CPU with whatever in the rows of dropped slots."""
     if _suits_torch_grouped_mm(x, weight):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=expert_offsets[1:])
     else:
         out = x.new_empty((x.shape[0], weight.shape[1]))
+        sizes = _group_sizes(expert_offsets, x.shape[0])
         for rows, expert, rows_out in zip(x.split(sizes), weight.unbind(0), out.split(sizes), strict=False):
             if rows.shape[0]:
                 rows_out.copy_(expert_linear(rows, expert, None))
     if bias is not None:
-        for expert_bias, rows_out in zip(bias.unbind(0), out.split(sizes), strict=False):
+        row_groups = out.split(_group_sizes(expert_offsets, x.shape[0]))
+        for expert_bias, rows_out in zip(bias.unbind(0), row_groups, strict=False):
             rows_out += expert_bias
-    out[x.shape[0] - sizes[-1] :].zero_()
     return out
 
 

@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import _checks, _library
-from moe_ops.dispatch import check_map
-from moe_ops.dispatch import fake as dispatch_fake
-from moe_ops.dispatch import reference as dispatch_reference
-from moe_ops.routing import check_router, routing_gradient, routing_spec
-from moe_ops.routing import fake as routing_fake
-from moe_ops.routing import reference as routing_reference
+from moe_ops.dispatch import check_map, fake as dispatch_fake, reference as dispatch_reference
+from moe_ops.routing import (
+    check_router,
+    fake as routing_fake,
+    reference as routing_reference,
+    routing_gradient,
+    routing_spec,
+)
 from moe_ops.types import DispatchPlan, RoutingConfig
 
 

@@ -8,9 +8,12 @@ from moe_ops.kernels.common import cdiv, next_power_of_2
 from moe_ops.kernels.program import TensorMeta
 
 _TMA_ALIGNMENT = 16
-TMA_ROWS = 128  # rows per tile from which rows in order come by TMA
+_TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
+_DEEP = (
+    4096  # beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert
+)
 _COMPUTE_BOUND_ROWS = 512  # per expert
-_WIDE_FEATURES = 8192  # copying S x H rows costs as much as ~6000 columns of the product gain by TMA
+_WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,20 @@ def takes_tma(weight: TensorMeta) -> bool:
     return 1 in weight.strides[1:] and not outer
 
 
-def rows_take_tma(x: TensorMeta) -> bool:
-    """Whether a host TMA descriptor can address the rows [S, A]."""
-    return x.aligned and x.strides[1] == 1 and x.strides[0] * x.dtype.itemsize % _TMA_ALIGNMENT == 0
+def loads_rows_by_tma(x: TensorMeta, weight: TensorMeta, config: LaunchConfig) -> bool:
+    """Whether rows [S, A] that lie in order come by TMA (1-4 % faster, measured on an H200) or by cp.async."""
+    addressable = x.aligned and x.strides[1] == 1 and x.strides[0] * x.dtype.itemsize % _TMA_ALIGNMENT == 0
+    suits = x.shape[1] <= _DEEP or _is_compute_bound(x.shape[0], weight)
+    return addressable and suits and config.block_m >= _TMA_TILE_ROWS
 
 
 def sorts_rows_first(num_slots: int, w13: TensorMeta) -> bool:
     """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less."""
-    compute_bound = num_slots >= _COMPUTE_BOUND_ROWS * w13.shape[0]
-    return compute_bound and w13.shape[1] >= _WIDE_FEATURES and takes_tma(w13)
+    return _is_compute_bound(num_slots, w13) and w13.shape[1] >= _WIDE_FEATURES and takes_tma(w13)
+
+
+def _is_compute_bound(num_slots: int, weight: TensorMeta) -> bool:
+    return num_slots >= _COMPUTE_BOUND_ROWS * weight.shape[0]
 
 
 def is_transposed(weight: TensorMeta) -> bool:

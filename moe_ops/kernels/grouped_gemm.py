@@ -142,10 +142,10 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 
 
 def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
-    """Rows that lie in order come by TMA, where a tile is large enough to be bound by arithmetic."""
+    """TMA descriptor of rows that lie in order, where it pays."""
     x = gemm.x.meta
     in_order = gemm.top_k is None and not gemm.tail
-    if not in_order or config.block_m < gemm_config.TMA_ROWS or not gemm_config.rows_take_tma(x):
+    if not in_order or not gemm_config.loads_rows_by_tma(x, gemm.weight.meta, config):
         return None
     return Descriptor(gemm.x.name, x.shape, x.strides, (config.block_m, config.block_k))
 

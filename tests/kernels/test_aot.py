@@ -4,8 +4,15 @@ import pytest
 import torch
 import triton
 
-from moe_ops.kernels import activation, combine, fused, gemm_config, grouped_gemm, permute
-from moe_ops.kernels import routing as routing_kernels
+from moe_ops.kernels import (
+    activation,
+    combine,
+    fused,
+    gemm_config,
+    grouped_gemm,
+    permute,
+    routing as routing_kernels,
+)
 from moe_ops.kernels.grouped_gemm import Gemm, Operand, plan
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from moe_ops.kernels import activation as activation_kernels
-from moe_ops.kernels import combine as combine_kernels
-from moe_ops.kernels import dispatch, permute
+from moe_ops.kernels import activation as activation_kernels, combine as combine_kernels, dispatch, permute
 from moe_ops.types import Activation
 from tests.kernels import oracles
 from tests.kernels.oracles import assert_close
