@@ -16,6 +16,7 @@ from moe_ops.permute import permute
 from moe_ops.routing import topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
+from moe_ops.warmup import warmup
 
 __all__ = [
     "Activation",
@@ -33,6 +34,7 @@ __all__ = [
     "routing_dispatch",
     "source_hash",
     "topk_routing",
+    "warmup",
 ]
 
 tag_compile_caches()

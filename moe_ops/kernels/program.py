@@ -8,6 +8,7 @@ buffers after what they hold.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16
 _DEFAULT_MULTIPROCESSORS = 132  # H100/H200: the target of kernels planned without a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSketch:
+    """A contiguous tensor by description only, for plans of tensors that do not exist."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    def storage_offset(self) -> int:
+        """Where it starts."""
+        return 0
 
 
 class TensorMeta(NamedTuple):
@@ -117,6 +135,25 @@ class Program:
                 args[index] = _materialize(argument, values[argument.source])
             step.call(*args, num_warps=step.num_warps, num_stages=step.num_stages)
         return tuple([values[name] for name in self.outputs])
+
+    def load(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
+        """Compiles and loads every kernel without running it. `dtypes` names those of the operator's tensors."""
+        known = {**dtypes, **{buffer.name: buffer.dtype for buffer in self.buffers}}
+        with torch.cuda.device(device):
+            stand_ins = {name: torch.empty(16, dtype=dtype, device=device) for name, dtype in known.items()}
+            for launch in self.launches:
+                args = [_stand_in(launch.args[name], stand_ins) for name in launch.kernel.arg_names]
+                options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+                compiled = launch.kernel.warmup(*args, grid=launch.grid, **options)
+                compiled._init_handles()  # what the first launch would do: the module goes to the device
+
+
+def _stand_in(argument: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(argument, Descriptor):
+        return _materialize(argument, tensors[argument.source])
+    if isinstance(argument, Ref | View):
+        return tensors[argument.name if isinstance(argument, Ref) else argument.source]
+    return argument
 
 
 class _Step(NamedTuple):

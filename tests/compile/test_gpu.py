@@ -1,6 +1,8 @@
 """torch.compile with our passes on a GPU: direct launches, symbolic token counts, CUDA graphs, training."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -121,3 +123,24 @@ def test_explain_on_the_gpu():
     assert not report.graph_breaks
     assert not report.capture_hazards
     assert any(fusion.kind == "fused_moe" for fusion in report.fused)
+
+
+def test_warmup_makes_the_first_call_capturable():
+    """In a fresh process: load, capture at once, replay, and only then run eagerly to compare."""
+    code = """
+import torch, layers, moe_ops
+config = layers.MoEConfig(num_experts=16, top_k=4, hidden_size=256, intermediate_size=192, has_bias=True)
+moe_ops.warmup(config, [1, 33, 300])
+layer = layers.FusedMoE(config, device="cuda", dtype=torch.bfloat16)
+for tokens in (1, 33, 300):
+    x, logits = torch.randn(tokens, 256, device="cuda").bfloat16(), torch.randn(tokens, 16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = layer(x, logits)
+    graph.replay()
+    with torch.no_grad():
+        assert torch.equal(out, layer(x, logits)), tokens
+print("captured")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "captured", result.stderr[-2000:]
