@@ -57,7 +57,7 @@ def _run_step(step: str, folder: Path, arguments: argparse.Namespace) -> bool:
     if step == "capture":
         return _capture(folder)
     commands = {
-        "tests": ["pytest", "-m", "gpu", "--durations=10", *_gpu_test_files()],
+        "tests": ["pytest", "-m", "gpu", "-n", "8", "--durations=10", *_gpu_test_files()],
         "demo": ["benchmarks", "demo", "--json", str(folder / "demo.json")],
         "moe": [
             *("benchmarks", "moe", "--out", str(folder / "moe.csv"), "--workloads", arguments.workloads),
