@@ -9,7 +9,7 @@ import csv
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from benchmarks import peers
 from benchmarks.implementations import IMPLEMENTATIONS, Implementation
 from benchmarks.report import machine
-from benchmarks.timing import time_graph
+from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import (
     TOKEN_COUNTS,
     WORKLOADS,
@@ -101,39 +101,39 @@ def run(cells: Sequence[Cell], impls: Sequence[str], out: Path, budget_s: float,
             print(f"out of time before {cell.workload.name} T={cell.tokens} {cell.routing}", flush=True)
             break
         failed += _measure_cell(cell, weights, impls, out, cell_ms)
+        torch.compiler.reset()  # the next cell's static shapes would count as recompiles of this one's
         _release()
     return failed
 
 
 def _measure_cell(cell: Cell, weights: list[Weights], impls: Sequence[str], out: Path, cell_ms: float) -> int:
-    inputs, failed = make_inputs(cell, "cuda"), 0
+    inputs, replays = make_inputs(cell, "cuda"), {}
     for impl in impls:
-        started = time.monotonic()
         try:
-            measured = measure(cell, inputs, weights, impl, cell_ms)
+            replays[impl] = prepare(cell, inputs, weights, impl)
         except Exception as error:  # one implementation's failure is a result, the others still run
-            failed += 1
-            print(
-                f"FAILED {cell.workload.name} T={cell.tokens} {cell.routing} {impl}: {error!r}"[:400],
-                flush=True,
-            )
-            continue
+            where = f"{cell.workload.name} T={cell.tokens} {cell.routing}"
+            print(f"FAILED {where} {impl}: {error!r}"[:400], flush=True)
+    times = time_in_turns(list(replays.values()), cell_ms) if replays else []
+    for impl, milliseconds in zip(replays, times):
+        us = milliseconds * 1e3 / len(inputs)
+        measured = Measured(cell, impl, us, _row(cell, inputs, impl, us))
         append(out, measured)
         print(
-            f"{cell.workload.name} T={cell.tokens:<6}{cell.routing:<8} {impl:<12} {measured.us:10.1f} us "
-            f"{measured.row['pct_roof']:>6}% of roof  [{time.monotonic() - started:.1f} s]",
+            f"{cell.workload.name} T={cell.tokens:<6}{cell.routing:<8} {impl:<12} {us:10.1f} us "
+            f"{measured.row['pct_roof']:>6}% of roof",
             flush=True,
         )
-    return failed
+    return len(impls) - len(replays)
 
 
-def measure(cell: Cell, inputs: list[Inputs], weights: list[Weights], impl: str, cell_ms: float) -> Measured:
-    """Checks the implementation, then times it. Raises WrongResult when the check fails."""
+def prepare(cell: Cell, inputs: list[Inputs], weights: list[Weights], impl: str) -> Callable[[], object]:
+    """Checks the implementation, then captures it over all inputs. Raises WrongResult when the check fails."""
     implementation, top_k = IMPLEMENTATIONS[impl], cell.workload.top_k
     check(implementation, inputs[-1], weights[(len(inputs) - 1) % len(weights)], top_k)
-    calls = [partial(implementation, one, copy, top_k) for one, copy in zip(inputs, itertools.cycle(weights))]
-    us = time_graph(calls, cell_ms)
-    return Measured(cell, impl, us, _row(cell, inputs, impl, us))
+    return capture(
+        [partial(implementation, one, copy, top_k) for one, copy in zip(inputs, itertools.cycle(weights))]
+    )
 
 
 def check(implementation: Implementation, inputs: Inputs, weights: Weights, top_k: int) -> float:

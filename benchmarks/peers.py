@@ -50,28 +50,27 @@ def practical_floor(cell: Cell) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Ours against torch.compile over grouped_mm in one cell; `recorded` says where the baseline's time is from."""
+    """Ours against torch.compile over grouped_mm in one cell: as recorded on such a card, and beside us in one run."""
 
     key: Key
     ours: float
-    baseline: float
-    recorded: bool
+    recorded: float | None
+    beside: float | None
 
     @property
     def ratio(self) -> float:
-        """How many times faster ours is."""
-        return self.baseline / self.ours
+        """How many times faster ours is than the faster of the two."""
+        return min(us for us in (self.recorded, self.beside) if us is not None) / self.ours
 
 
 def compare(rows: list[Row], impl: str = "fused_moe") -> list[Comparison]:
-    """One comparison per measured cell: with the recorded baseline where there is one, else with the run's own."""
+    """One comparison per measured cell that has a baseline to compare with."""
     recorded, beside = times_of(read_rows([RECORDED]), BASELINE), times_of(rows, BASELINE)
-    comparisons = []
-    for key, ours in times_of(rows, impl).items():
-        baseline = recorded.get(key, beside.get(key))
-        if baseline is not None:
-            comparisons.append(Comparison(key, ours, baseline, key in recorded))
-    return comparisons
+    return [
+        Comparison(key, ours, recorded.get(key), beside.get(key))
+        for key, ours in times_of(rows, impl).items()
+        if key in recorded or key in beside
+    ]
 
 
 def all_keys() -> list[Key]:
@@ -89,20 +88,13 @@ def verdict(rows: list[Row]) -> tuple[str, bool]:
         if key not in comparisons:
             continue
         c = comparisons[key]
-        source = "recorded" if c.recorded else "this run"
-        peer = f"{best_peer[key] / c.ours:.2f}" if key in best_peer else "-"
-        lines.append(
-            (
-                f"{key[0]} T={key[1]} {key[2]}",
-                f"{c.ours:.1f}",
-                f"{c.baseline:.1f}",
-                source,
-                f"{c.ratio:.2f}",
-                peer,
-            )
-        )
+        peer = best_peer.get(key)
+        figures = (c.ours, c.beside, c.recorded, c.ratio, peer and peer / c.ours)
+        formats = (".1f", ".1f", ".1f", ".2f", ".2f")
+        cells = ("-" if figure is None else format(figure, spec) for figure, spec in zip(figures, formats))
+        lines.append((f"{key[0]} T={key[1]} {key[2]}", *cells))
     won = sum(comparison.ratio > 1 for comparison in comparisons.values())
-    header = ("cell", "fused_moe us", f"{BASELINE} us", "baseline from", "times faster", "best peer / ours")
+    header = ("cell", "fused_moe us", f"{BASELINE} us", "recorded us", "times faster", "best peer / ours")
     closing = (
         f"faster than {BASELINE} in {won} of {len(comparisons)} measured cells ({len(all_keys())} in all)"
     )

@@ -42,13 +42,13 @@ def test_rooflines_agree_with_the_recorded_ones() -> None:
         assert roof.us == pytest.approx(float(row["roof_us"]), rel=5e-3)
 
 
-def test_comparison_prefers_the_recorded_time_and_counts_wins() -> None:
+def test_comparison_takes_the_faster_baseline_and_counts_wins() -> None:
     ours = {"workload": "W1", "T": "4", "routing": "uniform", "impl": "fused_moe", "us": "500.0"}
-    beside = {**ours, "impl": "gmm_compile", "us": "1.0"}
-    elsewhere = [{**row, "T": "1"} for row in (ours, beside)]
+    beside = {**ours, "impl": "gmm_compile", "us": "900.0"}
+    elsewhere = [{**ours, "T": "1"}, {**beside, "T": "1", "us": "400.0"}]
     won, lost = peers.compare([ours, beside, *elsewhere])
-    assert won.recorded and won.baseline == 788.95 and won.ratio > 1
-    assert not lost.recorded and lost.baseline == 1.0 and lost.ratio < 1
+    assert (won.recorded, won.beside) == (788.95, 900.0) and won.ratio == 788.95 / 500
+    assert (lost.recorded, lost.beside) == (None, 400.0) and lost.ratio < 1
     text, won_all = peers.verdict([ours, beside, *elsewhere])
     assert "in 1 of 2 measured cells (45 in all)" in text
     assert not won_all
