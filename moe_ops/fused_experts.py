@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from moe_ops import _checks, _library
+from moe_ops._cpu_experts import ExpertWeights, run_experts
 from moe_ops.activation import (
     activation_gradient,
     activation_spec,
-    apply_activation,
     gated_activation,
     out_features,
 )
-from moe_ops.combine import check_shared, combine, combine_gradient, reference as combine_reference
-from moe_ops.dispatch import build_dispatch, check_ids, local_experts, reference as dispatch_reference
+from moe_ops.combine import check_shared, combine, combine_gradient
+from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
-    expert_linear,
-    expert_products,
     gradients as gemm_gradients,
     grouped_gemm,
     input_gradient as gemm_input_gradient,
@@ -36,8 +34,6 @@ from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
 
 Emit = Literal["auto", "stages", "fused"]
-
-_FEW_SLOTS = 8  # up to so many the CPU skips the dispatch
 
 
 def fused_experts(
@@ -230,41 +226,8 @@ def reference(
     activation: str,
 ) -> Tensor:
     """The definition of `fused_experts`, in plain PyTorch."""
-    if topk_ids.numel() <= _FEW_SLOTS or topk_ids.shape[0] == 1:
-        weights = w13, w2, w13_bias, w2_bias
-        experts = local_experts(topk_ids, expert_map, w13.shape[0])
-        return _slot_by_slot(hidden_states, weights, topk_weights, experts, shared, activation)
-    slots, inverse, offsets = dispatch_reference(topk_ids, expert_map, w13.shape[0])
-    rows = hidden_states.index_select(0, slots // topk_ids.shape[1])
-    gate_up = expert_products(rows, w13, offsets, w13_bias)
-    # In the storage dtype: torch's own elementwise kernels compute in float32 inside.
-    activated = apply_activation(gate_up, Activation.from_spec(activation))
-    expert_out = expert_products(activated, w2, offsets, w2_bias)
-    return combine_reference(expert_out, topk_weights, inverse, shared)
-
-
-def _slot_by_slot(
-    hidden_states: Tensor,
-    expert_weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-    topk_weights: Tensor,
-    experts: Tensor,
-    shared: Tensor | None,
-    activation: str,
-) -> Tensor:
-    """Few slots need no dispatch: one expert call each, in slot order."""
-    w13, w2, w13_bias, w2_bias = expert_weights
-    config = Activation.from_spec(activation)
-    weights = topk_weights.to(_checks.compute_dtype(hidden_states.dtype))
-    out = weights.new_zeros(hidden_states.shape)
-    for token, ids in enumerate(experts.tolist()):
-        x, total = hidden_states[token : token + 1], out[token : token + 1]
-        for expert, scale in zip(ids, weights[token], strict=True):
-            if expert < w13.shape[0]:
-                gate_up = expert_linear(x, w13[expert], None if w13_bias is None else w13_bias[expert])
-                activated = apply_activation(gate_up, config)
-                total.addcmul_(
-                    expert_linear(activated, w2[expert], None if w2_bias is None else w2_bias[expert]), scale
-                )
+    weights = ExpertWeights(w13, w2, w13_bias, w2_bias, Activation.from_spec(activation))
+    out = run_experts(hidden_states, weights, topk_weights, topk_ids, expert_map)
     if shared is not None:
         out += shared
     return out.to(hidden_states.dtype)

@@ -91,7 +91,7 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype == torch.float16:
         product = torch.mm(x.float(), weight.t().float()).half()
     elif x.dtype != torch.float32 or x.shape[0] > _FEW_ROWS:
-        product = torch.mm(x, weight.t())
+        product = F.linear(x, weight)
     elif x.shape[0] == 1:
         product = torch.mv(weight, x[0]).unsqueeze(0)
     else:
