@@ -1,0 +1,39 @@
+"""What the documents claim of speed is what the recorded results say."""
+
+import csv
+from pathlib import Path
+
+from benchmarks import peers
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
+CPU = ROOT / "benchmarks" / "results" / "cpu-2026-11-21.txt"
+PAGE = (ROOT / "docs" / "PERFORMANCE.md").read_text()
+
+
+def test_the_page_shows_the_recorded_comparison() -> None:
+    text, won_all = peers.verdict(peers.read_rows([H200 / "moe.csv"]))
+    assert won_all
+    assert text in PAGE
+
+
+def test_the_page_shows_the_recorded_cpu_table() -> None:
+    _, table = CPU.read_text().split("\n", 1)
+    assert table.rstrip() in PAGE
+    assert all(float(row.split()[-1]) >= 1 for row in table.splitlines()[2:])
+
+
+def test_the_readme_table_holds_the_recorded_times() -> None:
+    readme = (ROOT / "README.md").read_text()
+    with (H200 / "moe.csv").open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row["routing"] == "uniform"]
+    times = {(row["workload"], row["T"], row["impl"]): float(row["us"]) for row in rows}
+    cells = {(workload, tokens) for workload, tokens, _ in times}
+    assert len(cells) == 40
+    for cell in cells:
+        assert f"{times[*cell, 'fused_moe']:.0f} / {times[*cell, 'gmm_compile']:.0f}" in readme
+
+
+def test_the_range_of_ratios_is_the_recorded_one() -> None:
+    ratios = [comparison.ratio for comparison in peers.compare(peers.read_rows([H200 / "moe.csv"]))]
+    assert f"by {min(ratios):.2f} to {max(ratios):.1f} times" in (ROOT / "README.md").read_text()
