@@ -27,6 +27,32 @@ def _fused_moe(top_k: int) -> Callable[[Inputs, Weights], Tensor]:
     )
 
 
+def plain_compile(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+    """`moe_ops.fused_moe(emit="fused")` under stock torch.compile, without our passes."""
+    return _compiled_layer("fused", top_k)(
+        inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2
+    )
+
+
+def passes_compile(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+    """`moe_ops.fused_moe` under torch.compile with our passes, which fuse its stages."""
+    return _compiled_layer("auto", top_k)(inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2)
+
+
+@lru_cache(maxsize=None)
+def _compiled_layer(emit: str, top_k: int) -> Callable[..., Tensor]:
+    import inductor_passes
+    import moe_ops
+
+    routing = moe_ops.RoutingConfig(top_k=top_k)
+
+    def layer(hidden_states: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return moe_ops.fused_moe(hidden_states, router_logits, w13, w2, routing, emit=emit)  # type: ignore[arg-type]
+
+    options = inductor_passes.options() if emit == "auto" else None
+    return torch.compile(layer, fullgraph=True, dynamic=False, options=options)
+
+
 def gmm(hidden_states: Tensor, router_logits: Tensor, w13: Tensor, w2: Tensor, top_k: int) -> Tensor:
     """What a PyTorch user writes today: sort the routed rows by expert, two `grouped_mm`, undo the sort, add up."""
     topk_weights, topk_ids = route(router_logits, top_k)
@@ -59,4 +85,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "fused_moe": ours,
     "gmm_compile": gmm_compile,
     "gmm_eager": gmm_eager,
+    "plain_compile": plain_compile,
+    "passes_compile": passes_compile,
 }

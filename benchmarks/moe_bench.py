@@ -168,7 +168,7 @@ def _row(cell: Cell, inputs: list[Inputs], impl: str, us: float) -> dict[str, ob
         "T": cell.tokens,
         "routing": cell.routing,
         "impl": impl,
-        "kind": "ours" if impl == "fused_moe" else "peer",
+        "kind": "peer" if impl.startswith("gmm") else "ours",
         "us": f"{us:.2f}",
         "runs": 1,
         "run_spread": "1.000",
