@@ -8,7 +8,7 @@ operator, which picks its kernels on the host from the token count. The operator
 its gradient and recomputes the rest.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,21 @@ from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
 
 Emit = Literal["auto", "stages", "fused"]
+
+
+class _Arguments(NamedTuple):
+    """The operator's arguments, in the order of its schema."""
+
+    hidden_states: Tensor
+    w13: Tensor
+    w2: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_map: Tensor | None
+    shared: Tensor | None
+    activation: str
 
 
 def fused_experts(
@@ -84,10 +99,10 @@ def fused_experts(
     if apply_router_weight_on_input:
         hidden_states, topk_weights = _weigh_input(hidden_states, topk_weights)
     spec = activation_spec(activation)
-    tensors = (hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared)
-    if emits_stages(emit):
-        return _expert_stages(*tensors, spec)
-    return _library.call("fused_experts", *tensors, spec)
+    arguments = _Arguments(
+        hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, spec
+    )
+    return _expert_stages(arguments) if emits_stages(emit) else _library.call("fused_experts", *arguments)
 
 
 def emits_stages(emit: Emit) -> bool:
@@ -117,21 +132,11 @@ def _weigh_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, T
     return hidden_states * topk_weights.to(hidden_states.dtype), torch.ones_like(topk_weights)
 
 
-def _expert_stages(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    expert_map: Tensor | None,
-    shared: Tensor | None,
-    activation: str,
-) -> Tensor:
-    _check_in_callers_names(hidden_states, w13, w2, topk_weights, topk_ids, activation)
-    check_bias("w13_bias", w13_bias, w13)
-    check_bias("w2_bias", w2_bias, w2)
+def _expert_stages(arguments: _Arguments) -> Tensor:
+    _check_in_callers_names(arguments)
+    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation = (
+        arguments
+    )
     plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
     rows = permute(hidden_states, plan.sorted_slots)
     gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)
@@ -140,10 +145,9 @@ def _expert_stages(
     return combine(expert_out, topk_weights, plan.inverse, shared)
 
 
-def _check_in_callers_names(
-    hidden_states: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str
-) -> None:
+def _check_in_callers_names(arguments: _Arguments) -> None:
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
+    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, _, _, activation = arguments
     _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
@@ -160,20 +164,12 @@ def _check_in_callers_names(
     _checks.expect_same_device(
         hidden_states.device, "hidden_states", w13=w13, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids
     )
+    check_bias("w13_bias", w13_bias, w13)
+    check_bias("w2_bias", w2_bias, w2)
 
 
-def _check(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    expert_map: Tensor | None,
-    shared: Tensor | None,
-    activation: str,
-) -> None:
+def _check(*args: Any) -> None:
+    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation = args
     check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
     check_ids(topk_ids, expert_map, w13.shape[0])
     _checks.expect_shape("topk_ids", topk_ids, (hidden_states.shape[0], "K"))
@@ -213,19 +209,9 @@ def check_expert_weights(
     _checks.expect_same_device(hidden_states.device, "hidden_states", hidden_states=hidden_states, **tensors)
 
 
-def reference(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    expert_map: Tensor | None,
-    shared: Tensor | None,
-    activation: str,
-) -> Tensor:
-    """The definition of `fused_experts`, in plain PyTorch."""
+def reference(*args: Any) -> Tensor:
+    """The definition of `fused_experts`, in plain PyTorch; takes the operator's arguments."""
+    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation = args
     weights = ExpertWeights(w13, w2, w13_bias, w2_bias, Activation.from_spec(activation))
     out = run_experts(hidden_states, weights, topk_weights, topk_ids, expert_map)
     if shared is not None:

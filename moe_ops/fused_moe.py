@@ -93,40 +93,20 @@ def _check_logits(
     _checks.expect_shape("router_logits", router_logits, (hidden_states.shape[0], num_experts))
 
 
-def _check(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    correction_bias: Tensor | None,
-    expert_map: Tensor | None,
-    routing: str,
-    activation: str,
-) -> None:
+def _check(*args: Any) -> None:
+    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
     check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
-    check_router(router_logits, correction_bias, routing)
+    check_router(logits, correction_bias, routing)
     check_map(expert_map, w13.shape[0])
-    _check_logits(hidden_states, router_logits, w13, expert_map)
+    _check_logits(hidden_states, logits, w13, expert_map)
     _checks.expect_same_device(
-        hidden_states.device, "hidden_states", router_logits=router_logits, expert_map=expert_map
+        hidden_states.device, "hidden_states", router_logits=logits, expert_map=expert_map
     )
 
 
-def _reference(
-    hidden_states: Tensor,
-    router_logits: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    correction_bias: Tensor | None,
-    expert_map: Tensor | None,
-    routing: str,
-    activation: str,
-) -> Tensor:
-    weights, ids = routing_reference(router_logits, correction_bias, routing)
+def _reference(*args: Any) -> Tensor:
+    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
+    weights, ids = routing_reference(logits, correction_bias, routing)
     return experts_reference(
         hidden_states, w13, w2, weights, ids, w13_bias, w2_bias, expert_map, None, activation
     )
