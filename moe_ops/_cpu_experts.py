@@ -17,8 +17,9 @@ from moe_ops.dispatch import local_experts
 from moe_ops.grouped_gemm import expert_linear
 from moe_ops.types import Activation
 
-_FEW_SLOTS = 8  # up to so many, sorting costs more than it saves
+_FEW_SLOTS = 16  # up to so many, sorting costs more than it saves
 _FEW_ROWS = 16  # in the fullest expert
+_SMALL_EXPERT = 1 << 17  # weights of w13: what stays in a core's cache
 
 
 class ExpertWeights(NamedTuple):
@@ -77,7 +78,7 @@ def _in_batches(hidden_states: Tensor, weights: ExpertWeights, scales: Tensor, e
     num_experts, top_k = weights.w13.shape[0], experts.shape[1]
     ranked, slots = experts.flatten().sort(stable=True)
     counts = torch.bincount(ranked, minlength=num_experts + 1)[:num_experts]
-    batches = _batches(counts.tolist(), hidden_states.dtype)
+    batches = _batches(counts.tolist(), weights.w13)
     if not batches:
         return scales.new_zeros(hidden_states.shape)
     kept = int(counts.sum())
@@ -99,15 +100,16 @@ class _Batch(NamedTuple):
     rows: int
 
 
-def _batches(counts: list[int], dtype: torch.dtype) -> list[_Batch]:
+def _batches(counts: list[int], w13: Tensor) -> list[_Batch]:
     """As many experts at a time as there are cores.
 
-    With few rows it is the weights' traffic that takes the time: all experts at once in half precision; one by one
-    in float32, where skipping idle experts saves more.
+    With few rows it is the weights' traffic that takes the time, or calls where experts are small: all experts at
+    once then, but one by one in float32 with large experts, where skipping idle ones saves more.
     """
     step = torch.get_num_threads()
     if max(counts) <= _FEW_ROWS:
-        step = len(counts) if dtype == torch.bfloat16 else 1
+        at_once = w13.dtype == torch.bfloat16 or w13[0].numel() <= _SMALL_EXPERT
+        step = len(counts) if at_once else 1
     groups = [(first, counts[first : first + step]) for first in range(0, len(counts), step)]
     return [_Batch(first, len(group), max(group)) for first, group in groups if max(group)]
 
