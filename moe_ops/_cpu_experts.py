@@ -83,12 +83,12 @@ def _in_batches(hidden_states: Tensor, weights: ExpertWeights, scales: Tensor, e
         return scales.new_zeros(hidden_states.shape)
     kept = int(counts.sum())
     ranked, slots = ranked[:kept], slots[:kept]
-    starts = _row_starts(batches, num_experts) - (counts.cumsum(0) - counts)
-    rows = starts[ranked] + torch.arange(kept)
+    starts = slots.new_tensor(_row_starts(batches, num_experts)) - (counts.cumsum(0) - counts)
+    rows = starts[ranked] + torch.arange(kept, device=slots.device)
     padded = sum(batch.rows * batch.experts for batch in batches)
-    tokens = torch.zeros(padded, dtype=torch.int64).index_copy_(0, rows, slots // top_k)
+    tokens = slots.new_zeros(padded).index_copy_(0, rows, slots // top_k)
     expert_out = _products(hidden_states.index_select(0, tokens), weights, batches)
-    inverse = torch.full((experts.numel(),), -1).index_copy_(0, slots, rows)
+    inverse = slots.new_full((experts.numel(),), -1).index_copy_(0, slots, rows)
     return weighted_sum(expert_out, scales, inverse.view(experts.shape))
 
 
@@ -114,14 +114,14 @@ def _batches(counts: list[int], w13: Tensor) -> list[_Batch]:
     return [_Batch(first, len(group), max(group)) for first, group in groups if max(group)]
 
 
-def _row_starts(batches: list[_Batch], num_experts: int) -> Tensor:
+def _row_starts(batches: list[_Batch], num_experts: int) -> list[int]:
     """[E]: the first padded row of each expert that has rows."""
     starts, row = [0] * num_experts, 0
     for batch in batches:
         for expert in range(batch.first, batch.first + batch.experts):
             starts[expert] = row
             row += batch.rows
-    return torch.tensor(starts)
+    return starts
 
 
 def _products(x: Tensor, weights: ExpertWeights, batches: list[_Batch]) -> Tensor:

@@ -43,6 +43,8 @@ def check_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> 
     """The checks every operator that takes expert ids shares."""
     _checks.expect_index("topk_ids", topk_ids)
     _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
+    if isinstance(topk_ids.shape[1], int) and topk_ids.shape[1] < 1:
+        raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: expected at least one expert per token")
     check_map(expert_map, num_experts)
     _checks.expect_same_device(topk_ids.device, "topk_ids", topk_ids=topk_ids, expert_map=expert_map)
 

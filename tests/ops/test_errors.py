@@ -158,6 +158,11 @@ OFFSETS = torch.tensor([0, 2, 4], dtype=torch.int32)
 BAD_CALLS = {
     "ids dtype": (lambda: moe_ops.build_dispatch(torch.zeros(2, 2), 4), TypeError, "topk_ids has dtype torch.float32"),
     "ids rank": (lambda: moe_ops.build_dispatch(torch.zeros(2).int(), 4), ValueError, r"topk_ids has shape \[2\]"),
+    "no slots": (
+        lambda: moe_ops.build_dispatch(torch.zeros(2, 0).int(), 4),
+        ValueError,
+        r"topk_ids has shape \[2, 0\]: expected at least one expert per token",
+    ),
     "no experts": (lambda: moe_ops.build_dispatch(torch.zeros(2, 2).int(), 0), ValueError, "num_experts=0: expected"),
     "slots": (lambda: moe_ops.permute(torch.randn(2, 3), torch.arange(5).int()), ValueError, "5 rows: expected a mult"),
     "slots dtype": (lambda: moe_ops.permute(torch.randn(2, 3), torch.arange(4)), TypeError, "int64: expected .*int32"),

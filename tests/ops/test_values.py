@@ -6,7 +6,7 @@ import torch
 import moe_ops
 from moe_ops import RoutingConfig
 from moe_ops.reference import reference_experts, reference_routing
-from tests.cases import CASES, ROUTINGS, make
+from tests.cases import CASES, ROUTINGS, Case, make
 from tests.helpers import assert_matches_oracle
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -237,4 +237,15 @@ def test_autocast_casts_what_matrix_products_would(emit):
         cast[0], problem.router_logits, cast[1], cast[2], low.routing, low.activation, **biases, emit=emit
     )
     assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("tokens", [1, 3, 33])
+def test_inference_mode_and_a_default_device(emit, tokens):
+    problem = make(Case(tokens, 8, 4, 16, 12, bias=True), torch.float32)
+    expected = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
+    with torch.inference_mode(), torch.device("meta"):
+        out = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
+    assert out.device.type == "cpu"
     assert torch.equal(out, expected)
