@@ -101,13 +101,6 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def reference(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     """The definition of `grouped_gemm`, in plain PyTorch."""
-    out = expert_products(x, weight, expert_offsets, bias)
-    out[int(expert_offsets[-1]) :].zero_()
-    return out
-
-
-def expert_products(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """`grouped_gemm` on the CPU with whatever in the rows of dropped slots."""
     if _suits_torch_grouped_mm(x, weight):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=expert_offsets[1:])
     else:
@@ -120,6 +113,7 @@ def expert_products(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Ten
         row_groups = out.split(_group_sizes(expert_offsets, x.shape[0]))
         for expert_bias, rows_out in zip(bias.unbind(0), row_groups, strict=False):
             rows_out += expert_bias
+    out[int(expert_offsets[-1]) :].zero_()
     return out
 
 
