@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.types import Activation
 
 
@@ -206,7 +206,7 @@ def activation_gradient(grad: Tensor, gate_up: Tensor, activation: str) -> Tenso
     return _library.call("gated_activation_backward", grad, gate_up, activation)
 
 
-_library.define_gradient("gated_activation", _setup_context, _backward)
-_library.define_gradient_of_formula("gated_activation_backward", _reference_backward, ("grad", "gate_up"))
+_autograd.define_gradient("gated_activation", _setup_context, _backward, _autograd.tangent_of(reference))
+_autograd.define_gradient_of_formula("gated_activation_backward", _reference_backward, ("grad", "gate_up"))
 _library.define_vmap("gated_activation", token_args=("gate_up",))
 _library.define_vmap("gated_activation_backward", token_args=("grad", "gate_up"))

@@ -12,7 +12,7 @@ the plan. All outputs are integers of static shape: no gradient, no host sync.
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.types import DispatchPlan
 
 
@@ -108,5 +108,5 @@ _library.define(
     cuda=_cuda,
     fake=fake,
 )
-_library.define_no_gradient("build_dispatch")
+_autograd.define_no_gradient("build_dispatch")
 _library.define_vmap("build_dispatch")

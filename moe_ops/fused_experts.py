@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops._cpu_experts import ExpertWeights, run_experts
 from moe_ops.activation import (
     activation_gradient,
@@ -282,5 +282,9 @@ def expert_gradients(
     return to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2
 
 
-_library.define_gradient("fused_experts", _setup_context, _backward)
+def _stages(*args: Any) -> Tensor:
+    return _expert_stages(_Arguments(*args))
+
+
+_autograd.define_gradient("fused_experts", _setup_context, _backward, _autograd.tangent_of(_stages))
 _library.define_vmap("fused_experts", token_args=("hidden_states", "topk_weights", "topk_ids", "shared"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import activation_spec
 from moe_ops.dispatch import check_map
 from moe_ops.fused_experts import (
@@ -161,9 +161,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
         grad, tuple(saved), ctx.activation, (needs[0], needs[2], needs[3], needs[4], needs[5])
     )
-    to_logits = routing_gradient(to_weights, logits, ids, ctx.routing) if needs[1] else None
+    to_logits = routing_gradient(to_weights, logits, saved[3], ids, ctx.routing) if needs[1] else None
     return to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, None, None, None, None
 
 
-_library.define_gradient("fused_moe", _setup_context, _backward)
+def _stages(*args: Any) -> Tensor:
+    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
+    topk_weights, topk_ids = topk_routing(logits, RoutingConfig.from_spec(routing), correction_bias)
+    return fused_experts(
+        hidden_states, w13, w2, topk_weights, topk_ids, activation,
+        w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, emit="stages",
+    )  # fmt: skip
+
+
+_autograd.define_gradient("fused_moe", _setup_context, _backward, _autograd.tangent_of(_stages))
 _library.define_vmap("fused_moe", token_args=("hidden_states", "router_logits"))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import (
     activation_gradient,
     activation_spec,
+    gated_activation,
     out_features,
     reference as activation_reference,
 )
@@ -158,5 +159,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return to_hidden, to_weight, None, None, to_bias, None
 
 
-_library.define_gradient("gather_gemm_act", _setup_context, _backward)
+def _stages(
+    hidden_states: Tensor,
+    w13: Tensor,
+    sorted_slots: Tensor,
+    expert_offsets: Tensor,
+    w13_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    gate_up = grouped_gemm(permute(hidden_states, sorted_slots), w13, expert_offsets, w13_bias)
+    return gated_activation(gate_up, activation)
+
+
+_autograd.define_gradient("gather_gemm_act", _setup_context, _backward, _autograd.tangent_of(_stages))
 _library.define_vmap("gather_gemm_act")

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.combine import (
     check_shared,
     check_weights as check_topk_weights,
+    combine,
     combine_gradient,
     reference as combine_reference,
 )
@@ -141,5 +142,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return to_x, to_w2, None, to_bias, to_weights, None, grad if ctx.has_shared else None
 
 
-_library.define_gradient("gemm_combine", _setup_context, _backward)
+def _stages(
+    x: Tensor,
+    w2: Tensor,
+    expert_offsets: Tensor,
+    w2_bias: Tensor | None,
+    topk_weights: Tensor,
+    inverse: Tensor,
+    shared: Tensor | None,
+) -> Tensor:
+    return combine(grouped_gemm(x, w2, expert_offsets, w2_bias), topk_weights, inverse, shared)
+
+
+_autograd.define_gradient("gemm_combine", _setup_context, _backward, _autograd.tangent_of(_stages))
 _library.define_vmap("gemm_combine")

@@ -8,13 +8,14 @@ input gradient is a grouped_gemm with the weight transposed as a view; the weigh
 own, in which rows of dropped slots take no part. Static shapes, no host sync on CUDA.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -242,7 +243,24 @@ def _double_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor, Tensor, Non
     return to_grad, input_gradient(grad, grad_weight, expert_offsets), None
 
 
-_library.define_gradient("grouped_gemm", _setup_context, _backward)
-_library.define_gradient("grouped_gemm_weight_backward", _setup_context_weight_backward, _double_backward)
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    x, weight, expert_offsets, _ = inputs
+    to_x, to_weight, _, to_bias = tangents
+    through_x = grouped_gemm(_autograd.or_zeros(to_x, x), weight, expert_offsets, to_bias)
+    if to_weight is None:
+        return (through_x,)
+    return (through_x + grouped_gemm(x, to_weight, expert_offsets),)
+
+
+def _tangent_weight_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    grad, x, expert_offsets = inputs
+    to_grad, to_x = map(_autograd.or_zeros, tangents[:2], inputs[:2])
+    return (weight_gradient(to_grad, x, expert_offsets) + weight_gradient(grad, to_x, expert_offsets),)
+
+
+_autograd.define_gradient("grouped_gemm", _setup_context, _backward, _tangent)
+_autograd.define_gradient(
+    "grouped_gemm_weight_backward", _setup_context_weight_backward, _double_backward, _tangent_weight_backward
+)
 _library.define_vmap("grouped_gemm")
 _library.define_vmap("grouped_gemm_weight_backward")

@@ -7,12 +7,13 @@ static output shape, no host sync, capturable. Its gradient sums a token's K row
 deterministic.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 
 
 def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
@@ -138,7 +139,15 @@ def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return permute(grad, sorted_slots), None, None
 
 
-_library.define_gradient("permute", _setup_context, _backward)
-_library.define_gradient("permute_backward", _setup_context_backward, _double_backward)
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    return (permute(tangents[0], inputs[1]),)
+
+
+def _tangent_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    return (permute_gradient(tangents[0], *inputs[1:]),)
+
+
+_autograd.define_gradient("permute", _setup_context, _backward, _tangent)
+_autograd.define_gradient("permute_backward", _setup_context_backward, _double_backward, _tangent_backward)
 _library.define_vmap("permute")
 _library.define_vmap("permute_backward")
