@@ -42,7 +42,7 @@ def all_modes_recorded() -> Iterator[None]:
 
 
 def may_be_dual(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of `tensors` could carry a tangent: cheap, false in everyday eager code, and leaves no trace in graphs.
+    """Whether any of `tensors` could carry a tangent: cheap, false in everyday eager code, and leaves no trace.
 
     A traced graph enters its dual level in C++, where Python does not see it. There tensors are subclasses or wrapped,
     and entering a level once more tells: torch refuses to nest them.

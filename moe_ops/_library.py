@@ -6,10 +6,13 @@ direct `torch.ops.moe.*` call is as safe as a public function.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from moe_ops import _checks, errors
 
 NAMESPACE = "moe"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -31,7 +34,7 @@ def define(schema: str, *, check: Op, cpu: Op, cuda: Op, fake: Op) -> None:
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, _checked(check, _plain(cpu)), "CPU")
     LIBRARY.impl(name, _checked(check, cuda), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _shown(_checked(check, fake)), lib=LIBRARY)
 
 
 def _checked(check: Op, implementation: Op) -> Op:
@@ -40,6 +43,20 @@ def _checked(check: Op, implementation: Op) -> Op:
         return implementation(*args)
 
     return checked
+
+
+def _shown(fake: Op) -> Op:
+    """A fake runs while a compiler traces: what it raises is shown where the compiler's traceback ends."""
+
+    def shown(*args: Any) -> Any:
+        errors.forget()
+        try:
+            return fake(*args)
+        except (TypeError, ValueError) as error:
+            errors.show(error)
+            raise
+
+    return shown
 
 
 def _plain(reference: Op) -> Op:
@@ -75,18 +92,48 @@ def operator(name: str) -> Any:
 def call(name: str, *args: Any) -> Any:
     """Calls an operator for a public function.
 
-    Raises TypeError for a DTensor: operators work on local shards, which only the caller can name.
+    Raises TypeError for something else in a tensor's place, and for a DTensor: operators work on local shards, which
+    only the caller can name.
     """
     if not torch.compiler.is_compiling():
-        _refuse_dtensors(name, args)
-    return operator(name)(*args)
+        errors.forget()
+        for argument, arg in zip(_tensor_arguments(name), args, strict=False):
+            if argument is not None and type(arg) not in _ORDINARY:
+                _expect_tensor(argument, arg)
+    return errors.invoke(operator(name), *args)
 
 
-def _refuse_dtensors(name: str, args: tuple[Any, ...]) -> None:
-    for index, arg in enumerate(args):
-        if isinstance(arg, Tensor) and hasattr(arg, "placements"):
-            argument = argument_names(name)[index]
-            raise TypeError(f"{argument} is a DTensor: expected a plain tensor, such as its to_local() shard")
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do: all but float64."""
+    like = tensors[0]
+    if not isinstance(like, Tensor) or like.is_meta or not torch.is_autocast_enabled(like.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(like.device.type)
+    return tuple(tensor.to(dtype) if _is_eligible(tensor) else tensor for tensor in tensors)
+
+
+def _is_eligible(tensor: Tensor | None) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+
+
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+
+
+@lru_cache(maxsize=None)
+def _tensor_arguments(name: str) -> tuple[Any, ...]:
+    """The schema's argument where it is a tensor, None where it is an option."""
+    arguments = operator(name)._schema.arguments
+    return tuple(argument if "Tensor" in str(argument.type) else None for argument in arguments)
+
+
+def _expect_tensor(argument: Any, value: Any) -> None:
+    is_absent = value is None and "Optional" in str(argument.type)
+    if not is_absent:
+        _checks.expect_tensor(argument.name, value)
+    if hasattr(value, "placements"):
+        errors.type_error(
+            "{} is a DTensor: expected a plain tensor, such as its to_local() shard", argument.name
+        )
 
 
 def define_vmap(name: str, token_args: Sequence[str] = ()) -> None:
@@ -101,8 +148,8 @@ def define_vmap(name: str, token_args: Sequence[str] = ()) -> None:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         batched = {arg for arg, dim in zip(names, in_dims, strict=True) if dim is not None}
         for arg in batched & {"expert_map", "correction_bias"}:
-            raise ValueError(
-                f"vmap over {arg} of {NAMESPACE}::{name}: expected it unbatched, one for the whole batch"
+            errors.value_error(
+                "vmap over {} of {}::{}: expected it unbatched, one for the whole batch", arg, NAMESPACE, name
             )
         if batched <= set(token_args):
             return _vmap_tokens(name, info.batch_size, [arg in token_args for arg in names], in_dims, args)

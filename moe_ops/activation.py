@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.types import Activation
 
 
@@ -49,9 +50,9 @@ def activation_spec(activation: str | Activation) -> str:
     """
     if isinstance(activation, str):
         return activation
-    if isinstance(activation, Activation):
-        return activation.spec
-    raise TypeError(f"activation={activation!r}: expected a string or an Activation")
+    if not isinstance(activation, Activation):
+        type_error("activation={}: expected a string or an Activation", describe(activation))
+    return activation.spec
 
 
 def out_features(columns: int, activation: Activation, name: str = "gate_up") -> int:
@@ -59,8 +60,8 @@ def out_features(columns: int, activation: Activation, name: str = "gate_up") ->
     if not activation.is_gated:
         return columns
     if isinstance(columns, int) and columns % 2:
-        raise ValueError(
-            f"{name} has {columns} gate and up features: expected an even number for {activation.name!r}"
+        value_error(
+            "{} has {} gate and up features: expected an even number for {!r}", name, columns, activation.name
         )
     return columns // 2
 

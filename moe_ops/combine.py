@@ -88,7 +88,7 @@ def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared:
 
 def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """[T, H], the dtype of weights: sum over k of weights[t, k] * expert_out[rows[t, k]]; row -1 is skipped."""
-    if rows.numel() == 0 or int(rows.min()) < 0:
+    if rows.numel() == 0 or expert_out.shape[1] == 0 or int(rows.min()) < 0:
         return _sum_kept_slots(expert_out, weights, rows)
     # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
     return F.embedding_bag(rows, expert_out.to(weights.dtype), per_sample_weights=weights, mode="sum")

@@ -23,12 +23,13 @@ from moe_ops.activation import (
 )
 from moe_ops.combine import check_shared, combine, combine_gradient
 from moe_ops.dispatch import build_dispatch, check_ids
+from moe_ops.errors import value_error
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
     gradients as gemm_gradients,
-    grouped_gemm,
     input_gradient as gemm_input_gradient,
+    product,
 )
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
@@ -93,7 +94,7 @@ def fused_experts(
     Example:
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
     """
-    hidden_states, w13, w2, w13_bias, w2_bias, shared = autocast(
+    hidden_states, w13, w2, w13_bias, w2_bias, shared = _library.autocast(
         hidden_states, w13, w2, w13_bias, w2_bias, shared
     )
     if apply_router_weight_on_input:
@@ -110,24 +111,15 @@ def emits_stages(emit: Emit) -> bool:
     if emit == "auto":
         return torch.compiler.is_compiling()
     if emit not in ("stages", "fused"):
-        raise ValueError(f"emit={emit!r}: expected 'auto', 'stages' or 'fused'")
+        value_error("emit={!r}: expected 'auto', 'stages' or 'fused'", emit)
     return emit == "stages"
-
-
-def autocast(hidden_states: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do."""
-    device_type = hidden_states.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return hidden_states, *tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in (hidden_states, *tensors))
 
 
 def _weigh_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     if topk_weights.dim() != 2 or topk_weights.shape[1] != 1:
-        shape = list(topk_weights.shape)
-        raise ValueError(
-            f"apply_router_weight_on_input=True with topk_weights of shape {shape}: expected [T, 1]"
+        value_error(
+            "apply_router_weight_on_input=True with topk_weights of shape {}: expected [T, 1]",
+            list(topk_weights.shape),
         )
     return hidden_states * topk_weights.to(hidden_states.dtype), torch.ones_like(topk_weights)
 
@@ -139,9 +131,9 @@ def _expert_stages(arguments: _Arguments) -> Tensor:
     )
     plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
     rows = permute(hidden_states, plan.sorted_slots)
-    gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)
+    gate_up = product(rows, w13, plan.expert_offsets, w13_bias)
     activated = gated_activation(gate_up, activation)
-    expert_out = grouped_gemm(activated, w2, plan.expert_offsets, w2_bias)
+    expert_out = product(activated, w2, plan.expert_offsets, w2_bias)
     return combine(expert_out, topk_weights, plan.inverse, shared)
 
 
@@ -153,8 +145,8 @@ def _check_in_callers_names(arguments: _Arguments) -> None:
     _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
     gated = is_gated_spec(activation)
     if gated and isinstance(w13.shape[1], int) and w13.shape[1] % 2:
-        raise ValueError(
-            f"w13 has {w13.shape[1]} gate and up features: expected an even number for {activation!r}"
+        value_error(
+            "w13 has {} gate and up features: expected an even number for {!r}", w13.shape[1], activation
         )
     features = w13.shape[1] // 2 if gated else w13.shape[1]
     _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
@@ -198,7 +190,7 @@ def check_expert_weights(
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     check_weight("w13", w13, hidden_states.shape[1], None)
     if w13.shape[0] < 1:
-        raise ValueError(f"w13 has shape {list(w13.shape)}: expected at least one expert")
+        value_error("w13 has shape {}: expected at least one expert", list(w13.shape))
     features = out_features(w13.shape[1], Activation.from_spec(activation), "w13")
     _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
     _checks.expect_weight_strides("w2", w2)
@@ -268,9 +260,9 @@ def expert_gradients(
     hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, inverse, offsets = saved
     needs_hidden, needs_w13, needs_w2, needs_b13, needs_b2 = needs
     rows = permute(hidden_states, slots)
-    gate_up = grouped_gemm(rows, w13, offsets, w13_bias)
+    gate_up = product(rows, w13, offsets, w13_bias)
     activated = gated_activation(gate_up, activation)
-    expert_out = grouped_gemm(activated, w2, offsets, w2_bias)
+    expert_out = product(activated, w2, offsets, w2_bias)
     to_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
     to_activated = gemm_input_gradient(to_out.contiguous(), w2, offsets)
     _, to_w2, to_b2 = gemm_gradients(to_out, activated, w2, offsets, (False, needs_w2, needs_b2))

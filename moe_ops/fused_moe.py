@@ -13,7 +13,6 @@ from moe_ops.activation import activation_spec
 from moe_ops.dispatch import check_map
 from moe_ops.fused_experts import (
     Emit,
-    autocast,
     check_expert_weights,
     emits_stages,
     expert_gradients,
@@ -69,7 +68,7 @@ def fused_moe(
             hidden_states, w13, w2, topk_weights, topk_ids, activation,
             w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, shared=shared, emit=emit,
         )  # fmt: skip
-    hidden_states, w13, w2, w13_bias, w2_bias, _ = autocast(hidden_states, w13, w2, w13_bias, w2_bias, None)
+    hidden_states, w13, w2, w13_bias, w2_bias = _library.autocast(hidden_states, w13, w2, w13_bias, w2_bias)
     specs = routing_spec(routing), activation_spec(activation)
     return _library.call(
         "fused_moe",

@@ -19,11 +19,12 @@ from moe_ops.activation import (
     out_features,
     reference as activation_reference,
 )
+from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
     gradients as gemm_gradients,
-    grouped_gemm,
+    product,
     reference as gemm_reference,
 )
 from moe_ops.permute import permute, permute_gradient
@@ -55,6 +56,8 @@ def gather_gemm_act(
     Example:
         >>> up = moe_ops.gather_gemm_act(hidden_states, w13, plan)
     """
+    expect_plan(plan)
+    hidden_states, w13, bias = _library.autocast(hidden_states, w13, bias)
     spec = activation_spec(activation)
     return _library.call(
         "gather_gemm_act", hidden_states, w13, plan.sorted_slots, plan.expert_offsets, bias, spec
@@ -149,7 +152,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     hidden_states, w13, sorted_slots, expert_offsets, bias = ctx.saved_tensors
     rows = permute(hidden_states, sorted_slots)
-    gate_up = grouped_gemm(rows, w13, expert_offsets, bias)
+    gate_up = product(rows, w13, expert_offsets, bias)
     grad_gate_up = activation_gradient(grad.contiguous(), gate_up, ctx.activation)
     needs = ctx.needs_input_grad
     to_rows, to_weight, to_bias = gemm_gradients(
@@ -167,7 +170,7 @@ def _stages(
     w13_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    gate_up = grouped_gemm(permute(hidden_states, sorted_slots), w13, expert_offsets, w13_bias)
+    gate_up = product(permute(hidden_states, sorted_slots), w13, expert_offsets, w13_bias)
     return gated_activation(gate_up, activation)
 
 

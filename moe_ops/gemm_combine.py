@@ -18,10 +18,11 @@ from moe_ops.combine import (
     combine_gradient,
     reference as combine_reference,
 )
+from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check as check_gemm,
     gradients as gemm_gradients,
-    grouped_gemm,
+    product,
     reference as gemm_reference,
 )
 from moe_ops.types import DispatchPlan
@@ -54,6 +55,8 @@ def gemm_combine(
     Example:
         >>> out = moe_ops.gemm_combine(up, w2, topk_weights, plan)
     """
+    expect_plan(plan)
+    x, w2, bias, shared = _library.autocast(x, w2, bias, shared)
     return _library.call("gemm_combine", x, w2, plan.expert_offsets, bias, topk_weights, plan.inverse, shared)
 
 
@@ -133,7 +136,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w2, expert_offsets, bias, topk_weights, inverse = ctx.saved_tensors
-    expert_out = grouped_gemm(x, w2, expert_offsets, bias)
+    expert_out = product(x, w2, expert_offsets, bias)
     grad_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
     needs = ctx.needs_input_grad
     to_x, to_w2, to_bias = gemm_gradients(
@@ -151,7 +154,7 @@ def _stages(
     inverse: Tensor,
     shared: Tensor | None,
 ) -> Tensor:
-    return combine(grouped_gemm(x, w2, expert_offsets, w2_bias), topk_weights, inverse, shared)
+    return combine(product(x, w2, expert_offsets, w2_bias), topk_weights, inverse, shared)
 
 
 _autograd.define_gradient("gemm_combine", _setup_context, _backward, _autograd.tangent_of(_stages))

@@ -34,11 +34,18 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor
         ValueError: ranks, sizes, devices that do not fit, or a weight with no dimension of stride 1.
         TypeError: dtypes that differ.
 
-    Gradient: to x, weight and bias; twice differentiable.
+    Under `torch.autocast` x, weight and bias are cast as `torch.mm` would cast them. Gradient: to x, weight and bias;
+    twice differentiable.
 
     Example:
         >>> gate_up = moe_ops.grouped_gemm(rows, w13, plan.expert_offsets)
     """
+    x, weight, bias = _library.autocast(x, weight, bias)
+    return product(x, weight, expert_offsets, bias)
+
+
+def product(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`grouped_gemm` in the dtypes given: a gradient has those of its forward, also where autocast is on by now."""
     return _library.call("grouped_gemm", x, weight, expert_offsets, bias)
 
 
@@ -126,7 +133,7 @@ def _suits_torch_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     ):
         return False
     lanes = 16 // x.element_size()
-    aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0
+    aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0 and weight.numel() > 0
     dense = weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
     return aligned and dense and x.is_contiguous() and x.shape[0] > 0
 
@@ -204,7 +211,7 @@ def gradients(
 
 def input_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:
     """[S, B] and [E, B, A] to [S, A]: the product with the transposed weight, as a view."""
-    return grouped_gemm(grad, weight.transpose(1, 2), expert_offsets)
+    return product(grad, weight.transpose(1, 2), expert_offsets)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -239,17 +246,17 @@ def _setup_context_weight_backward(ctx: Any, inputs: tuple[Any, ...], output: Te
 def _double_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor, Tensor, None]:
     grad, x, expert_offsets = ctx.saved_tensors
     grad_weight = grad_weight.contiguous()
-    to_grad = grouped_gemm(x, grad_weight, expert_offsets)
+    to_grad = product(x, grad_weight, expert_offsets)
     return to_grad, input_gradient(grad, grad_weight, expert_offsets), None
 
 
 def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
     x, weight, expert_offsets, _ = inputs
     to_x, to_weight, _, to_bias = tangents
-    through_x = grouped_gemm(_autograd.or_zeros(to_x, x), weight, expert_offsets, to_bias)
+    through_x = product(_autograd.or_zeros(to_x, x), weight, expert_offsets, to_bias)
     if to_weight is None:
         return (through_x,)
-    return (through_x + grouped_gemm(x, to_weight, expert_offsets),)
+    return (through_x + product(x, to_weight, expert_offsets),)
 
 
 def _tangent_weight_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:

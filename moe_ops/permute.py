@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import value_error
 
 
 def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
@@ -49,7 +50,7 @@ def _check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
     _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
     num_slots = sorted_slots.shape[0]
     if isinstance(num_slots, int) and isinstance(num_tokens, int) and num_slots % max(num_tokens, 1):
-        raise ValueError(f"sorted_slots has {num_slots} rows: expected a multiple of the {num_tokens} tokens")
+        value_error("sorted_slots has {} rows: expected a multiple of the {} tokens", num_slots, num_tokens)
 
 
 def _tokens(sorted_slots: Tensor, num_tokens: int) -> Tensor:

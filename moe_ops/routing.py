@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import describe, type_error
 from moe_ops.types import RoutingConfig
 
 _NEG_INF = float("-inf")
@@ -55,7 +56,7 @@ def topk_routing(
 def routing_spec(routing: RoutingConfig) -> str:
     """The canonical string of `routing`. Raises TypeError when it is not a RoutingConfig."""
     if not isinstance(routing, RoutingConfig):
-        raise TypeError(f"routing={routing!r}: expected a RoutingConfig")
+        type_error("routing={}: expected a RoutingConfig", describe(routing))
     return routing.spec
 
 

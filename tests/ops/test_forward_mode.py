@@ -99,7 +99,10 @@ def test_routing_with_a_correction_bias(routing):
     )
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", Activation("silu", limit=0.5)], ids=str)  # fmt: skip
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", Activation("silu", limit=0.5)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activations(activation):
     function = lambda x: moe_ops.gated_activation(x, activation)  # noqa: E731
     assert gradcheck(function, (double(5, 8),), check_forward_ad=True)

@@ -204,6 +204,18 @@ def test_grouped_gemm_zeroes_the_tail(poisoned_empty):
 
 
 @pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("tokens", [0, 3, 20])
+@pytest.mark.parametrize("hidden, intermediate", [(0, 5), (8, 0), (0, 0)])
+def test_sizes_of_zero(hidden, intermediate, tokens, emit):
+    problem = make(Case(tokens, 4, 2, hidden, intermediate, bias=True), torch.float32)
+    weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
+    out = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
+    expected = torch.einsum("tk,tkh->th", weights, problem.w2_bias[ids.long()]) if not intermediate else out
+    torch.testing.assert_close(out, expected)
+    assert out.shape == (tokens, hidden)
+
+
+@pytest.mark.parametrize("emit", ["fused", "stages"])
 def test_repeated_runs_agree_bit_for_bit(emit):
     problem = make(CASES[6], torch.bfloat16)
     first = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
