@@ -1,7 +1,7 @@
 """How every operator of the library is differentiated: reverse mode, forward mode, and every nesting of the two.
 
-An operator has one autograd kernel of its own. `torch.library.register_autograd` would raise under `torch.func.grad` and
-silently drop the tangents of `torch.func.jvp`; this kernel serves autograd, `torch.func`, dual numbers and their
+An operator has an autograd kernel of its own. `torch.library.register_autograd` raises under `torch.func.grad` and
+silently drops the tangents of `torch.func.jvp`; this kernel serves autograd, `torch.func`, dual numbers and their
 compiled forms, for public functions and for direct calls of `torch.ops.moe.*` alike.
 """
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _checks, errors
+from moe_ops._cache_key import tag_compile_caches
 
 NAMESPACE = "moe"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -34,7 +35,7 @@ def define(schema: str, *, check: Op, cpu: Op, cuda: Op, fake: Op) -> None:
     LIBRARY.define(schema, tags=_TAGS)
     LIBRARY.impl(name, _checked(check, _plain(cpu)), "CPU")
     LIBRARY.impl(name, _checked(check, cuda), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _shown(_checked(check, fake)), lib=LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _traced(_checked(check, fake)), lib=LIBRARY)
 
 
 def _checked(check: Op, implementation: Op) -> Op:
@@ -45,10 +46,15 @@ def _checked(check: Op, implementation: Op) -> Op:
     return checked
 
 
-def _shown(fake: Op) -> Op:
-    """A fake runs while a compiler traces: what it raises is shown where the compiler's traceback ends."""
+def _traced(fake: Op) -> Op:
+    """A fake runs while a compiler traces, before it computes the key of what it compiles.
 
-    def shown(*args: Any) -> Any:
+    So here our part of that key is put back should the user have set another since the import; and what the fake
+    raises is shown where the compiler's traceback ends.
+    """
+
+    def traced(*args: Any) -> Any:
+        tag_compile_caches()
         errors.forget()
         try:
             return fake(*args)
@@ -56,7 +62,7 @@ def _shown(fake: Op) -> Op:
             errors.show(error)
             raise
 
-    return shown
+    return traced
 
 
 def _plain(reference: Op) -> Op:

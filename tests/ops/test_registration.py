@@ -96,6 +96,23 @@ print(torch.compiler.config.cache_key_tag, moe_ops.source_hash())
     assert tag == f"mine+moe-{source_hash}"
 
 
+def test_cache_key_tag_survives_one_set_later():
+    """Checked before the key of a compile is made, and again for the next compile."""
+    code = """
+import torch, moe_ops
+layer = lambda x: moe_ops.gated_activation(x, "silu")
+for tag in ("mine", "other"):
+    torch.compiler.config.cache_key_tag = tag
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager")(torch.randn(3, 4))
+    print(torch.compiler.config.cache_key_tag)
+print(moe_ops.source_hash())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *tags, source_hash = result.stdout.split()
+    assert tags == [f"mine+moe-{source_hash}", f"other+moe-{source_hash}"]
+
+
 def test_imports_without_triton():
     code = """
 import sys
