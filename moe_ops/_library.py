@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from moe_ops import _checks, errors
 from moe_ops._cache_key import tag_compile_caches
@@ -88,6 +89,19 @@ def _contiguous(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.contiguous()
     return tuple(output.contiguous() for output in outputs)
+
+
+def define_flops(name: str, formula: Callable[..., int]) -> None:
+    """Registers what `torch.utils.flop_counter.FlopCounterMode` counts for `name`: two per multiplication.
+
+    `formula` gets the operator's arguments with shapes in the place of tensors. Shapes are all it sees: dropped
+    slots count too. A fused operator's backward multiplies again what its forward did, and counts again.
+    """
+
+    def count(*shapes: Any, out_val: Any = None, **_: Any) -> int:
+        return formula(*shapes)
+
+    register_flop_formula(operator(name).overloadpacket, get_raw=False)(count)
 
 
 def operator(name: str) -> Any:

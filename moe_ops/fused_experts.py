@@ -8,6 +8,7 @@ operator, which picks its kernels on the host from the token count. The operator
 its gradient and recomputes the rest.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from moe_ops.grouped_gemm import (
     gradients as gemm_gradients,
     input_gradient as gemm_input_gradient,
     product,
+    product_flops,
 )
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
@@ -279,4 +281,12 @@ def _stages(*args: Any) -> Tensor:
 
 
 _autograd.define_gradient("fused_experts", _setup_context, _backward, _autograd.tangent_of(_stages))
+
+
+def layer_flops(num_slots: int, w13: Sequence[int], w2: Sequence[int]) -> int:
+    """Of both products of a layer."""
+    return product_flops(num_slots, w13) + product_flops(num_slots, w2)
+
+
+_library.define_flops("fused_experts", lambda x, w13, w2, _, ids, *__: layer_flops(ids[0] * ids[1], w13, w2))
 _library.define_vmap("fused_experts", token_args=("hidden_states", "topk_weights", "topk_ids", "shared"))

@@ -18,6 +18,7 @@ from moe_ops.fused_experts import (
     expert_gradients,
     fake,
     fused_experts,
+    layer_flops,
     reference as experts_reference,
 )
 from moe_ops.routing import (
@@ -174,4 +175,11 @@ def _stages(*args: Any) -> Tensor:
 
 
 _autograd.define_gradient("fused_moe", _setup_context, _backward, _autograd.tangent_of(_stages))
+
+
+def _flops(hidden_states: Any, logits: Any, w13: Any, w2: Any, *args: Any) -> int:
+    return layer_flops(logits[0] * RoutingConfig.from_spec(args[-2]).top_k, w13, w2)
+
+
+_library.define_flops("fused_moe", _flops)
 _library.define_vmap("fused_moe", token_args=("hidden_states", "router_logits"))

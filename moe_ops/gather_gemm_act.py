@@ -25,6 +25,7 @@ from moe_ops.grouped_gemm import (
     check_weight,
     gradients as gemm_gradients,
     product,
+    product_flops,
     reference as gemm_reference,
 )
 from moe_ops.permute import permute, permute_gradient
@@ -175,4 +176,5 @@ def _stages(
 
 
 _autograd.define_gradient("gather_gemm_act", _setup_context, _backward, _autograd.tangent_of(_stages))
+_library.define_flops("gather_gemm_act", lambda hidden_states, w13, slots, *_: product_flops(slots[0], w13))
 _library.define_vmap("gather_gemm_act")

@@ -23,6 +23,7 @@ from moe_ops.grouped_gemm import (
     check as check_gemm,
     gradients as gemm_gradients,
     product,
+    product_flops,
     reference as gemm_reference,
 )
 from moe_ops.types import DispatchPlan
@@ -158,4 +159,5 @@ def _stages(
 
 
 _autograd.define_gradient("gemm_combine", _setup_context, _backward, _autograd.tangent_of(_stages))
+_library.define_flops("gemm_combine", lambda x, w2, *_: product_flops(x[0], w2))
 _library.define_vmap("gemm_combine")

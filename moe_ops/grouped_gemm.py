@@ -269,5 +269,14 @@ _autograd.define_gradient("grouped_gemm", _setup_context, _backward, _tangent)
 _autograd.define_gradient(
     "grouped_gemm_weight_backward", _setup_context_weight_backward, _double_backward, _tangent_weight_backward
 )
+
+
+def product_flops(num_slots: int, weight: Sequence[int]) -> int:
+    """Of `num_slots` rows times a weight [E, B, A]."""
+    return 2 * num_slots * weight[1] * weight[2]
+
+
+_library.define_flops("grouped_gemm", lambda x, weight, *_: product_flops(x[0], weight))
+_library.define_flops("grouped_gemm_weight_backward", lambda grad, x, _: 2 * x[0] * x[1] * grad[1])
 _library.define_vmap("grouped_gemm")
 _library.define_vmap("grouped_gemm_weight_backward")
