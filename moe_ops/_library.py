@@ -95,7 +95,7 @@ def define_flops(name: str, formula: Callable[..., int]) -> None:
     """Registers what `torch.utils.flop_counter.FlopCounterMode` counts for `name`: two per multiplication.
 
     `formula` gets the operator's arguments with shapes in the place of tensors. Shapes are all it sees: dropped
-    slots count too. A fused operator's backward multiplies again what its forward did, and counts again.
+    slots count too. What a fused operator's backward multiplies again counts again.
     """
 
     def count(*shapes: Any, out_val: Any = None, **_: Any) -> int:

@@ -22,7 +22,7 @@ from moe_ops.activation import (
     gated_activation,
     out_features,
 )
-from moe_ops.combine import check_shared, combine, combine_gradient
+from moe_ops.combine import check_shared, combine
 from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.errors import value_error
 from moe_ops.grouped_gemm import (
@@ -32,6 +32,7 @@ from moe_ops.grouped_gemm import (
     input_gradient as gemm_input_gradient,
     product,
     product_flops,
+    weight_gradient,
 )
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
@@ -247,32 +248,58 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
+    to_hidden, to_w13, to_w2, to_weights, _, to_b13, to_b2, *_ = ctx.needs_input_grad
+    needs = Needs(to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2)
     to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
-        grad, ctx.saved_tensors, ctx.activation, (needs[0], needs[1], needs[2], needs[5], needs[6])
+        grad, ctx.saved_tensors, ctx.activation, needs
     )
     to_shared = grad if ctx.has_shared else None
     return to_hidden, to_w13, to_w2, to_weights, None, to_b13, to_b2, None, to_shared, None
 
 
-def expert_gradients(
-    grad: Tensor, saved: tuple[Any, ...], activation: str, needs: tuple[bool, bool, bool, bool, bool]
-) -> tuple[Any, ...]:
-    """Gradients to (hidden_states, w13, w2, topk_weights, w13_bias, w2_bias), through the stages run again."""
-    hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, inverse, offsets = saved
-    needs_hidden, needs_w13, needs_w2, needs_b13, needs_b2 = needs
+class Needs(NamedTuple):
+    """Which gradients of a layer are asked for."""
+
+    hidden_states: bool
+    w13: bool
+    w2: bool
+    topk_weights: bool
+    w13_bias: bool
+    w2_bias: bool
+
+    @property
+    def up(self) -> bool:
+        """Whether anything before the activation has a gradient."""
+        return self.hidden_states or self.w13 or self.w13_bias
+
+
+def expert_gradients(grad: Tensor, saved: tuple[Any, ...], activation: str, needs: Needs) -> tuple[Any, ...]:
+    """The gradients of `Needs`, in its order. Recomputes the first product of the layer, not the second.
+
+    With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
+    <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
+    (SonicMoE, arXiv 2512.14080).
+    """
+    hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, _, offsets = saved
     rows = permute(hidden_states, slots)
     gate_up = product(rows, w13, offsets, w13_bias)
     activated = gated_activation(gate_up, activation)
-    expert_out = product(activated, w2, offsets, w2_bias)
-    to_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
-    to_activated = gemm_input_gradient(to_out.contiguous(), w2, offsets)
-    _, to_w2, to_b2 = gemm_gradients(to_out, activated, w2, offsets, (False, needs_w2, needs_b2))
-    to_gate_up = activation_gradient(to_activated, gate_up, activation)
-    to_rows, to_w13, to_b13 = gemm_gradients(
-        to_gate_up, rows, w13, offsets, (needs_hidden, needs_w13, needs_b13)
-    )
-    to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, hidden_states.shape[0])
+    grad_rows, scale = permute(grad.contiguous(), slots), topk_weights.flatten()[slots].unsqueeze(1)
+    back = gemm_input_gradient(grad_rows, w2, offsets)
+    to_weights = to_hidden = to_w13 = to_b13 = None
+    if needs.topk_weights:
+        dots = (back * activated).sum(1, dtype=topk_weights.dtype)
+        if w2_bias is not None:
+            dots = dots + product(grad_rows, w2_bias.unsqueeze(1), offsets).squeeze(1).to(dots.dtype)
+        to_weights = torch.zeros_like(dots).index_copy(0, slots.long(), dots).view(topk_weights.shape)
+    scale = scale.to(grad_rows.dtype)
+    to_w2 = weight_gradient(grad_rows, activated * scale, offsets) if needs.w2 else None
+    to_b2 = weight_gradient(grad_rows, scale, offsets).squeeze(2) if needs.w2_bias else None
+    if needs.up:
+        to_gate_up = activation_gradient(back * scale, gate_up, activation)
+        wanted = needs.hidden_states, needs.w13, needs.w13_bias
+        to_rows, to_w13, to_b13 = gemm_gradients(to_gate_up, rows, w13, offsets, wanted)
+        to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, hidden_states.shape[0])
     return to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2
 
 

@@ -13,6 +13,7 @@ from moe_ops.activation import activation_spec
 from moe_ops.dispatch import check_map
 from moe_ops.fused_experts import (
     Emit,
+    Needs,
     check_expert_weights,
     emits_stages,
     expert_gradients,
@@ -157,11 +158,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     logits, correction_bias, ids, *saved = ctx.saved_tensors
     if torch.is_grad_enabled():  # For second derivatives the weights must depend on the logits again.
         saved[3], _ = _library.call("topk_routing", logits, correction_bias, ctx.routing)
-    needs = ctx.needs_input_grad
+    to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, *_ = ctx.needs_input_grad
+    needs = Needs(to_hidden, to_w13, to_w2, to_logits, to_b13, to_b2)
     to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
-        grad, tuple(saved), ctx.activation, (needs[0], needs[2], needs[3], needs[4], needs[5])
+        grad, tuple(saved), ctx.activation, needs
     )
-    to_logits = routing_gradient(to_weights, logits, saved[3], ids, ctx.routing) if needs[1] else None
+    to_logits = (
+        routing_gradient(to_weights, logits, saved[3], ids, ctx.routing) if needs.topk_weights else None
+    )
     return to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, None, None, None, None
 
 

@@ -165,8 +165,16 @@ def _reference_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) 
     sizes = _group_sizes(expert_offsets, x.shape[0])
     for rows, grad_rows, expert_out in zip(x.split(sizes), grad.split(sizes), out.unbind(0), strict=False):
         if rows.shape[0]:
-            expert_out.copy_(expert_linear(grad_rows.t(), rows.t(), None))
+            _outer(grad_rows, rows, expert_out)
     return out
+
+
+def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    """out [B, A] = grad [m, B].T @ x [m, A]."""
+    if x.dtype == torch.float16:
+        out.copy_(torch.mm(grad.t().float(), x.float()))
+    else:
+        torch.mm(grad.t(), x, out=out)
 
 
 def _cuda_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
 from moe_ops.errors import value_error
@@ -81,10 +82,12 @@ def _check_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> None
 
 
 def _reference_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
-    by_slot = torch.empty_like(grad, dtype=_checks.compute_dtype(grad.dtype))
-    by_slot[sorted_slots] = grad.to(by_slot.dtype)
-    top_k = sorted_slots.shape[0] // max(num_tokens, 1)
-    return by_slot.view(num_tokens, top_k, grad.shape[1]).sum(1).to(grad.dtype)
+    if grad.numel() == 0:
+        return grad.new_zeros((num_tokens, grad.shape[1]))
+    rows = torch.empty_like(sorted_slots)
+    rows[sorted_slots] = torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device)
+    # One pass over the rows, accumulated in float32 for half precision too.
+    return F.embedding_bag(rows.view(num_tokens, -1), grad, mode="sum")
 
 
 def _cuda_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:

@@ -126,4 +126,4 @@ def test_the_layer_passes_the_same_gradient_to_its_logits():
     for emit in ("fused", "stages"):
         out = moe_ops.fused_moe(x, logits, w13, w2, routing, correction_bias=bias, emit=emit)
         (gradient,) = torch.autograd.grad(out.sin().sum(), logits)
-        assert gradient.eq(0).all()  # one expert is left: its renormalised weight is 1
+        assert gradient.abs().max() <= 1e-12  # one expert is left: its renormalised weight is 1
