@@ -178,8 +178,8 @@ class FusedMoE(nn.Module):
             self._place(expert_map, self.expert_map.device)
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
         # Loaded with assign=True, a module leaves the meta device without a move, and buffers take any dtype.
         if self.e_score_correction_bias is not None:
             self.e_score_correction_bias = self.e_score_correction_bias.float()
