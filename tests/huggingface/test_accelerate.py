@@ -3,12 +3,13 @@
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload, disk_offload, dispatch_model
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 from layers import huggingface
 from tests.counting import Calls
 from tests.huggingface.families import CONFIGS, pair, tiny_model, tokens
+
+accelerate = pytest.importorskip("accelerate")  # this module is also collected where only GPU tests run
+hooks = pytest.importorskip("accelerate.hooks")
 
 FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
 
@@ -18,13 +19,13 @@ def split_with_disk(model, folder):
     parts = {name: "cpu" for name, _ in model.named_children() if name != "model"}
     parts |= {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
     parts |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    return dispatch_model(model, parts, main_device="cpu", offload_dir=folder)
+    return accelerate.dispatch_model(model, parts, main_device="cpu", offload_dir=folder)
 
 
 OFFLOADS = {
     "disk_and_resident": split_with_disk,
-    "cpu": lambda model, folder: cpu_offload(model, execution_device="cpu"),
-    "disk": lambda model, folder: disk_offload(model, folder, execution_device="cpu"),
+    "cpu": lambda model, folder: accelerate.cpu_offload(model, execution_device="cpu"),
+    "disk": lambda model, folder: accelerate.disk_offload(model, folder, execution_device="cpu"),
 }
 
 
@@ -64,7 +65,7 @@ def test_the_way_back_and_the_hooks_gone(patch_first, tmp_path):
     huggingface.unpatch(ours)
     assert torch.equal(ours(tokens(2, 6)).logits, expected)
     huggingface.patch(ours)
-    remove_hook_from_module(ours, recurse=True)
+    hooks.remove_hook_from_module(ours, recurse=True)
     with Calls("moe.topk_routing") as calls:
         torch.testing.assert_close(ours(tokens(2, 6)).logits, expected)
     assert calls.total == 2
@@ -93,7 +94,7 @@ def test_from_pretrained_with_a_device_map(tmp_path):
     torch.testing.assert_close(loaded(tokens(2, 6)).logits, expected)
 
 
-class Scale(ModelHook):
+class Scale(hooks.ModelHook):
     def post_forward(self, module, output):
         return tuple(2 * part if part.is_floating_point() else part for part in output)
 
@@ -103,8 +104,8 @@ def test_hooks_keep_doing_what_they_do():
     stock, ours = pair("qwen3_moe")
     for model in (stock, ours):
         for mlp in mlps(model):
-            add_hook_to_module(mlp.gate, Scale())
-            add_hook_to_module(mlp.gate, Scale(), append=True)
+            hooks.add_hook_to_module(mlp.gate, Scale())
+            hooks.add_hook_to_module(mlp.gate, Scale(), append=True)
     huggingface.patch(ours)
     torch.testing.assert_close(ours(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
 
@@ -113,7 +114,7 @@ def test_a_forward_replaced_under_a_hook_is_left_alone():
     model = tiny_model("mixtral")
     gate = mlps(model)[0].gate
     gate.forward = lambda hidden: None
-    add_hook_to_module(gate, ModelHook())
+    hooks.add_hook_to_module(gate, hooks.ModelHook())
     assert huggingface.patch(model).left == (
         ("model.layers.0.mlp.gate", "its forward has been replaced on the instance"),
     )

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from layers import huggingface
 from tests.counting import Calls
 from tests.huggingface.families import pair, tiny_model, tokens
+
+peft = pytest.importorskip("peft")  # this module is also collected where only GPU tests run
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # What is trained: (LoraConfig's options, experts modules, routers) of each of two layers.
@@ -33,12 +34,12 @@ def lora(family, trained):
         name: [value.format(router=router) for value in values]
         for name, values in TRAINED[trained][0].items()
     }
-    return LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **options)
+    return peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **options)
 
 
 def adapted(model, config):
     torch.manual_seed(3)
-    return get_peft_model(model, config)
+    return peft.get_peft_model(model, config)
 
 
 def stock_and_ours(family, trained, patch_first):
