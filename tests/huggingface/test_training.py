@@ -59,7 +59,7 @@ def test_trainer_trains_a_model_compiled_before(tmp_path):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("patched", [False, True])
 def test_recording_router_logits_needs_an_eager_forward_first(family, patched):
-    """transformers hangs up its hooks at the first one, which Dynamo cannot trace in stock models either."""
+    """transformers installs its hooks at the first one, which Dynamo cannot trace in stock models either."""
     model = tiny_model(family, implementation="grouped_mm", num_hidden_layers=1, use_cache=False)
     if patched:
         huggingface.patch(model)
