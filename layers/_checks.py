@@ -31,19 +31,13 @@ def expect_choice(name: str, value: object, choices: object) -> None:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
-def expect_tensor(name: str, value: object) -> None:
-    """Raises TypeError unless `value` is a tensor."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
-
-
 def expect_features(name: str, value: object, size: int) -> None:
     """Raises TypeError or ValueError unless `value` is a floating point tensor [..., size]."""
-    expect_tensor(name, value)
-    tensor: Tensor = value  # type: ignore[assignment]
-    if not tensor.dtype.is_floating_point:
-        raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating point dtype")
-    if tensor.dim() == 0:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}: expected a torch.Tensor")
+    if not value.dtype.is_floating_point:
+        raise TypeError(f"{name} has dtype {value.dtype}: expected a floating point dtype")
+    if value.dim() == 0:
         raise ValueError(f"{name} has shape []: expected [..., {size}]")
-    if tensor.shape[-1] != size:
-        raise ValueError(f"{name} has last dimension {tensor.shape[-1]}: expected {size}")
+    if value.shape[-1] != size:
+        raise ValueError(f"{name} has last dimension {value.shape[-1]}: expected {size}")

@@ -75,12 +75,20 @@ def test_runs_of_the_experts(choice, overrides, plain, checkpointed):
 @pytest.mark.parametrize("choice", ["inputs", "activations"])
 @torch.no_grad()
 def test_inference_runs_what_it_ran(choice, overrides):
-    ran = []
+    ran, traced = [], []
+
+    def backend(graph_module, example_inputs):
+        traced.append(graph_module.code)
+        return graph_module
+
     for options in ({}, {"save_for_backward": choice}):
+        block = patched_block(options, **overrides)
         with Calls() as calls:
-            patched_block(options, **overrides)(hidden())
+            block(hidden())
         ran.append(calls.names)
+        torch.compile(block, backend=backend, fullgraph=True)(hidden())
     assert ran[0] == ran[1]
+    assert traced[0] == traced[1]
 
 
 @pytest.mark.parametrize(
