@@ -40,13 +40,11 @@ class ExpertsOptions:
     Attributes:
         activation: spec of what the experts compute between their products; None if only the module itself can.
         emit, save_for_backward: see `layers.MoEConfig`.
-        previous: the implementation that the module's config named before, which `unpatch` brings back.
     """
 
     activation: str | None
     emit: Emit
     save_for_backward: SaveForBackward
-    previous: str | None
 
 
 def register() -> None:

@@ -15,6 +15,8 @@ from layers.huggingface import experts, routers
 from layers.huggingface.finding import Found, find
 from layers.huggingface.report import PatchReport
 
+_STOCK = "moe_ops_stock_implementation"
+
 
 def patch(model: nn.Module, emit: Emit, save_for_backward: SaveForBackward) -> PatchReport:
     """See `layers.huggingface.patch`."""
@@ -24,9 +26,7 @@ def patch(model: nn.Module, emit: Emit, save_for_backward: SaveForBackward) -> P
     experts.register()
     found = find(model)
     options = {
-        name: experts.ExpertsOptions(
-            experts.settled_activation(module), emit, save_for_backward, _previous_implementation(module)
-        )
+        name: experts.ExpertsOptions(experts.settled_activation(module), emit, save_for_backward)
         for name, module in found.experts.items()
     }
     _use_our_experts(model, found)
@@ -41,10 +41,10 @@ def unpatch(model: nn.Module) -> None:
     """See `layers.huggingface.unpatch`."""
     _expect_module(model)
     for module in model.modules():
-        options = vars(module).get("moe_ops_options")
-        if options is not None:
-            _config(module)._experts_implementation_internal = options.previous
-            del module.moe_ops_options
+        if _STOCK in vars(module):
+            _config(module)._experts_implementation_internal = getattr(module, _STOCK)
+            delattr(module, _STOCK)
+        vars(module).pop("moe_ops_options", None)
         routers.uninstall(module)
 
 
@@ -57,20 +57,22 @@ def _config(module: nn.Module) -> PreTrainedConfig:
     return module.config  # type: ignore[return-value]
 
 
-def _previous_implementation(module: nn.Module) -> str | None:
-    """What the config named before the first patch, however often it is patched since."""
-    options = vars(module).get("moe_ops_options")
-    return _config(module)._experts_implementation if options is None else options.previous
-
-
 def _use_our_experts(model: nn.Module, found: Found) -> None:
     """Names our implementation on configs that belong to this model alone: config objects may be shared."""
-    if all(_config(module)._experts_implementation == experts.NAME for module in found.experts.values()):
-        return
-    _own_configs(model)
+    if any(_config(module)._experts_implementation != experts.NAME for module in found.experts.values()):
+        _own_configs(model)
+    if found.experts:
+        _remember_implementations(model)
     for module in found.experts.values():
         # As transformers does when an implementation is set: the property would set all sub-configs too.
         _config(module)._experts_implementation_internal = experts.NAME
+
+
+def _remember_implementations(model: nn.Module) -> None:
+    """What each config named before the first patch, on whatever module has one: modules are copied and pickled."""
+    for module in model.modules():
+        if isinstance(vars(module).get("config"), PreTrainedConfig) and _STOCK not in vars(module):
+            setattr(module, _STOCK, _config(module)._experts_implementation)
 
 
 def _own_configs(model: nn.Module) -> None:

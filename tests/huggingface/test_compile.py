@@ -91,7 +91,7 @@ def aot(compiler):
 def test_a_clamp_of_another_limit_is_one_of_our_activations():
     stock, ours = pair("gpt_oss", num_hidden_layers=1)
     for model in (stock, ours):
-        model.model.layers[0].mlp.experts.limit = 0.5  # of 7.0: it clamps a tenth of the values here
+        model.model.layers[0].mlp.experts.limit = 0.5  # instead of 7.0, so that it clamps
     huggingface.patch(ours)
     graphs = []
 

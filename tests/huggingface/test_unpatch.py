@@ -149,6 +149,34 @@ def test_what_was_set_after_patching_is_undone_too():
     assert snapshot(model) == before
 
 
+def test_configs_that_experts_do_not_read_come_back_too():
+    """As in models of several parts, whose own config names an implementation that nobody reads."""
+    model = tiny_model("mixtral", implementation="grouped_mm")
+    part = copy.deepcopy(model.config)
+    part._experts_implementation = "batched_mm"
+    for layer in model.model.layers:
+        layer.mlp.experts.config = part
+    before = snapshot(model)
+    huggingface.patch(model)
+    assert model.config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("eager")
+    huggingface.unpatch(model)
+    assert snapshot(model) == before
+
+
+@torch.no_grad()
+def test_a_block_can_be_unpatched_alone():
+    model = tiny_model("mixtral")
+    block = model.model.layers[0].mlp
+    before = snapshot(block)
+    huggingface.patch(model)
+    huggingface.unpatch(block)
+    assert snapshot(block) == before
+    with Calls("moe.topk_routing") as calls:  # the other router is still ours, and fits what runs behind it
+        model(tokens(1, 6))
+    assert calls.total == 1
+
+
 @torch.no_grad()
 def test_other_models_of_the_same_config_keep_their_patch():
     config = tiny_config("mixtral")
