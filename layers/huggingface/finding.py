@@ -19,6 +19,7 @@ Left = list[tuple[str, str]]
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUTER_NAMES = ("gate", "router")
 _BLOCK_SUFFIXES = ("MoE", "Moe", "MoA", "MoeBlock", "SparseMLP", "Experts")
+_WHY_NO_ROUTER = "no router called gate or router beside it: what routes to it keeps its own code"
 _WHY_UNDECORATED = {
     "Llama4TextMoe": "llama4 scales the experts' input and runs every expert outside transformers' experts interface",
     "DbrxFFN": "dbrx stores its experts flat and runs them outside transformers' experts interface",
@@ -53,9 +54,7 @@ def find(model: nn.Module) -> Found:
     left: Left = _refused_experts(dispatched)
     refused = {name for name, _ in left}
     experts = {name: module for name, module in dispatched.items() if name not in refused}
-    found: dict[str, FoundRouter] = {}
-    for name, module in experts.items():
-        _find_routers(name, module, modules, found, left)
+    found = _find_routers(experts, modules, left)
     left.extend(_undispatched_blocks(modules, dispatched))
     return Found(experts, found, tuple(dict.fromkeys(left)))
 
@@ -100,40 +99,33 @@ def _is_foreign(parameter: Tensor) -> bool:
 
 
 def _find_routers(
-    experts_name: str,
-    experts: nn.Module,
-    modules: dict[str, nn.Module],
-    found: dict[str, FoundRouter],
-    left: Left,
-) -> None:
-    """Adds the routers beside these experts to `found`, or to `left` with the reason."""
-    candidates = list(_routers_beside(experts_name, modules))
-    if not candidates:
-        left.append(
-            (experts_name, "no router called gate or router beside it: what routes to it keeps its own code")
-        )
-    for name, router in candidates:
-        kind = routers.known_kind(router)
-        if kind is None:
-            left.append((name, f"{type(router).__name__} is not a router we know: it keeps its own code"))
-        elif forwards.is_replaced(router) and not routers.is_installed(router):
-            left.append((name, "its forward has been replaced on the instance"))
-        else:
-            _add_router(name, router, kind, experts, found, left)
+    experts: dict[str, nn.Module], modules: dict[str, nn.Module], left: Left
+) -> dict[str, FoundRouter]:
+    found: dict[str, FoundRouter] = {}
+    for experts_name, module in experts.items():
+        candidates = list(_routers_beside(experts_name, modules))
+        if not candidates:
+            left.append((experts_name, _WHY_NO_ROUTER))
+        for name, router in candidates:
+            known = _known_router(router, module)
+            if isinstance(known, FoundRouter):
+                found[name] = known
+            else:
+                left.append((name, known))
+    return found
 
 
-def _add_router(
-    name: str,
-    router: nn.Module,
-    kind: type[routers.RouterKind],
-    experts: nn.Module,
-    found: dict[str, FoundRouter],
-    left: Left,
-) -> None:
+def _known_router(router: nn.Module, experts: nn.Module) -> FoundRouter | str:
+    """How to rebuild the router, or why it is left alone."""
+    kind = routers.known_kind(router)
+    if kind is None:
+        return f"{type(router).__name__} is not a router we know: it keeps its own code"
+    if forwards.is_replaced(router) and not routers.is_installed(router):
+        return "its forward has been replaced on the instance"
     try:
-        found[name] = FoundRouter(router, kind, kind.routing(router), experts)
+        return FoundRouter(router, kind, kind.routing(router), experts)
     except (TypeError, ValueError) as error:
-        left.append((name, f"its options are not ours: {error}"))
+        return f"its options are not ours: {error}"
 
 
 def _routers_beside(experts_name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
