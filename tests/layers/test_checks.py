@@ -1,5 +1,8 @@
 """What a user hands to a layer by mistake is named: the argument, what it is, and what was expected."""
 
+import re
+import traceback
+
 import numpy
 import pytest
 import torch
@@ -10,12 +13,13 @@ H, I, E, K = 16, 24, 8, 2
 SHARED = SharedExpertConfig(40)
 CONFIG = MoEConfig(E, K, H, I, shared_experts=SHARED)
 
+EXPERTS = FusedMoE(CONFIG)
 TAKES_HIDDEN_STATES = {
     "block": MoEBlock(CONFIG),
     "block_with_routing": MoEBlock(CONFIG).forward_with_routing,
     "router": Router(CONFIG),
     "shared_experts": SharedExperts(CONFIG, SHARED),
-    "experts": lambda hidden: FusedMoE(CONFIG)(hidden, torch.randn(5, E)),
+    "experts": lambda hidden: EXPERTS(hidden, torch.randn(5, E)),
 }
 MISTAKES = {
     "width": (torch.randn(5, H + 1), ValueError, r"^hidden_states has last dimension 17: expected 16$"),
@@ -25,9 +29,9 @@ MISTAKES = {
         TypeError,
         r"^hidden_states has dtype torch\.int64: expected",
     ),
-    "numpy": (numpy.ones((5, H)), TypeError, r"^hidden_states is a ndarray: expected a torch\.Tensor$"),
-    "list": ([[1.0] * H], TypeError, r"^hidden_states is a list: expected a torch\.Tensor$"),
-    "none": (None, TypeError, r"^hidden_states is a NoneType: expected a torch\.Tensor$"),
+    "numpy": (numpy.ones((5, H)), TypeError, r"^hidden_states=<ndarray>: expected a torch\.Tensor$"),
+    "list": ([[1.0] * H], TypeError, r"^hidden_states=<list>: expected a torch\.Tensor$"),
+    "none": (None, TypeError, r"^hidden_states=None: expected a torch\.Tensor$"),
 }
 
 
@@ -63,7 +67,7 @@ def test_token_counts_that_do_not_fit():
 
 
 def test_a_numpy_array_for_routing():
-    with pytest.raises(TypeError, match=r"^router_logits is a ndarray: expected a torch\.Tensor$"):
+    with pytest.raises(TypeError, match=r"^router_logits=<ndarray>: expected a torch\.Tensor$"):
         FusedMoE(CONFIG).route(numpy.ones((5, E)))
 
 
@@ -76,3 +80,15 @@ def test_configs(layer):
 def test_the_config_of_shared_experts():
     with pytest.raises(TypeError, match=r"^shared=40: expected SharedExpertConfig, got int$"):
         SharedExperts(CONFIG, 40)
+
+
+@pytest.mark.parametrize("mistake", ["width", "integers"])
+@pytest.mark.parametrize("layer", TAKES_HIDDEN_STATES)
+def test_the_text_ends_a_compile_error(layer, mistake):
+    """In the last ten lines, below however many frames of the user's and of ours."""
+    hidden_states, _, text = MISTAKES[mistake]
+    compiled = torch.compile(lambda x: TAKES_HIDDEN_STATES[layer](x), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="expected") as raised:
+        compiled(hidden_states)
+    lines = "".join(traceback.format_exception(raised.value)).rstrip().split("\n")
+    assert re.search(text.strip("^$"), "\n".join(lines[-10:]))
