@@ -87,7 +87,7 @@ def test_the_config_of_shared_experts():
 def test_the_text_ends_a_compile_error(layer, mistake):
     """In the last ten lines, below however many frames of the user's and of ours."""
     hidden_states, _, text = MISTAKES[mistake]
-    compiled = torch.compile(lambda x: TAKES_HIDDEN_STATES[layer](x), fullgraph=True, backend="eager")
+    compiled = torch.compile(TAKES_HIDDEN_STATES[layer], fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="expected") as raised:
         compiled(hidden_states)
     lines = "".join(traceback.format_exception(raised.value)).rstrip().split("\n")
