@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_ops import _compat
 from moe_ops._library import LIBRARY, Op, argument_names, operator
 
-SetupContext = Callable[[Any, Sequence[Any], Any], None]
+SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., Any]
 Tangents = tuple[Tensor | None, ...]
 Tangent = Callable[[Sequence[Any], Sequence[Any]], Tangents]
@@ -83,8 +83,8 @@ class _Recorded(_compat.SingleLevelFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *arguments, ctx.name = inputs
-        ctx.arguments = arguments if _compat.may_be_dual(filter(_is_tensor, arguments)) else ()
-        _FORMULAS[ctx.name].setup_context(ctx, arguments, output)
+        ctx.arguments = tuple(arguments) if _compat.may_be_dual(filter(_is_tensor, arguments)) else ()
+        _FORMULAS[ctx.name].setup_context(ctx, tuple(arguments), output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -97,7 +97,8 @@ class _Recorded(_compat.SingleLevelFunction):
             inputs = tuple(_compat.unpack_dual(value)[0] for value in ctx.arguments)
             results = _FORMULAS[ctx.name].tangent(inputs, tangents[:-1])
         ctx.arguments = ()
-        return results if len(results) > 1 else results[0]
+        several = tuple(results)
+        return several if len(several) > 1 else several[0]
 
 
 def _is_tensor(value: object) -> bool:
@@ -112,7 +113,7 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
 def tangent_of(formula: Op) -> Tangent:
     """The tangent rule of an operator that `formula` computes too, in operations that have one."""
 
-    def tangent(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tangents:
+    def tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> Tangents:
         results = as_tuple(formula(*map(_compat.make_dual, inputs, tangents)))
         return tuple(_compat.unpack_dual(result)[1] for result in results)
 

@@ -19,6 +19,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 """An autograd.Function that records at the innermost `torch.func` level only, as an operator's autograd kernel does."""
 
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  # pybind, without stubs
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _LEVEL = 0  # torch supports one level of dual numbers; torch.func nests them in wrappers
 
@@ -26,12 +27,12 @@ _LEVEL = 0  # torch supports one level of dual numbers; torch.func nests them in
 @contextmanager
 def single_level() -> Iterator[None]:
     """Lets a `SingleLevelFunction` run while a `torch.func` transform is active."""
-    was_allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
-    torch._C._functorch.set_single_level_autograd_function_allowed(True)
+    was_allowed = _functorch.get_single_level_autograd_function_allowed()
+    _functorch.set_single_level_autograd_function_allowed(True)
     try:
         yield
     finally:
-        torch._C._functorch.set_single_level_autograd_function_allowed(was_allowed)
+        _functorch.set_single_level_autograd_function_allowed(was_allowed)
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def may_be_dual(tensors: Iterable[Tensor]) -> bool:
     """
     if forward_ad._current_level >= 0:
         return True
-    is_wrapped = torch._C._functorch.maybe_current_level() is not None
+    is_wrapped = _functorch.maybe_current_level() is not None
     return (is_wrapped or not _PLAIN_TYPES.issuperset(map(type, tensors))) and _has_dual_level()
 
 

@@ -129,11 +129,12 @@ def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     if not isinstance(like, Tensor) or like.is_meta or not torch.is_autocast_enabled(like.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(like.device.type)
-    return tuple(tensor.to(dtype) if _is_eligible(tensor) else tensor for tensor in tensors)
+    return tuple(_cast(tensor, dtype) for tensor in tensors)
 
 
-def _is_eligible(tensor: Tensor | None) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    is_eligible = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_eligible else tensor
 
 
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})

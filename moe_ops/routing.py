@@ -225,7 +225,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_weights: Tensor, grad_ids: Tensor | None) -> tuple[Tensor, None, None]:
-    return routing_gradient(grad_weights, *ctx.saved_tensors, ctx.routing), None, None
+    logits, topk_weights, topk_ids = ctx.saved_tensors
+    return routing_gradient(grad_weights, logits, topk_weights, topk_ids, ctx.routing), None, None
 
 
 def routing_gradient(

@@ -124,7 +124,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, grad_weights: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return routing_gradient(grad_weights, *ctx.saved_tensors, ctx.routing), None, None, None, None
+    logits, topk_weights, topk_ids = ctx.saved_tensors
+    to_logits = routing_gradient(grad_weights, logits, topk_weights, topk_ids, ctx.routing)
+    return to_logits, None, None, None, None
 
 
 def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
