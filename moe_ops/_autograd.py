@@ -97,8 +97,7 @@ class _Recorded(_compat.SingleLevelFunction):
             inputs = tuple(_compat.unpack_dual(value)[0] for value in ctx.arguments)
             results = _FORMULAS[ctx.name].tangent(inputs, tangents[:-1])
         ctx.arguments = ()
-        several = tuple(results)
-        return several if len(several) > 1 else several[0]
+        return results if len(results) != 1 else results[0]
 
 
 def _is_tensor(value: object) -> bool:
