@@ -8,8 +8,11 @@ Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`
 import contextlib
 import copy
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,8 +41,10 @@ __all__ = [
     "kernel_index",
     "kernel_name",
     "mode_table",
+    "POST_GRAD_SLOT",
     "post_grad_backend",
-    "post_grad_pre_pass",
+    "post_grad_slot",
+    "post_grad_slot_and_covered",
     "preserved_dynamo_state",
     "same_size",
     "stable_topological_sort",
@@ -47,6 +52,7 @@ __all__ = [
     "trace",
     "triton_launch",
     "uncompiled",
+    "watch_post_grad_slot",
     "with_graph_break_reason",
     "with_launch_options",
     "written_arguments",
@@ -63,9 +69,44 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(torch._inductor.list_options())
 
 
-def post_grad_pre_pass() -> Any:
-    """The pass (2.13: or sequence of passes) the user put in the global slot, or None."""
+# The slot our pass sits in
+
+POST_GRAD_SLOT = "post_grad_custom_pre_pass"
+_COVERED: ContextVar[tuple[Any, ...]] = ContextVar("values of the slot that later ones cover", default=())
+
+
+@lru_cache(maxsize=1)
+def watch_post_grad_slot() -> None:
+    """Remembers from now on which value each new value of the slot covers.
+
+    `torch.compile(options=...)` patches the slot around a compile, and Inductor has no way to ask for what the user
+    has there underneath. Every change goes through `__setattr__` of the config module's own class; a patch that ends
+    puts the old value back from its `__exit__`.
+    """
+    config_class: Any = type(inductor_config)
+    set_plainly = config_class.__setattr__
+
+    def set_and_remember(config: Any, name: str, value: Any) -> None:
+        if name == POST_GRAD_SLOT:
+            covered = _COVERED.get()
+            ends_patch = sys._getframe(1).f_code.co_name == "__exit__"
+            _COVERED.set(covered[:-1] if ends_patch else (*covered, post_grad_slot())[-_MOST_COVERED:])
+        set_plainly(config, name, value)
+
+    config_class.__setattr__ = set_and_remember
+
+
+_MOST_COVERED = 32  # plain assignments cover a value for good: the oldest are forgotten
+
+
+def post_grad_slot() -> Any:
+    """What is in the slot now: None, a pass, or (torch 2.13) several."""
     return inductor_config.post_grad_custom_pre_pass
+
+
+def post_grad_slot_and_covered() -> tuple[Any, ...]:
+    """What is in the slot now, then what that covers, and so on down."""
+    return (post_grad_slot(), *reversed(_COVERED.get()))
 
 
 def call_with_is_inference(
