@@ -34,7 +34,7 @@ __all__ = [
     "compile_fx",
     "detect_fake_mode",
     "fresh_code",
-    "graph_breaks_counted",
+    "graph_breaks",
     "inductor_option_names",
     "is_cudagraph_unsafe_fx_node",
     "kernel_constants",
@@ -53,7 +53,6 @@ __all__ = [
     "triton_launch",
     "uncompiled",
     "watch_post_grad_slot",
-    "with_graph_break_reason",
     "with_launch_options",
     "written_arguments",
 ]
@@ -208,12 +207,10 @@ def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
 OnGraph = Callable[[torch.fx.GraphModule, Sequence[Any]], None]
 
 
-def post_grad_backend(
-    on_graph: OnGraph, on_trace: Callable[[torch.fx.GraphModule], None] | None = None
-) -> Callable[..., Any]:
+def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
     """A backend that shows every graph as our pass would get it, generates no code and runs the ATen graph.
 
-    `on_trace` gets the graph as Dynamo made it. Caches are off, so a graph compiled before is traced again.
+    Caches are off, so a graph compiled before is traced again.
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -221,8 +218,6 @@ def post_grad_backend(
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if on_trace is not None:
-            on_trace(gm)
         with inductor_config.patch(force_disable_caches=True):
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
@@ -238,15 +233,11 @@ def uncompiled(function: Any) -> Any:
         function = inner
 
 
-def with_graph_break_reason(module: torch.fx.GraphModule) -> Any | None:
-    """Why Dynamo ended this graph early (`.reason`, `.user_stack`), or None when it did not."""
-    reason = getattr(module, "compile_subgraph_reason", None)
-    return reason if reason is not None and reason.graph_break else None
-
-
-def graph_breaks_counted() -> dict[str, int]:
-    """Dynamo's own count of graph breaks by reason."""
-    return dict(counters["graph_break"])
+def graph_breaks() -> list[tuple[str, Sequence[Any]]]:
+    """Reason and user's stack of every graph break, once for each frame it ended. No stack where Dynamo kept none."""
+    kept = [(each.reason, each.user_stack) for each in graph_break_reasons]
+    counted: list[tuple[str, Sequence[Any]]] = [(reason, ()) for reason in counters["graph_break"]]
+    return [*kept, *counted]
 
 
 @contextlib.contextmanager
@@ -254,6 +245,7 @@ def preserved_dynamo_state() -> Iterator[None]:
     """Counts afresh inside, and leaves Dynamo's counters as they were."""
     saved, reasons = copy.deepcopy(dict(counters)), list(graph_break_reasons)
     counters.clear()
+    graph_break_reasons.clear()
     try:
         yield
     finally:

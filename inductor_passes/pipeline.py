@@ -20,7 +20,7 @@ from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
 from inductor_passes.graph_tools import find, is_moe_op
 from inductor_passes.lowerings import ExpandPointwise, LaunchPrograms
-from inductor_passes.naming import name_layers
+from inductor_passes.naming import LayerNames
 
 FUSIONS: tuple[MoEPass, ...] = (
     FuseRoutingDispatch(),
@@ -152,7 +152,7 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     """Runs `passes` in order over one graph; returns what they fused and refused."""
     log = log if log is not None else PassLog()
     passes = tuple(passes)
-    name_layers(graph)
+    LayerNames().write(graph)
     training = is_training(graph)
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
