@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons
-from torch._guards import detect_fake_mode
+from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -30,8 +31,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 __all__ = [
     "CustomGraphPass",
+    "cache_hits",
+    "call_when_compiled",
     "call_with_is_inference",
     "compile_fx",
+    "compile_id",
     "detect_fake_mode",
     "fresh_code",
     "graph_breaks",
@@ -200,6 +204,26 @@ def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
     import triton
 
     return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
+
+
+# When a compile is over
+
+
+def compile_id() -> str | None:
+    """Dynamo's name of the compile that is running, such as "0/0"; None outside one."""
+    found = CompileContext.current_compile_id()
+    return None if found is None else str(found)
+
+
+def call_when_compiled(callback: Callable[[Any], None]) -> None:
+    """Calls `callback` at the end of this and of later compiles; `torch._dynamo.reset` forgets it."""
+    if callback not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(callback)
+
+
+def cache_hits() -> int:
+    """How many graphs have come out of Inductor's and AOTAutograd's caches."""
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 # What explain() needs of Dynamo and AOTAutograd

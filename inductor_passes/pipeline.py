@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from inductor_passes import _compat
+from inductor_passes import _compat, compile_log
 from inductor_passes.base import LOGGER, MoEPass, PassLog, Refused, layer_of
 from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
@@ -61,7 +61,7 @@ class MoEPasses(_compat.CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Rewrites a post-grad graph in place."""
         passes, chained = self._settled()
-        run_passes(graph, passes)
+        compile_log.passes_ran(run_passes(graph, passes))
         for user_pass in chained:
             _compat.call_with_is_inference(user_pass, graph, not is_training(graph))
 
@@ -71,8 +71,9 @@ class MoEPasses(_compat.CustomGraphPass):
         try:
             keys = (tuple(map(pass_key, passes)), tuple(map(own_key, chained)))
         except NoFingerprint as reason:
-            LOGGER.info("compiled code is not cached: %s", reason)
+            compile_log.key_asked(str(reason))
             return None
+        compile_log.key_asked()
         return ("moe", source_hash(), *keys)
 
     def _settled(self) -> tuple[tuple[MoEPass, ...], tuple[UserPass, ...]]:
@@ -153,6 +154,7 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     log = log if log is not None else PassLog()
     passes = tuple(passes)
     LayerNames().write(graph)
+    log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if is_moe_op(node))
     training = is_training(graph)
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
@@ -176,5 +178,5 @@ def _refuse_training(graph: Graph, log: PassLog) -> None:
             layers.setdefault(layer_of(node), node.name)
     for layer, node in layers.items():
         refused = Refused(layer, node, TRAINING_REASON)
-        LOGGER.info("refused in %s: %s", layer, TRAINING_REASON)
+        LOGGER.debug("refused: %s", refused)
         log.refused.append(refused)
