@@ -1,7 +1,7 @@
 """A report in words: layer by layer, those that are alike told once."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Events:
         return (
             *([f"fused: {', '.join(fused)}"] if fused else []),
             *(f"refused: {each.node}: {each.reason}" for each in self.refused if each.layer == layer),
-            *(f"written out: {', '.join(nodes)} as {kind}" for kind, nodes in lowered.items()),
+            *(f"written out: {_counted(nodes)} as {kind}" for kind, nodes in lowered.items()),
             *(f"kept as a call: {each.node}: {each.reason}" for each in self.kept if each.layer == layer),
         )
 
@@ -80,7 +80,8 @@ def layer_lines(layers: Sequence[LayerGraph], events: Events) -> list[str]:
     outside = [name for name in events.layers() if name not in {layer.name for layer in layers}]
     for name in outside:
         lines += ["operators outside a layer:" if name == "?" else f"{name}:"]
-        lines += [f"  {line}" for line in events.of(name)]
+        times = Counter(map(_unnumbered, events.of(name)))
+        lines += [f"  {line}{f' ({number} times)' if number > 1 else ''}" for line, number in times.items()]
     return lines
 
 
@@ -99,6 +100,11 @@ def _size(layer: LayerGraph) -> str:
 def _unnumbered(line: str) -> str:
     """Without the numbers torch appends to the names of nodes, which tell one layer's from the next one's."""
     return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", re.sub(r"\barg\d+_1\b", "arg", line))
+
+
+def _counted(nodes: Iterable[str]) -> str:
+    times = Counter(map(_unnumbered, nodes))
+    return ", ".join(name if number == 1 else f"{name} x{number}" for name, number in times.items())
 
 
 def name_ranges(names: Iterable[str]) -> str:

@@ -81,8 +81,14 @@ def test_reasons_that_differ_are_not_alike():
 
 
 def test_what_belongs_to_no_layer_is_told_too():
-    told = str(_report([], lowered=[Fusion("?", "ATen", ("gated_activation",))]))
-    assert "operators outside a layer:\n  written out: gated_activation as ATen" in told
+    lowered = [Fusion("?", "ATen", (f"gated_activation{number}",)) for number in ("", "_1", "_12")]
+    kept = [Refused("?", f"combine_{number}", "why") for number in range(3)]
+    told = str(_report([], lowered=lowered, kept=kept))
+    assert (
+        "operators outside a layer:\n"
+        "  written out: gated_activation x3 as ATen\n"
+        "  kept as a call: combine: why (3 times)\n"
+    ) in told
 
 
 def test_the_whole_text():
