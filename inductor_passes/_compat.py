@@ -21,7 +21,6 @@ from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateIm
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext, detect_fake_mode
-from torch._inductor import custom_graph_pass
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -29,8 +28,14 @@ from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAwareGraphPass
+except ImportError:  # torch 2.11
+    InferenceAwareGraphPass = CustomGraphPass
+
 __all__ = [
     "CustomGraphPass",
+    "InferenceAwareGraphPass",
     "cache_hits",
     "call_when_compiled",
     "call_with_is_inference",
@@ -116,11 +121,11 @@ def call_with_is_inference(
     graph_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool
 ) -> None:
     """Runs a user's pass as Inductor would: 2.13's inference-aware ones also take `is_inference`."""
-    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-    if aware is not None and isinstance(graph_pass, aware):
-        graph_pass(graph, is_inference)
-    else:
-        graph_pass(graph)
+    is_told = InferenceAwareGraphPass is not CustomGraphPass and isinstance(
+        graph_pass, InferenceAwareGraphPass
+    )
+    given: tuple[Any, ...] = (graph, is_inference) if is_told else (graph,)
+    graph_pass(*given)
 
 
 def same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:

@@ -29,7 +29,13 @@ from inductor_passes import _compat
 _OURS = {"moe_ops", "inductor_passes"}
 _IN_OTHER_KEYS = {*sys.stdlib_module_names, *_OURS, "torch", "functorch"}
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_BASES_WITHOUT_STATE = {object, abc.ABC, typing.Protocol, typing.Generic, *_compat.CustomGraphPass.__mro__}
+_BASES_WITHOUT_STATE = {
+    object,
+    abc.ABC,
+    typing.Protocol,
+    typing.Generic,
+    *_compat.InferenceAwareGraphPass.__mro__,
+}
 _MACHINERY = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
 _INSTALLED = tuple({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")})
 

@@ -37,7 +37,7 @@ UserPass = Callable[..., None]
 
 
 @dataclass(frozen=True, eq=False)
-class MoEPasses(_compat.CustomGraphPass):
+class MoEPasses(_compat.InferenceAwareGraphPass):
     """Our passes, then the user's: the one Inductor runs.
 
     Two that would do the same now are equal, so that layers compiled one by one share one compiled graph, and a copy
@@ -58,12 +58,13 @@ class MoEPasses(_compat.CustomGraphPass):
         ours, chained = _split(given)
         return cls(chained, ours or PIPELINE)
 
-    def __call__(self, graph: Graph) -> None:
-        """Rewrites a post-grad graph in place."""
+    def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
+        """Rewrites a post-grad graph in place. Inductor says since torch 2.13 whether there is a backward to it."""
         passes, chained = self._settled()
         compile_log.passes_ran(run_passes(graph, passes))
+        is_inference = not is_training(graph) if is_inference is None else is_inference
         for user_pass in chained:
-            _compat.call_with_is_inference(user_pass, graph, not is_training(graph))
+            _compat.call_with_is_inference(user_pass, graph, is_inference)
 
     def uuid(self) -> Any | None:
         """A key over the source and state of every pass, ours and the user's; None (no caching) without one."""
@@ -119,7 +120,8 @@ def _split(given: tuple[Any, ...]) -> tuple[tuple[MoEPass, ...], tuple[UserPass,
     for each in (each for one in ours for each in one.passes):
         if not _is_among(each, passes):
             passes.append(each)
-    chained = [user for each in given for user in ((each.chained or ()) if each in ours else (each,))]
+    theirs = ((each.chained or ()) if isinstance(each, MoEPasses) else (each,) for each in given)
+    chained = [user_pass for some in theirs for user_pass in some]
     is_open = bool(ours) and len(ours) == len(given) and all(one.chained is None for one in ours)
     return tuple(passes), None if is_open else tuple(chained)
 

@@ -86,6 +86,14 @@ def test_a_model_without_memory_gets_a_remark(patched, device):
     assert "meta device" in remark and "model.layers.0-1.mlp (MixtralSparseMoeBlock)" in remark
 
 
+@torch.no_grad()
+def test_a_model_with_some_memory_is_traced():
+    model = model_of("mixtral")
+    model.unused = torch.nn.Linear(2, 2, device="meta")
+    report = inductor_passes.explain(model, IDS)
+    assert len(report.layers) == 2 and not report.remarks
+
+
 def test_an_input_without_memory_gets_a_remark():
     report = inductor_passes.explain(lambda x: x["hidden"] + 1, {"hidden": torch.ones(2, device="meta")})
     assert "meta device" in report.remarks[0] and not report.graphs

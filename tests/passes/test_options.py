@@ -102,6 +102,8 @@ def test_copies_are_equal():
     for made in (inductor_passes.options(), inductor_passes.options("max-autotune", **{SLOT: _first})):
         assert copy.deepcopy(made) == made
         assert pickle.loads(pickle.dumps(made)) == made
+    held = MoEPasses(passes=(Mine(torch.ones(2)),))
+    assert copy.deepcopy(held) is held == held
     assert MoEPasses(passes=(Mine(1),)) == MoEPasses(passes=(Mine(1),)) != MoEPasses(passes=(Mine(2),))
     assert MoEPasses(passes=(Mine(torch.ones(2)),)) != MoEPasses(passes=(Mine(torch.ones(2)),))
 
@@ -208,6 +210,21 @@ def test_ours_globally_and_in_options_runs_once_with_the_users(in_options):
     assert len(observer.seen) == len(runs) == 1
 
 
+def test_a_pass_taken_out_of_the_slot_does_not_run():
+    observer = Observer()
+    before = inductor_config.post_grad_custom_pre_pass
+    try:
+        inductor_config.post_grad_custom_pre_pass = observer
+        inductor_config.post_grad_custom_pre_pass = None
+        with fresh_cache():
+            _compile(options=inductor_passes.options())
+            with inductor_config.patch({SLOT: observer}), inductor_config.patch({SLOT: MoEPasses(())}):
+                _compile(options=inductor_passes.options())
+    finally:
+        inductor_config.post_grad_custom_pre_pass = before
+    assert observer.seen == []
+
+
 def test_what_a_patch_inside_another_left_behind_does_not_run():
     observer, gone = Observer(), Observer()
     with (
@@ -231,6 +248,35 @@ def test_sequences_in_the_slot():
     with fresh_cache(), inductor_config.patch({SLOT: second}):
         _compile(options={SLOT: [MoEPasses(), first]})
     assert (len(first.seen), len(second.seen)) == (3, 1)
+
+
+@pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
+def test_ours_twice_in_a_sequence():
+    with fresh_cache(), inductor_config.patch({SLOT: [MoEPasses(), MoEPasses(), Observer()]}):
+        assert MoEPasses() == MoEPasses()
+        _compile(options=inductor_passes.options())
+
+
+@pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 has no passes that are told")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_users_pass_is_told_the_kind_of_graph_in_subgraphs_too(training):
+    told = []
+
+    class Aware(_compat.InferenceAwareGraphPass):
+        def __call__(self, graph, is_inference):
+            told.append(is_inference)
+
+        def uuid(self):
+            return None
+
+    def model(*given):
+        return torch.cond(given[0].sum() > 0, layer, lambda *given: layer(*given) * 2, given)
+
+    torch._dynamo.reset()
+    with fresh_cache(), torch.set_grad_enabled(training):
+        given = [tensor.requires_grad_(training) for tensor in inputs()]
+        torch.compile(model, options=inductor_passes.options(**{SLOT: Aware()}))(*given)
+    assert len(told) >= 3 and set(told) == {not training}
 
 
 @pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
