@@ -120,7 +120,7 @@ class _Recorder:
             remarks.append(
                 f"MoE modules that run none of our operators, so that nothing of them is fused: "
                 f"{'; '.join(unfused_lines(unfused))}. For a model of transformers call "
-                f"layers.huggingface.patch(model) first"
+                f"layers.huggingface.patch(model), whose report says what it leaves and why"
             )
         elif not self.layers:
             remarks.append(

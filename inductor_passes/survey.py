@@ -37,7 +37,9 @@ def _roots(values: Iterable[Any], seen: set[int]) -> Iterator[nn.Module]:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """What a function or container leads to. Of a function's globals only modules count, or it could be anything."""
+    """What a function, container or object leads to. Of globals and attributes only modules count, or it would be
+    anything.
+    """
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
     if isinstance(value, functools.partial):
@@ -48,7 +50,9 @@ def _held(value: Any) -> Iterable[Any]:
         return *cells, *(value.__defaults__ or ()), *(each for each in named if isinstance(each, nn.Module))
     if isinstance(value, Mapping):
         return value.values()
-    return value if isinstance(value, list | tuple) else ()
+    if isinstance(value, list | tuple):
+        return value
+    return [each for each in getattr(value, "__dict__", {}).values() if isinstance(each, nn.Module)]
 
 
 def moe_modules(modules: Named) -> Named:

@@ -105,6 +105,18 @@ def test_errors_of_the_model_stay_its_own():
         inductor_passes.explain(block, torch.randn(3, 15))
 
 
+class Runner:
+    """Holds a model, as pipelines and trainers do."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def run(self, ids):
+        return self.model(ids).logits
+
+    __call__ = run
+
+
 @torch.no_grad()
 def test_names_are_those_of_the_model_however_it_is_called():
     model = model_of("mixtral")
@@ -123,6 +135,8 @@ def test_names_are_those_of_the_model_however_it_is_called():
         "compiled in a closure": step(torch.compile(model)),
         "partial": functools.partial(model, use_cache=False),
         "default": lambda ids, model=model: model(ids),
+        "object": Runner(model),
+        "method of an object": Runner(model).run,
     }
     for how, call in calls.items():
         report = inductor_passes.explain(call, IDS)
