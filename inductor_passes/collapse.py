@@ -28,6 +28,15 @@ from inductor_passes.graph_tools import (
     replacement,
     rewrite_each,
 )
+from moe_ops.arguments import (
+    ExpertWeights,
+    FusedExperts,
+    FusedMoe,
+    GatherGemmAct,
+    GemmCombine,
+    RoutingDispatch,
+    TopkRouting,
+)
 
 
 class CollapseMoE:
@@ -44,7 +53,7 @@ class CollapseMoE:
 
 def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
     second = arguments(down)
-    up = expect_op(second["x"], "gather_gemm_act", "the input of gemm_combine", down)
+    up = expect_op(second.x, "gather_gemm_act", "the input of gemm_combine", down)
     expect_only_user(up, down, "the activated rows")
     first = arguments(up)
     plan = _plan_of(first, second, down)
@@ -58,79 +67,64 @@ def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
     _drop_plan(graph, plan, log)
 
 
-def _plan_of(first: dict[str, Any], second: dict[str, Any], down: Node) -> Node:
+def _plan_of(first: GatherGemmAct, second: GemmCombine, down: Node) -> Node:
     plan = expect_one_plan(
         down,
-        sorted_slots=first["sorted_slots"],
-        expert_offsets=second["expert_offsets"],
-        inverse=second["inverse"],
+        sorted_slots=first.sorted_slots,
+        expert_offsets=second.expert_offsets,
+        inverse=second.inverse,
     )
     if not is_op(plan, "build_dispatch", "routing_dispatch"):
         raise Refusal(
-            down, f"the dispatch plan comes from {describe(second['inverse'])}, not from build_dispatch"
+            down, f"the dispatch plan comes from {describe(second.inverse)}, not from build_dispatch"
         )
     _expect_roles(plan, first, second, down)
     return plan  # type: ignore[return-value]
 
 
-def _expect_roles(plan: Node | None, first: dict[str, Any], second: dict[str, Any], down: Node) -> None:
+def _expect_roles(plan: Node | None, first: GatherGemmAct, second: GemmCombine, down: Node) -> None:
     shift = 2 if is_op(plan, "routing_dispatch") else 0
-    wanted = (first["sorted_slots"], second["inverse"], second["expert_offsets"])
+    wanted = (first.sorted_slots, second.inverse, second.expert_offsets)
     for index, tensor in enumerate(wanted):
         if getitem_source(tensor) != (plan, shift + index):
             raise Refusal(down, f"{describe(tensor)} is used in another role than the plan gives it")
-    if first["expert_offsets"] is not second["expert_offsets"]:
+    if first.expert_offsets is not second.expert_offsets:
         raise Refusal(down, "the two grouped GEMMs use different expert_offsets")
 
 
-def _router_is_private(plan: Node, first: dict[str, Any], second: dict[str, Any]) -> bool:
+def _router_is_private(plan: Node, first: GatherGemmAct, second: GemmCombine) -> bool:
     """Whether the router serves this layer only, so that its weights and ids need not exist outside."""
-    weights_are_ours = getitem_source(second["topk_weights"]) == (plan, 0)
+    weights_are_ours = getitem_source(second.topk_weights) == (plan, 0)
     readers = {user for index, out in outputs(plan).items() if index < 2 for user in out.users}
     ours = {user for user in readers if is_op(user, "gemm_combine") and arguments(user) == second}
-    return weights_are_ours and readers == ours and second["shared"] is None
+    return weights_are_ours and readers == ours and second.shared is None
 
 
-def _as_fused_moe(
-    graph: Graph, plan: Node, first: dict[str, Any], second: dict[str, Any], down: Node
-) -> Node:
-    routing = arguments(plan)
-    args = (
-        first["hidden_states"],
-        routing["router_logits"],
-        first["w13"],
-        second["w2"],
-        first["w13_bias"],
-        second["w2_bias"],
-        routing["correction_bias"],
-        routing["expert_map"],
-        routing["routing"],
-        first["activation"],
-    )
-    return replacement(graph, "fused_moe", args, down)
+def _as_fused_moe(graph: Graph, plan: Node, first: GatherGemmAct, second: GemmCombine, down: Node) -> Node:
+    routed: RoutingDispatch = arguments(plan)
+    experts = ExpertWeights(first.w13, second.w2)
+    fused = FusedMoe(first.hidden_states, routed.router, experts, routed.placement, first.activation)
+    return replacement(graph, fused, down)
 
 
 def _as_fused_experts(
-    graph: Graph, plan: Node, first: dict[str, Any], second: dict[str, Any], down: Node
+    graph: Graph, plan: Node, first: GatherGemmAct, second: GemmCombine, down: Node
 ) -> Node:
-    args = (
-        first["hidden_states"],
-        first["w13"],
-        second["w2"],
-        second["topk_weights"],
+    fused = FusedExperts(
+        first.hidden_states,
+        ExpertWeights(first.w13, second.w2),
+        second.topk_weights,
         _topk_ids(graph, plan),
-        first["w13_bias"],
-        second["w2_bias"],
-        arguments(plan)["expert_map"],
-        second["shared"],
-        first["activation"],
+        arguments(plan).placement,
+        second.shared,
+        first.activation,
     )
-    return replacement(graph, "fused_experts", args, down)
+    return replacement(graph, fused, down)
 
 
-def _topk_ids(graph: Graph, plan: Node) -> Node:
+def _topk_ids(graph: Graph, plan: Node) -> Any:
     if is_op(plan, "build_dispatch"):
-        return arguments(plan)["topk_ids"]
+        return arguments(plan).topk_ids
     return pick(graph, plan, 1)
 
 
@@ -140,10 +134,8 @@ def _drop_plan(graph: Graph, plan: Node, log: PassLog) -> None:
     if not is_op(plan, "routing_dispatch") or not plan.users or any(index > 1 for index in outputs(plan)):
         return
     log.undo("routing_dispatch", plan)
-    routing = arguments(plan)
-    args = (routing["router_logits"], routing["correction_bias"], routing["routing"])
     with graph.inserting_before(plan):
-        router = call(graph, "topk_routing", args, like=plan)
+        router = call(graph, TopkRouting(arguments(plan).router), like=plan)
     for index, getitem in outputs(plan).items():
         getitem.replace_all_uses_with(pick(graph, router, index))
     erase_dead(graph, (plan,))

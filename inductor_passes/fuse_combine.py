@@ -3,7 +3,7 @@
 expert_out = grouped_gemm(x, w2, expert_offsets, bias)
 out        = combine(expert_out, topk_weights, inverse, shared)
 ->
-out        = gemm_combine(x, w2, expert_offsets, bias, topk_weights, inverse, shared)
+out        = gemm_combine(x, w2, bias, expert_offsets, topk_weights, inverse, shared)
 """
 
 from torch.fx import Graph, Node
@@ -19,6 +19,7 @@ from inductor_passes.graph_tools import (
     replacement,
     rewrite_each,
 )
+from moe_ops.arguments import Combine, GemmCombine, GroupedGemm
 
 
 class FuseGemmCombine:
@@ -34,13 +35,15 @@ class FuseGemmCombine:
 
 
 def _rewrite(graph: Graph, combine: Node, log: PassLog) -> None:
-    total = arguments(combine)
-    gemm = expect_op(total["expert_out"], "grouped_gemm", "expert_out", combine)
+    total: Combine = arguments(combine)
+    gemm = expect_op(total.expert_out, "grouped_gemm", "expert_out", combine)
     expect_only_user(gemm, combine, "expert_out")
-    product = arguments(gemm)
-    expect_one_plan(combine, expert_offsets=product["expert_offsets"], inverse=total["inverse"])
-    args = (*product.values(), total["topk_weights"], total["inverse"], total["shared"])
-    fused = replacement(graph, "gemm_combine", args, combine)
+    product: GroupedGemm = arguments(gemm)
+    expect_one_plan(combine, expert_offsets=product.expert_offsets, inverse=total.inverse)
+    args = GemmCombine(
+        product.x, product.weight, product.expert_offsets, total.topk_weights, total.inverse, total.shared
+    )
+    fused = replacement(graph, args, combine)
     log.fuse("gemm_combine", combine, (gemm, combine))
     combine.replace_all_uses_with(fused)
     erase_dead(graph, (combine, gemm))

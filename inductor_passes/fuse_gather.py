@@ -4,7 +4,7 @@ rows    = permute(hidden_states, sorted_slots)
 gate_up = grouped_gemm(rows, w13, expert_offsets, bias)
 out     = gated_activation(gate_up, activation)
 ->
-out     = gather_gemm_act(hidden_states, w13, sorted_slots, expert_offsets, bias, activation)
+out     = gather_gemm_act(hidden_states, w13, bias, sorted_slots, expert_offsets, activation)
 """
 
 from torch.fx import Graph, Node
@@ -22,6 +22,7 @@ from inductor_passes.graph_tools import (
     replacement,
     rewrite_each,
 )
+from moe_ops.arguments import GatedActivation, GatherGemmAct, GroupedGemm, Permute
 
 
 class FuseGatherGemmActivation:
@@ -38,35 +39,31 @@ class FuseGatherGemmActivation:
 
 
 def _rewrite(graph: Graph, gate: Node, log: PassLog) -> None:
-    gate_up = arguments(gate)["gate_up"]
-    if LAYER_KEY not in gate.meta and not is_op(gate_up, "grouped_gemm"):
+    activation: GatedActivation = arguments(gate)
+    if LAYER_KEY not in gate.meta and not is_op(activation.gate_up, "grouped_gemm"):
         return  # the gate of a dense layer, such as a shared expert
-    gemm = expect_op(gate_up, "grouped_gemm", "gate_up", gate)
-    product = arguments(gemm)
-    gather = expect_op(product["x"], "permute", "the input of grouped_gemm", gemm)
+    gemm = expect_op(activation.gate_up, "grouped_gemm", "gate_up", gate)
+    product: GroupedGemm = arguments(gemm)
+    gather = expect_op(product.x, "permute", "the input of grouped_gemm", gemm)
     expect_only_user(gemm, gate, "gate_up")
     expect_only_user(gather, gemm, "the gathered rows")
-    rows = arguments(gather)
-    slots, offsets = rows["sorted_slots"], product["expert_offsets"]
-    expect_one_plan(gemm, sorted_slots=slots, expert_offsets=offsets)
-    args = (
-        rows["hidden_states"],
-        product["weight"],
-        slots,
-        offsets,
-        product["bias"],
-        arguments(gate)["activation"],
+    rows: Permute = arguments(gather)
+    expect_one_plan(gemm, sorted_slots=rows.sorted_slots, expert_offsets=product.expert_offsets)
+    args = GatherGemmAct(
+        rows.hidden_states,
+        product.weight,
+        rows.sorted_slots,
+        product.expert_offsets,
+        activation.activation,
     )
-    fused = replacement(graph, "gather_gemm_act", args, gate)
+    fused = replacement(graph, args, gate)
     log.fuse("gather_gemm_act", gate, (gather, gemm, gate))
     gate.replace_all_uses_with(fused)
     erase_dead(graph, (gate, gemm, gather))
 
 
 def _refuse_other_gate(graph: Graph, gemm: Node, log: PassLog) -> None:
-    if not is_op(arguments(gemm)["x"], "permute") or any(
-        is_op(user, "gated_activation") for user in gemm.users
-    ):
+    if not is_op(arguments(gemm).x, "permute") or any(is_op(user, "gated_activation") for user in gemm.users):
         return
     readers = ", ".join(describe(user) for user in gemm.users)
     raise Refusal(gemm, f"gate_up is read by {readers}, not by gated_activation")

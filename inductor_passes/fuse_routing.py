@@ -22,6 +22,7 @@ from inductor_passes.graph_tools import (
     pick,
     rewrite_each,
 )
+from moe_ops.arguments import BuildDispatch, RoutingDispatch
 
 
 class FuseRoutingDispatch:
@@ -38,20 +39,13 @@ class FuseRoutingDispatch:
 
 
 def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
-    plan = arguments(dispatch)
-    router = _router_of(plan["topk_ids"], dispatch)
-    _expect_independent(plan["expert_map"], router, dispatch)
-    routing = arguments(router)
-    args = (
-        routing["router_logits"],
-        routing["correction_bias"],
-        plan["expert_map"],
-        plan["num_experts"],
-        routing["routing"],
-    )
+    plan: BuildDispatch = arguments(dispatch)
+    router = _router_of(plan.topk_ids, dispatch)
+    _expect_independent(plan.placement.expert_map, router, dispatch)
+    routed = RoutingDispatch(arguments(router).router, plan.placement, plan.num_experts)
     # The weights may be read before the plan is built: the caller sorts the graph once all are done.
     with graph.inserting_before(dispatch):
-        fused = call(graph, "routing_dispatch", args, like=dispatch)
+        fused = call(graph, routed, like=dispatch)
     log.fuse("routing_dispatch", dispatch, (router, dispatch))
     _move_outputs(graph, router, fused, first=0)
     _move_outputs(graph, dispatch, fused, first=2)

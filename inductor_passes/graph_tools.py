@@ -8,9 +8,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-import moe_ops  # noqa: F401  (registers torch.ops.moe)
 from inductor_passes import _compat
 from inductor_passes.base import LAYER_KEY, PassLog, Refusal
+from moe_ops import records
 
 # What a new node inherits from the one it replaces. Not "val", and not "eager_input_vals": they describe the
 # arguments of the old node, and Inductor would apply them to the new one's.
@@ -69,12 +69,17 @@ def _operator_name(node: Node) -> str:
     return str(node.target).removeprefix("higher_order.")
 
 
-def arguments(node: Node) -> dict[str, Any]:
-    """The node's arguments by schema name, those left to their default included."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    values = dict(node.kwargs)
-    values.update(zip((arg.name for arg in schema.arguments), node.args, strict=False))
-    return {arg.name: values.get(arg.name, arg.default_value) for arg in schema.arguments}
+def arguments(node: Node) -> Any:
+    """The arguments of a call of one of our operators: its record in `moe_ops.arguments`, of nodes and options."""
+    record = records.RECORDS[operator_name(node)]
+    given = dict(node.kwargs)
+    given.update(zip(records.names(record), node.args, strict=False))
+    return records.builder(record)(*(given[name] for name in records.names(record)))
+
+
+def operator_name(node: Node) -> str:
+    """Which of our operators `node` calls."""
+    return node.target._schema.name.removeprefix("moe::")  # type: ignore[union-attr]
 
 
 def getitem_source(node: object) -> tuple[Node, int] | None:
@@ -123,18 +128,19 @@ def expect_one_plan(consumer: Node, **tensors: object) -> Node | None:
     raise Refusal(consumer, f"{' and '.join(tensors)} come from different dispatch plans")
 
 
-def call(graph: Graph, name: str, args: Sequence[Any], like: Node) -> Node:
-    """Inserts a call of our operator `name` at the graph's insertion point, with value and inherited metadata.
+def call(graph: Graph, arguments: Any, like: Node) -> Node:
+    """Inserts a call of the operator that takes `arguments`, with value and inherited metadata.
 
     Inductor keeps the strides of an operator's arguments only where it finds `eager_input_vals`; without them a
     node that a pass inserted could be fed a re-laid-out tensor in spite of its `needs_exact_strides` tag.
     """
-    values = map_arg(tuple(args), lambda arg: arg.meta["val"])
+    name, args = records.operator_name(type(arguments)), records.flatten(arguments)
+    target, values = overload(name), map_arg(args, lambda arg: arg.meta["val"])
     try:
-        result = fake_call(overload(name), values)
+        result = fake_call(target, values)
     except (TypeError, ValueError) as error:  # the fused operator's own checks
         raise Refusal(like, f"{name} does not take these arguments: {error}") from error
-    node = graph.call_function(overload(name), tuple(args))
+    node = graph.call_function(target, args)
     inherit_meta(node, like)
     node.meta["eager_input_vals"] = (values, {})
     node.meta["val"] = result
@@ -178,10 +184,10 @@ def expect_same_value(new: Node, old: Node) -> None:
         )
 
 
-def replacement(graph: Graph, name: str, args: Sequence[Any], old: Node) -> Node:
-    """Inserts a call of our operator `name` in front of `old`, whose result it must equal; else refuses."""
+def replacement(graph: Graph, arguments: Any, old: Node) -> Node:
+    """Inserts a call of the operator of `arguments` in front of `old`, whose result it must equal; else refuses."""
     with graph.inserting_before(old):
-        new = call(graph, name, args, like=old)
+        new = call(graph, arguments, like=old)
     try:
         expect_same_value(new, old)
     except Refusal:

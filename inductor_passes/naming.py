@@ -74,7 +74,7 @@ def _stages_of(dispatch: Node) -> list[Node]:
 
 
 def _with_router(node: Node) -> list[Node]:
-    source = getitem_source(arguments(node).get("topk_ids"))
+    source = getitem_source(getattr(arguments(node), "topk_ids", None))
     return [source[0], node] if source is not None and is_op(source[0], "topk_routing") else [node]
 
 

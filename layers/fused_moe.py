@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig, emitted
 from layers.router import RouterOutput
-from moe_ops import fused_experts, fused_moe, topk_routing
+from moe_ops import topk_routing
+from moe_ops.activation import activation_spec
+from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
+from moe_ops.fused_experts import run as run_experts, weigh_input
+from moe_ops.fused_moe import run as run_moe
 
 
 class FusedMoE(nn.Module):
@@ -132,40 +136,26 @@ class FusedMoE(nn.Module):
         expect_features("shared", shared, self.config.hidden_size)
         return shared.reshape(-1, shared.shape[-1])  # the operators compare it with the number of tokens
 
+    def _experts(self) -> ExpertWeights:
+        return ExpertWeights(
+            GroupedLinear(self.w13_weight, self.w13_bias), GroupedLinear(self.w2_weight, self.w2_bias)
+        )
+
     def _run(self, tokens: Tensor, router_logits: Tensor, shared: Tensor | None) -> Tensor:
         config = self.config
         expect_features("router_logits", router_logits, config.num_experts)
-        return fused_moe(
-            tokens,
-            router_logits.reshape(-1, router_logits.shape[-1]),  # [T, E]
-            self.w13_weight,
-            self.w2_weight,
-            config.routing,
-            config.activation,
-            w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
-            correction_bias=self.e_score_correction_bias,
-            expert_map=self.expert_map,
-            shared=shared,
-            emit=emitted(config.emit, config.save_for_backward),
-        )
+        logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
+        router = Router(logits, self.e_score_correction_bias, config.routing.spec)
+        placement, spec = Placement(self.expert_map), activation_spec(config.activation)
+        args = FusedMoe(tokens, router, self._experts(), placement, spec)
+        return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
     def _run_routed(self, tokens: Tensor, routed: RouterOutput, shared: Tensor | None) -> Tensor:
-        config = self.config
-        return fused_experts(
-            tokens,
-            self.w13_weight,
-            self.w2_weight,
-            routed.topk_weights,
-            routed.topk_ids,
-            config.activation,
-            w13_bias=self.w13_bias,
-            w2_bias=self.w2_bias,
-            expert_map=self.expert_map,
-            apply_router_weight_on_input=config.router.weight_on == "input",
-            shared=shared,
-            emit=emitted(config.emit, config.save_for_backward),
-        )
+        config, weights = self.config, routed.topk_weights
+        placement, spec = Placement(self.expert_map), activation_spec(config.activation)
+        args = FusedExperts(tokens, self._experts(), weights, routed.topk_ids, placement, shared, spec)
+        args = weigh_input(args) if config.router.weight_on == "input" else args
+        return run_experts(args, emitted(config.emit, config.save_for_backward))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FusedMoE":
         # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.

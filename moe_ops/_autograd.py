@@ -5,103 +5,130 @@ silently drops the tangents of `torch.func.jvp`; this kernel serves autograd, `t
 compiled forms, for public functions and for direct calls of `torch.ops.moe.*` alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops import _compat
-from moe_ops._library import LIBRARY, Op, argument_names, operator
+from moe_ops import _compat, records
+from moe_ops._library import LIBRARY, OPERATORS, Op
 
-SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
+Save = Callable[[Any, Any], Any]
 Backward = Callable[..., Any]
 Tangents = tuple[Tensor | None, ...]
-Tangent = Callable[[Sequence[Any], Sequence[Any]], Tangents]
+Tangent = Callable[[Any, Any], Tangents]
 
 
 class _Formulas(NamedTuple):
-    setup_context: SetupContext
+    save: Save
     backward: Backward
     tangent: Tangent
 
 
-_FORMULAS: dict[str, _Formulas] = {}
+_FORMULAS: dict[type, _Formulas] = {}
 
 
-def define_gradient(name: str, setup_context: SetupContext, backward: Backward, tangent: Tangent) -> None:
-    """Registers how `name` is differentiated: its autograd kernel, for every transform of `torch.func` too.
+def define_gradient(arguments: type, save: Save, backward: Backward, tangent: Tangent) -> None:
+    """Registers how the operator of `arguments` is differentiated, for every transform of `torch.func` too.
 
     Args:
-        setup_context, backward: as in `torch.library.register_autograd`.
-        tangent: (inputs, tangents) -> the outputs' tangents as a tuple, None for an output that has none. Inputs come
-            without tangents; a tangent is None where an input has none. Written in operators that are differentiable
-            themselves; `tangent_of` makes one from a formula.
+        save: (arguments, outputs) -> what the backward needs: tensors and options in any nesting of tuples and records.
+        backward: (saved, needs, *grads) -> a record of gradients, None where there is none. `needs` is a record of
+            booleans: the gradients that are asked for.
+        tangent: (arguments, tangents) -> the outputs' tangents as a tuple, None for an output that has none. Arguments
+            come without tangents; a tangent is None where an argument has none. Written in operators that are
+            differentiable themselves; `tangent_of` makes one from a formula.
     """
-    _FORMULAS[name] = _Formulas(setup_context, backward, tangent)
-    call_below = operator(name)
+    _FORMULAS[arguments] = _Formulas(save, backward, tangent)
+    operator = OPERATORS[arguments]
 
-    def autograd_kernel(*args: Any) -> Any:
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    def autograd_kernel(*leaves: Any) -> Any:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             with _compat.single_level():
-                return _Recorded.apply(*args, name)
+                return _Recorded.apply(*leaves, arguments)
         if _compat.may_be_dual(tensors):
-            return _forward_mode(name, args)
+            return _forward_mode(arguments, leaves)
         with _compat.below_autograd():
-            return call_below(*args)
+            return operator.overload(*leaves)
 
-    LIBRARY.impl(name, autograd_kernel, "Autograd")
+    LIBRARY.impl(operator.name, autograd_kernel, "Autograd")
 
 
-def _forward_mode(name: str, args: tuple[Any, ...]) -> Any:
+def _forward_mode(arguments: type, leaves: tuple[Any, ...]) -> Any:
     """The operator on dual numbers, or on tensors that turn out to carry no tangent."""
-    inputs, tangents = zip(*map(_compat.unpack_dual, args), strict=True)
+    operator = OPERATORS[arguments]
+    inputs, tangents = zip(*map(_compat.unpack_dual, leaves), strict=True)
     if all(tangent is None for tangent in tangents):
         with _compat.below_autograd():
-            return operator(name)(*args)
-    outputs = operator(name)(*inputs)
-    several = as_tuple(outputs)
-    duals = tuple(map(_compat.make_dual, several, _FORMULAS[name].tangent(inputs, tangents)))
+            return operator.overload(*leaves)
+    outputs = operator.overload(*inputs)
+    to_outputs = _FORMULAS[arguments].tangent(operator.build(*inputs), operator.build(*tangents))
+    duals = tuple(map(_compat.make_dual, as_tuple(outputs), to_outputs))
     return duals if isinstance(outputs, tuple) else duals[0]
 
 
 class _Recorded(_compat.SingleLevelFunction):
     """Any operator of ours on the tape.
 
-    The operator's name comes last, so that `needs_input_grad` lines up with the operator's arguments.
+    The type of its arguments comes last, so that `needs_input_grad` lines up with them.
     """
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        *inputs, name = args
-        if _compat.may_be_dual(filter(_is_tensor, inputs)):
-            inputs = [_compat.unpack_dual(value)[0] for value in inputs]
+        *leaves, arguments = args
+        if _compat.may_be_dual(filter(_is_tensor, leaves)):
+            leaves = [_compat.unpack_dual(value)[0] for value in leaves]
         with _compat.all_modes_recorded(), _compat.below_autograd():
-            return operator(name)(*inputs)
+            return OPERATORS[arguments].overload(*leaves)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        *arguments, ctx.name = inputs
-        ctx.arguments = tuple(arguments) if _compat.may_be_dual(filter(_is_tensor, arguments)) else ()
-        _FORMULAS[ctx.name].setup_context(ctx, tuple(arguments), output)
+        *leaves, ctx.arguments = inputs
+        ctx.dual = tuple(leaves) if _compat.may_be_dual(filter(_is_tensor, leaves)) else ()
+        saved = _FORMULAS[ctx.arguments].save(OPERATORS[ctx.arguments].build(*leaves), output)
+        tensors: list[Tensor] = []
+        ctx.saved = records.map_leaves(lambda leaf: _set_aside(leaf, tensors), saved)
+        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *as_tuple(_FORMULAS[ctx.name].backward(ctx, *grads)), None
+        tensors = ctx.saved_tensors
+        saved = records.map_leaves(
+            lambda leaf: tensors[leaf.index] if isinstance(leaf, _Saved) else leaf, ctx.saved
+        )
+        needs = OPERATORS[ctx.arguments].build(*ctx.needs_input_grad[:-1])
+        return *records.flatten(_FORMULAS[ctx.arguments].backward(saved, needs, *grads)), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Called right after the forward, when an input carries a tangent."""
+        build = OPERATORS[ctx.arguments].build
         with _compat.all_modes_recorded():
-            inputs = tuple(_compat.unpack_dual(value)[0] for value in ctx.arguments)
-            results = _FORMULAS[ctx.name].tangent(inputs, tangents[:-1])
-        ctx.arguments = ()
+            inputs = build(*(_compat.unpack_dual(value)[0] for value in ctx.dual))
+            results = _FORMULAS[ctx.arguments].tangent(inputs, build(*tangents[:-1]))
+        ctx.dual = ()
         return results if len(results) != 1 else results[0]
 
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Stands for a tensor that autograd keeps."""
+
+    index: int
+
+
+def _set_aside(leaf: Any, tensors: list[Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensors.append(leaf)
+    return _Saved(len(tensors) - 1)
 
 
 def as_tuple(outputs: Any) -> tuple[Any, ...]:
@@ -112,8 +139,8 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
 def tangent_of(formula: Op) -> Tangent:
     """The tangent rule of an operator that `formula` computes too, in operations that have one."""
 
-    def tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> Tangents:
-        results = as_tuple(formula(*map(_compat.make_dual, inputs, tangents)))
+    def tangent(inputs: Any, tangents: Any) -> Tangents:
+        results = as_tuple(formula(records.transform(_compat.make_dual, inputs, tangents)))
         return tuple(_compat.unpack_dual(result)[1] for result in results)
 
     return tangent
@@ -124,40 +151,34 @@ def or_zeros(tangent: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if tangent is None else tangent
 
 
-def define_no_gradient(name: str) -> None:
-    """Registers `name` as not differentiable (all its outputs are integers)."""
-    inputs, outputs = argument_names(name), operator(name)._schema.returns
+def define_no_gradient(arguments: type) -> None:
+    """Registers an operator as not differentiable (all its outputs are integers)."""
+    outputs = OPERATORS[arguments].overload._schema.returns
     define_gradient(
-        name,
-        lambda ctx, inputs, output: None,
-        lambda ctx, *grads: (None,) * len(inputs),
+        arguments,
+        lambda *_: (),
+        lambda *_: records.partial(arguments),
         lambda *_: (None,) * len(outputs),
     )
 
 
-def define_gradient_of_formula(name: str, formula: Op, differentiable: Sequence[str]) -> None:
-    """Registers `name`'s derivatives as those of `formula`, plain PyTorch that computes the same thing.
+def define_gradient_of_formula(arguments: type, formula: Op) -> None:
+    """Registers an operator's derivatives as those of `formula`, plain PyTorch that computes the same thing.
 
-    For backward operators: it makes the operators they belong to twice differentiable. `differentiable` names the
-    arguments that have a gradient.
+    For backward operators: it makes the operators they belong to twice differentiable.
     """
-    names = argument_names(name)
-    positions = [names.index(argument) for argument in differentiable]
+    _, leaves, _, build = OPERATORS[arguments]
+    positions = [index for index, leaf in enumerate(leaves) if leaf.is_differentiable]
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.options = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
+    def backward(saved: Any, needs: Any, *grads: Tensor) -> Any:
+        values = records.flatten(saved)
 
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.options, strict=True)
-        inputs = [option if tensor is None else tensor for tensor, option in pairs]
+        def of_differentiable(*tensors: Tensor) -> Any:
+            replaced = dict(zip(positions, tensors, strict=True))
+            return formula(build(*(replaced.get(index, value) for index, value in enumerate(values))))
 
-        def of_differentiable(*values: Tensor) -> Any:
-            replaced = dict(zip(positions, values, strict=True))
-            return formula(*(replaced.get(index, value) for index, value in enumerate(inputs)))
-
-        pullback = torch.func.vjp(of_differentiable, *(inputs[index] for index in positions))[1]
+        pullback = torch.func.vjp(of_differentiable, *(values[index] for index in positions))[1]
         results = dict(zip(positions, pullback(grads[0] if len(grads) == 1 else grads), strict=True))
-        return tuple(results.get(index) for index in range(len(inputs)))
+        return build(*(results.get(index) for index in range(len(leaves))))
 
-    define_gradient(name, setup_context, backward, tangent_of(formula))
+    define_gradient(arguments, lambda inputs, _: inputs, backward, tangent_of(formula))

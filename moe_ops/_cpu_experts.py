@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ops import _checks
 from moe_ops.activation import apply_activation
+from moe_ops.arguments import FusedExperts, GroupedLinear
 from moe_ops.combine import weighted_sum
 from moe_ops.dispatch import local_experts
 from moe_ops.grouped_gemm import expert_linear
@@ -23,30 +24,21 @@ _FEW_ROWS = 16  # in the fullest expert
 _SMALL_EXPERT = 1 << 17  # weights of w13: what stays in a core's cache
 
 
-class ExpertWeights(NamedTuple):
-    """What an expert layer computes with: w13 [E, 2I, H], w2 [E, H, I], their biases, and the activation."""
+def run_experts(args: FusedExperts) -> Tensor:
+    """[T, H] in the compute dtype, without the shared output."""
+    ids, experts = args.topk_ids, args.experts
+    scales = args.topk_weights.to(_checks.compute_dtype(args.hidden_states.dtype))
+    layer = _Layer(*experts, Activation.from_spec(args.activation))
+    if ids.numel() <= _FEW_SLOTS or ids.shape[0] == 1:
+        return _slot_by_slot(args.hidden_states, layer, scales, _local_ids(ids, args.placement.expert_map))
+    chosen = local_experts(ids, args.placement, experts.w13.weight.shape[0])
+    return _in_batches(args.hidden_states, layer, scales, chosen)
 
-    w13: Tensor
-    w2: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
+
+class _Layer(NamedTuple):
+    w13: GroupedLinear
+    w2: GroupedLinear
     activation: Activation
-
-
-def run_experts(
-    hidden_states: Tensor,
-    weights: ExpertWeights,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-) -> Tensor:
-    """hidden_states [T, H], topk_weights and topk_ids [T, K] -> [T, H] in the compute dtype."""
-    scales = topk_weights.to(_checks.compute_dtype(hidden_states.dtype))
-    if topk_ids.numel() <= _FEW_SLOTS or topk_ids.shape[0] == 1:
-        return _slot_by_slot(hidden_states, weights, scales, _local_ids(topk_ids, expert_map))
-    return _in_batches(
-        hidden_states, weights, scales, local_experts(topk_ids, expert_map, weights.w13.shape[0])
-    )
 
 
 def _local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> list[list[int]]:
@@ -57,29 +49,29 @@ def _local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> list[list[int]]:
     return [[local.get(expert_id, -1) for expert_id in token] for token in ids]
 
 
-def _slot_by_slot(
-    hidden_states: Tensor, weights: ExpertWeights, scales: Tensor, experts: list[list[int]]
-) -> Tensor:
+def _slot_by_slot(hidden_states: Tensor, layer: _Layer, scales: Tensor, experts: list[list[int]]) -> Tensor:
     """One expert call per slot, in slot order; ids out of range are dropped."""
-    w13, w2, w13_bias, w2_bias, activation = weights
+    w13, w2, activation = layer
     out = scales.new_zeros(hidden_states.shape)
     for token, (ids, weight_of) in enumerate(zip(experts, scales.tolist(), strict=True)):
         x, total = hidden_states[token : token + 1], out[token : token + 1]
         for expert, scale in zip(ids, weight_of, strict=True):
-            if 0 <= expert < w13.shape[0]:
-                gate_up = expert_linear(x, w13[expert], None if w13_bias is None else w13_bias[expert])
-                activated = apply_activation(gate_up, activation)
-                bias = None if w2_bias is None else w2_bias[expert]
-                total.add_(expert_linear(activated, w2[expert], bias), alpha=scale)
+            if 0 <= expert < w13.weight.shape[0]:
+                activated = apply_activation(_expert_product(x, w13, expert), activation)
+                total.add_(_expert_product(activated, w2, expert), alpha=scale)
     return out
 
 
-def _in_batches(hidden_states: Tensor, weights: ExpertWeights, scales: Tensor, experts: Tensor) -> Tensor:
+def _expert_product(x: Tensor, linear: GroupedLinear, expert: int) -> Tensor:
+    return expert_linear(x, linear.weight[expert], None if linear.bias is None else linear.bias[expert])
+
+
+def _in_batches(hidden_states: Tensor, layer: _Layer, scales: Tensor, experts: Tensor) -> Tensor:
     """Rows sorted by expert, the experts of a batch padded to equally many rows."""
-    num_experts, top_k = weights.w13.shape[0], experts.shape[1]
+    num_experts, top_k = layer.w13.weight.shape[0], experts.shape[1]
     ranked, slots = experts.flatten().sort(stable=True)
     counts = torch.bincount(ranked, minlength=num_experts + 1)[:num_experts]
-    batches = _batches(counts.tolist(), weights.w13)
+    batches = _batches(counts.tolist(), layer.w13.weight)
     if not batches:
         return scales.new_zeros(hidden_states.shape)
     kept = int(counts.sum())
@@ -88,7 +80,7 @@ def _in_batches(hidden_states: Tensor, weights: ExpertWeights, scales: Tensor, e
     rows = starts[ranked] + torch.arange(kept, device=slots.device)
     padded = sum(batch.rows * batch.experts for batch in batches)
     tokens = slots.new_zeros(padded).index_copy_(0, rows, slots // top_k)
-    expert_out = _products(hidden_states.index_select(0, tokens), weights, batches)
+    expert_out = _products(hidden_states.index_select(0, tokens), layer, batches)
     inverse = slots.new_full((experts.numel(),), -1).index_copy_(0, slots, rows)
     return weighted_sum(expert_out, scales, inverse.view(experts.shape))
 
@@ -146,15 +138,16 @@ def _row_starts(batches: list[_Batch], num_experts: int) -> list[int]:
     return starts
 
 
-def _products(x: Tensor, weights: ExpertWeights, batches: list[_Batch]) -> Tensor:
-    gate_up = _linear(x, weights.w13, weights.w13_bias, batches)
+def _products(x: Tensor, layer: _Layer, batches: list[_Batch]) -> Tensor:
+    gate_up = _linear(x, layer.w13, batches)
     # In the storage dtype: torch's own elementwise kernels compute in float32 inside.
-    activated = apply_activation(gate_up, weights.activation)
-    return _linear(activated, weights.w2, weights.w2_bias, batches)
+    activated = apply_activation(gate_up, layer.activation)
+    return _linear(activated, layer.w2, batches)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, batches: list[_Batch]) -> Tensor:
+def _linear(x: Tensor, linear: GroupedLinear, batches: list[_Batch]) -> Tensor:
     """x [R, A] times the weight [B, A] of each expert, plus bias: [R, B]; accumulated in float32 or float64."""
+    weight, bias = linear
     out = x.new_empty((x.shape[0], weight.shape[1]))
     end = 0
     for first, experts, rows in batches:

@@ -5,44 +5,68 @@ and lets one schema have a CPU and a CUDA kernel. Each implementation runs the o
 direct `torch.ops.moe.*` call is as safe as a public function.
 """
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_ops import _checks, errors
+from moe_ops import _checks, errors, records
 from moe_ops._cache_key import tag_compile_caches
+from moe_ops.records import Role
 
 NAMESPACE = "moe"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 Op = Callable[..., Any]
-VmapRule = Callable[..., tuple[Any, Any]]
 
 
-def define(schema: str, *, check: Op, cpu: Op, cuda: Op, fake: Op) -> None:
-    """Registers an operator: `check`, `cpu`, `cuda` and `fake` all take the schema's arguments.
+class Operator(NamedTuple):
+    """An operator and what its record of arguments says."""
+
+    overload: Any
+    leaves: tuple[records.Leaf, ...]
+    flatten: Op
+    build: Op
+
+    @property
+    def name(self) -> str:
+        """Without the namespace."""
+        return self.overload._schema.name.partition("::")[2]
+
+
+OPERATORS: dict[type, Operator] = {}
+"""By the type of their arguments."""
+
+
+def define(arguments: type, returns: str, *, check: Op, cpu: Op, cuda: Op, fake: Op) -> None:
+    """Registers the operator that takes `arguments`: a record of `moe_ops.arguments`, which the four functions get.
 
     Raises RuntimeError when the operator exists, as it does when this package is imported under two names:
     the second registration would otherwise silently replace the overload that passes match on.
     """
-    name = schema[: schema.index("(")]
+    name = records.operator_name(arguments)
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         raise RuntimeError(f"{NAMESPACE}::{name} is already registered: moe_ops was imported under two names")
-    LIBRARY.define(schema, tags=_TAGS)
-    LIBRARY.impl(name, _checked(check, _plain(cpu)), "CPU")
-    LIBRARY.impl(name, _checked(check, cuda), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _traced(_checked(check, fake)), lib=LIBRARY)
+    leaves, build = records.leaves(arguments), records.builder(arguments)
+    schema = ", ".join(leaf.schema for leaf in leaves)
+    LIBRARY.define(f"{name}({schema}) -> {returns}", tags=_TAGS)
+    LIBRARY.impl(name, _checked(build, check, _plain(cpu)), "CPU")
+    LIBRARY.impl(name, _checked(build, check, cuda), "CUDA")
+    traced = _traced(_checked(build, check, fake))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", traced, lib=LIBRARY)
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    records.RECORDS[name] = arguments
+    OPERATORS[arguments] = Operator(overload, leaves, records.flattener(arguments), build)
 
 
-def _checked(check: Op, implementation: Op) -> Op:
-    def checked(*args: Any) -> Any:
-        check(*args)
-        return implementation(*args)
+def _checked(build: Op, check: Op, implementation: Op) -> Op:
+    def checked(*leaves: Any) -> Any:
+        arguments = build(*leaves)
+        check(arguments)
+        return implementation(arguments)
 
     return checked
 
@@ -91,45 +115,59 @@ def _contiguous(outputs: Any) -> Any:
     return tuple(output.contiguous() for output in outputs)
 
 
-def define_flops(name: str, formula: Callable[..., int]) -> None:
-    """Registers what `torch.utils.flop_counter.FlopCounterMode` counts for `name`: two per multiplication.
+def define_flops(arguments: type, formula: Callable[[Any], int]) -> None:
+    """Registers what `torch.utils.flop_counter.FlopCounterMode` counts for an operator: two per multiplication.
 
     `formula` gets the operator's arguments with shapes in the place of tensors. Shapes are all it sees: dropped
     slots count too. What a fused operator's backward multiplies again counts again.
     """
+    operator = OPERATORS[arguments]
 
     def count(*shapes: Any, out_val: Any = None, **_: Any) -> int:
-        return formula(*shapes)
+        return formula(operator.build(*shapes))
 
-    register_flop_formula(operator(name).overloadpacket, get_raw=False)(count)
-
-
-def operator(name: str) -> Any:
-    """The overload `torch.ops.moe.<name>.default`."""
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    register_flop_formula(operator.overload.overloadpacket, get_raw=False)(count)
 
 
-def call(name: str, *args: Any) -> Any:
-    """Calls an operator for a public function.
+def run(arguments: Any) -> Any:
+    """Calls the operator that takes `arguments`, without the checks of a public function."""
+    operator = OPERATORS[type(arguments)]
+    return operator.overload(*operator.flatten(arguments))
+
+
+def call(arguments: Any) -> Any:
+    """Calls the operator that takes `arguments`, for a public function.
 
     Raises TypeError for something else in a tensor's place, and for a DTensor: operators work on local shards, which
     only the caller can name.
     """
+    operator = OPERATORS[type(arguments)]
+    values = operator.flatten(arguments)
     if not torch.compiler.is_compiling():
         errors.forget()
-        for argument, arg in zip(_tensor_arguments(name), args, strict=False):
-            if argument is not None and type(arg) not in _ORDINARY:
-                _expect_tensor(argument, arg)
-    return errors.invoke(operator(name), *args)
+        for leaf, value in zip(operator.leaves, values, strict=True):
+            if type(value) not in _ORDINARY and leaf.is_tensor:
+                _expect_tensor(leaf, value)
+    return errors.invoke(operator.overload, *values)
 
 
-def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do: all but float64."""
-    like = tensors[0]
+def launch(arguments: Any) -> Any:
+    """Runs the Triton launches of the operator that takes `arguments`, on a GPU."""
+    from moe_ops.kernels import plans
+
+    return plans.launch(arguments)
+
+
+def autocast(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do: all but float64.
+
+    `values` are tensors, records of them, and None. The first is a tensor whose device counts.
+    """
+    like = values[0]
     if not isinstance(like, Tensor) or like.is_meta or not torch.is_autocast_enabled(like.device.type):
-        return tensors
+        return values
     dtype = torch.get_autocast_dtype(like.device.type)
-    return tuple(_cast(tensor, dtype) for tensor in tensors)
+    return records.map_leaves(lambda value: _cast(value, dtype), values)
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -140,58 +178,57 @@ def _cast(tensor: Any, dtype: torch.dtype) -> Any:
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 
-@lru_cache(maxsize=None)
-def _tensor_arguments(name: str) -> tuple[Any, ...]:
-    """The schema's argument where it is a tensor, None where it is an option."""
-    arguments = operator(name)._schema.arguments
-    return tuple(argument if "Tensor" in str(argument.type) else None for argument in arguments)
-
-
-def _expect_tensor(argument: Any, value: Any) -> None:
-    is_absent = value is None and "Optional" in str(argument.type)
-    if not is_absent:
-        _checks.expect_tensor(argument.name, value)
+def _expect_tensor(leaf: records.Leaf, value: Any) -> None:
+    if value is not None or not leaf.is_optional:
+        _checks.expect_tensor(leaf.name, value)
     if hasattr(value, "placements"):
-        errors.type_error(
-            "{} is a DTensor: expected a plain tensor, such as its to_local() shard", argument.name
-        )
+        errors.type_error("{} is a DTensor: expected a plain tensor, such as its to_local() shard", leaf.name)
 
 
-def define_vmap(name: str, token_args: Sequence[str] = ()) -> None:
-    """Registers `name`'s vmap rule.
+def define_vmap(arguments: type) -> None:
+    """Registers an operator's vmap rule: it runs once per batch element.
 
-    When only `token_args` are batched the batch joins the token dimension and the operator runs once: the
-    operator treats tokens one by one. Otherwise it runs once per batch element. A batched expert_map or
-    correction_bias raises ValueError.
+    A batched argument that is one for all tokens (a placement, a correction bias) raises ValueError.
     """
-    names = argument_names(name)
+    _define_vmap(arguments, frozenset())
+
+
+def define_vmap_over_tokens(arguments: type) -> None:
+    """Registers the vmap rule of an operator that treats tokens one by one.
+
+    When only arguments per token are batched the batch joins the token dimension and the operator runs once.
+    Otherwise as `define_vmap`.
+    """
+    leaves = OPERATORS[arguments].leaves
+    _define_vmap(arguments, frozenset(leaf.name for leaf in leaves if Role.PER_TOKEN in leaf.roles))
+
+
+def _define_vmap(arguments: type, per_token: frozenset[str]) -> None:
+    overload, leaves, *_ = OPERATORS[arguments]
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        batched = {arg for arg, dim in zip(names, in_dims, strict=True) if dim is not None}
-        for arg in batched & {"expert_map", "correction_bias"}:
-            errors.value_error(
-                "vmap over {} of {}::{}: expected it unbatched, one for the whole batch", arg, NAMESPACE, name
-            )
-        if batched <= set(token_args):
-            return _vmap_tokens(name, info.batch_size, [arg in token_args for arg in names], in_dims, args)
-        return _vmap_loop(name, info.batch_size, in_dims, args)
+        batched = [leaf for leaf, dim in zip(leaves, in_dims, strict=True) if dim is not None]
+        for leaf in batched:
+            if Role.WHOLE in leaf.roles:
+                errors.value_error(
+                    "vmap over {} of {}: expected it unbatched, one for the whole batch", leaf.name, overload
+                )
+        if per_token.issuperset(leaf.name for leaf in batched):
+            is_token = [leaf.name in per_token for leaf in leaves]
+            return _vmap_tokens(overload, info.batch_size, is_token, in_dims, args)
+        return _vmap_loop(overload, info.batch_size, in_dims, args)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=LIBRARY)
-
-
-def argument_names(name: str) -> list[str]:
-    """Names of the operator's arguments, in order."""
-    return [argument.name for argument in operator(name)._schema.arguments]
+    torch.library.register_vmap(overload._schema.name, rule, lib=LIBRARY)
 
 
 def _vmap_tokens(
-    name: str, batch: int, is_token: list[bool], in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+    overload: Op, batch: int, is_token: list[bool], in_dims: tuple[int | None, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     flat = [
         _batch_first(arg, dim, batch).flatten(0, 1) if token and arg is not None else arg
         for arg, dim, token in zip(args, in_dims, is_token, strict=True)
     ]
-    outputs = operator(name)(*flat)
+    outputs = overload(*flat)
     if isinstance(outputs, Tensor):
         return outputs.unflatten(0, (batch, -1)), 0
     return tuple(out.unflatten(0, (batch, -1)) for out in outputs), (0,) * len(outputs)
@@ -202,14 +239,14 @@ def _batch_first(tensor: Tensor, dim: int | None, batch: int) -> Tensor:
 
 
 def _vmap_loop(
-    name: str, batch: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+    overload: Op, batch: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     results = []
     for index in range(batch):
         picked = [
             arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims, strict=True)
         ]
-        results.append(operator(name)(*picked))
+        results.append(overload(*picked))
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.arguments import GatedActivation, GatedActivationBackward
 from moe_ops.errors import describe, type_error, value_error
+from moe_ops.records import partial
 from moe_ops.types import Activation
 
 
@@ -40,7 +42,7 @@ def gated_activation(gate_up: Tensor, activation: str | Activation = "silu") -> 
     Example:
         >>> hidden = moe_ops.gated_activation(gate_up, "silu")
     """
-    return _library.call("gated_activation", gate_up, activation_spec(activation))
+    return _library.call(GatedActivation(gate_up, activation_spec(activation)))
 
 
 def activation_spec(activation: str | Activation) -> str:
@@ -100,48 +102,41 @@ def _approximation(activation: Activation) -> str:
     return "tanh" if activation.name == "gelu_tanh" else "none"
 
 
-def _check(gate_up: Tensor, activation: str) -> None:
-    _checks.expect_floating("gate_up", gate_up)
-    _checks.expect_shape("gate_up", gate_up, ("S", "2I"))
-    _checks.expect_same_device(gate_up.device, "gate_up", gate_up=gate_up)
-    out_features(gate_up.shape[1], Activation.from_spec(activation))
+def _check(args: GatedActivation) -> None:
+    _checks.expect_floating("gate_up", args.gate_up)
+    _checks.expect_shape("gate_up", args.gate_up, ("S", "2I"))
+    out_features(args.gate_up.shape[1], Activation.from_spec(args.activation))
 
 
-def reference(gate_up: Tensor, activation: str) -> Tensor:
+def reference(args: GatedActivation) -> Tensor:
     """The definition of `gated_activation`, in plain PyTorch."""
-    computed = apply_activation(
-        gate_up.to(_checks.compute_dtype(gate_up.dtype)), Activation.from_spec(activation)
-    )
-    return computed.to(gate_up.dtype)
+    gate_up = args.gate_up.to(_checks.compute_dtype(args.gate_up.dtype))
+    return apply_activation(gate_up, Activation.from_spec(args.activation)).to(args.gate_up.dtype)
 
 
-def _cuda(gate_up: Tensor, activation: str) -> Tensor:
-    if gate_up.shape[0] == 0:
-        return _fake(gate_up, activation)
-    from moe_ops.kernels import activation as kernels
-
-    return kernels.launch(gate_up, Activation.from_spec(activation))
+def _cuda(args: GatedActivation) -> Tensor:
+    return _fake(args) if args.gate_up.shape[0] == 0 else _library.launch(args)
 
 
-def _fake(gate_up: Tensor, activation: str) -> Tensor:
-    return gate_up.new_empty(
-        (gate_up.shape[0], out_features(gate_up.shape[1], Activation.from_spec(activation)))
-    )
+def _fake(args: GatedActivation) -> Tensor:
+    features = out_features(args.gate_up.shape[1], Activation.from_spec(args.activation))
+    return args.gate_up.new_empty((args.gate_up.shape[0], features))
 
 
-def _check_backward(grad: Tensor, gate_up: Tensor, activation: str) -> None:
-    _check(gate_up, activation)
-    features = out_features(gate_up.shape[1], Activation.from_spec(activation))
-    _checks.expect_shape("grad", grad, (gate_up.shape[0], features))
-    _checks.expect_same_dtype(gate_up.dtype, "gate_up", grad=grad)
-    _checks.expect_same_device(gate_up.device, "gate_up", grad=grad)
+def _check_backward(args: GatedActivationBackward) -> None:
+    gate_up = args.gate_up
+    _check(GatedActivation(gate_up, args.activation))
+    features = out_features(gate_up.shape[1], Activation.from_spec(args.activation))
+    _checks.expect_shape("grad", args.grad, (gate_up.shape[0], features))
+    _checks.expect_same_dtype(gate_up.dtype, "gate_up", grad=args.grad)
+    _checks.expect_same_device(gate_up.device, "gate_up", grad=args.grad)
 
 
-def _reference_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    config = Activation.from_spec(activation)
+def _reference_backward(args: GatedActivationBackward) -> Tensor:
+    config = Activation.from_spec(args.activation)
     if config.is_gated and config.limit is None:
-        return _unclamped_backward(grad, gate_up, config)
-    return _formula_backward(grad, gate_up, activation)
+        return _unclamped_backward(args.grad, args.gate_up, config)
+    return _formula_backward(args)
 
 
 def _unclamped_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -156,10 +151,11 @@ def _unclamped_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -
     return out
 
 
-def _formula_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    dtype = _checks.compute_dtype(gate_up.dtype)
-    computed = apply_activation_backward(grad.to(dtype), gate_up.to(dtype), Activation.from_spec(activation))
-    return computed.to(gate_up.dtype)
+def _formula_backward(args: GatedActivationBackward) -> Tensor:
+    dtype = _checks.compute_dtype(args.gate_up.dtype)
+    config = Activation.from_spec(args.activation)
+    computed = apply_activation_backward(args.grad.to(dtype), args.gate_up.to(dtype), config)
+    return computed.to(args.gate_up.dtype)
 
 
 def apply_activation_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -187,27 +183,18 @@ def _gate_and_slope(gate: Tensor, activation: Activation) -> tuple[Tensor, Tenso
     return _gate(gate, activation), slope
 
 
-def _cuda_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    if gate_up.shape[0] == 0:
-        return _fake_backward(grad, gate_up, activation)
-    from moe_ops.kernels import activation as kernels
-
-    return kernels.launch_backward(grad, gate_up, Activation.from_spec(activation))
+def _cuda_backward(args: GatedActivationBackward) -> Tensor:
+    return _fake_backward(args) if args.gate_up.shape[0] == 0 else _library.launch(args)
 
 
-def _fake_backward(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
+def _fake_backward(args: GatedActivationBackward) -> Tensor:
+    return args.gate_up.new_empty(args.gate_up.shape)
 
 
+_library.define(GatedActivation, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=_fake)
 _library.define(
-    "gated_activation(Tensor gate_up, str activation) -> Tensor",
-    check=_check,
-    cpu=reference,
-    cuda=_cuda,
-    fake=_fake,
-)
-_library.define(
-    "gated_activation_backward(Tensor grad, Tensor gate_up, str activation) -> Tensor",
+    GatedActivationBackward,
+    "Tensor",
     check=_check_backward,
     cpu=_reference_backward,
     cuda=_cuda_backward,
@@ -215,22 +202,20 @@ _library.define(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gate_up, ctx.activation = inputs
-    ctx.save_for_backward(gate_up)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (gate_up,) = ctx.saved_tensors
-    return activation_gradient(grad, gate_up, ctx.activation), None
-
-
 def activation_gradient(grad: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """Gradient of `gated_activation` to gate_up."""
-    return _library.call("gated_activation_backward", grad, gate_up, activation)
+    return _library.call(GatedActivationBackward(grad, gate_up, activation))
 
 
-_autograd.define_gradient("gated_activation", _setup_context, _backward, _autograd.tangent_of(reference))
-_autograd.define_gradient_of_formula("gated_activation_backward", _formula_backward, ("grad", "gate_up"))
-_library.define_vmap("gated_activation", token_args=("gate_up",))
-_library.define_vmap("gated_activation_backward", token_args=("grad", "gate_up"))
+def _save(args: GatedActivation, output: Tensor) -> Any:
+    return args
+
+
+def _backward(args: GatedActivation, needs: GatedActivation, grad: Tensor) -> GatedActivation:
+    return partial(GatedActivation, gate_up=activation_gradient(grad, *args))
+
+
+_autograd.define_gradient(GatedActivation, _save, _backward, _autograd.tangent_of(reference))
+_autograd.define_gradient_of_formula(GatedActivationBackward, _formula_backward)
+_library.define_vmap_over_tokens(GatedActivation)
+_library.define_vmap_over_tokens(GatedActivationBackward)

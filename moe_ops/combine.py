@@ -7,7 +7,6 @@ order, so repeated runs agree bit for bit; rounded once. A slot with inverse -1 
 is the output of shared experts, or a residual, and enters after the routed sum. Static shapes, no host sync.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.arguments import Combine, CombineBackward
+from moe_ops.records import partial
 
 
 def combine(
@@ -40,11 +41,11 @@ def combine(
     Example:
         >>> out = moe_ops.combine(expert_out, topk_weights, plan.inverse)
     """
-    return _library.call("combine", expert_out, topk_weights, inverse, shared)
+    return _library.call(Combine(expert_out, topk_weights, inverse, shared))
 
 
-def check(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> None:
-    """The checks of `combine`."""
+def _check(args: Combine) -> None:
+    expert_out, topk_weights, inverse, shared = args
     _checks.expect_floating("expert_out", expert_out)
     _checks.expect_shape("expert_out", expert_out, ("S", "H"))
     check_weights(topk_weights, inverse)
@@ -77,13 +78,13 @@ def check_shared(
         _checks.expect_same_device(like.device, reference, shared=shared)
 
 
-def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
+def reference(args: Combine) -> Tensor:
     """The definition of `combine`, in plain PyTorch."""
-    weights = topk_weights.to(_checks.compute_dtype(expert_out.dtype))
-    out = weighted_sum(expert_out, weights, inverse.view(topk_weights.shape))
-    if shared is not None:
-        out += shared
-    return out.to(expert_out.dtype)
+    weights = args.topk_weights.to(_checks.compute_dtype(args.expert_out.dtype))
+    out = weighted_sum(args.expert_out, weights, args.inverse.view(weights.shape))
+    if args.shared is not None:
+        out += args.shared
+    return out.to(args.expert_out.dtype)
 
 
 def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -103,28 +104,24 @@ def _sum_kept_slots(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor
     return out
 
 
-def _cuda(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
-    if topk_weights.numel() == 0:
-        return _fake(expert_out, topk_weights, inverse, shared)
-    from moe_ops.kernels import combine as kernels
-
-    return kernels.launch(expert_out, topk_weights, inverse, shared)
+def _cuda(args: Combine) -> Tensor:
+    return _fake(args) if args.topk_weights.numel() == 0 else _library.launch(args)
 
 
-def _fake(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
-    return expert_out.new_empty((topk_weights.shape[0], expert_out.shape[1]))
+def _fake(args: Combine) -> Tensor:
+    return args.expert_out.new_empty((args.topk_weights.shape[0], args.expert_out.shape[1]))
 
 
-def _check_backward(grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor) -> None:
-    check(expert_out, topk_weights, inverse, None)
+def _check_backward(args: CombineBackward) -> None:
+    grad, expert_out, topk_weights, inverse = args
+    _check(Combine(expert_out, topk_weights, inverse, None))
     _checks.expect_shape("grad", grad, (topk_weights.shape[0], expert_out.shape[1]))
     _checks.expect_same_dtype(expert_out.dtype, "expert_out", grad=grad)
     _checks.expect_same_device(expert_out.device, "expert_out", grad=grad)
 
 
-def _reference_backward(
-    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _reference_backward(args: CombineBackward) -> tuple[Tensor, Tensor]:
+    grad, expert_out, topk_weights, inverse = args
     dtype = _checks.compute_dtype(expert_out.dtype)
     kept = (inverse >= 0).nonzero().squeeze(1)
     rows = inverse.index_select(0, kept)
@@ -138,32 +135,19 @@ def _reference_backward(
     return grad_out, grad_weights.view(topk_weights.shape)
 
 
-def _cuda_backward(
-    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
-    if topk_weights.numel() == 0:
-        return _fake_backward(grad, expert_out, topk_weights, inverse)
-    from moe_ops.kernels import combine as kernels
-
-    return kernels.launch_backward(grad, expert_out, topk_weights, inverse)
+def _cuda_backward(args: CombineBackward) -> tuple[Tensor, Tensor]:
+    return _fake_backward(args) if args.topk_weights.numel() == 0 else _library.launch(args)
 
 
-def _fake_backward(
-    grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(args: CombineBackward) -> tuple[Tensor, Tensor]:
+    expert_out, topk_weights = args.expert_out, args.topk_weights
     return expert_out.new_empty(expert_out.shape), topk_weights.new_empty(topk_weights.shape)
 
 
+_library.define(Combine, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=_fake)
 _library.define(
-    "combine(Tensor expert_out, Tensor topk_weights, Tensor inverse, Tensor? shared) -> Tensor",
-    check=check,
-    cpu=reference,
-    cuda=_cuda,
-    fake=_fake,
-)
-_library.define(
-    "combine_backward(Tensor grad, Tensor expert_out, Tensor topk_weights, Tensor inverse) "
-    "-> (Tensor grad_expert_out, Tensor grad_topk_weights)",
+    CombineBackward,
+    "(Tensor grad_expert_out, Tensor grad_topk_weights)",
     check=_check_backward,
     cpu=_reference_backward,
     cuda=_cuda_backward,
@@ -171,54 +155,55 @@ _library.define(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    expert_out, topk_weights, inverse, shared = inputs
-    ctx.has_shared = shared is not None
-    ctx.save_for_backward(expert_out, topk_weights, inverse)
-
-
 def combine_gradient(
     grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `combine` to expert_out [S, H] and topk_weights [T, K]."""
-    return _library.call("combine_backward", grad.contiguous(), expert_out, topk_weights, inverse)
+    return _library.call(CombineBackward(grad.contiguous(), expert_out, topk_weights, inverse))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
-    grad_out, grad_weights = combine_gradient(grad, *ctx.saved_tensors)
-    return grad_out, grad_weights, None, grad if ctx.has_shared else None
+def _save(args: Combine, output: Tensor) -> Any:
+    return args[:3]
 
 
-def _setup_context_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs)
+def _backward(saved: Any, needs: Combine, grad: Tensor) -> Combine:
+    to_out, to_weights = combine_gradient(grad, *saved)
+    to_shared = grad if needs.shared else None
+    return partial(Combine, expert_out=to_out, topk_weights=to_weights, shared=to_shared)
 
 
-def _double_backward(ctx: Any, to_out: Tensor, to_weights: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    grad, expert_out, topk_weights, inverse = ctx.saved_tensors
+def _save_backward(args: CombineBackward, output: tuple[Tensor, Tensor]) -> Any:
+    return args
+
+
+def _double_backward(
+    args: CombineBackward, needs: CombineBackward, to_out: Tensor, to_weights: Tensor
+) -> CombineBackward:
+    grad, expert_out, topk_weights, inverse = args
     to_grad = combine(to_out, topk_weights, inverse) + combine(expert_out, to_weights, inverse)
     to_expert_out, _ = combine_gradient(grad, expert_out, to_weights, inverse)
     _, to_topk_weights = combine_gradient(grad, to_out, topk_weights, inverse)
-    return to_grad, to_expert_out, to_topk_weights, None
+    return partial(CombineBackward, grad=to_grad, expert_out=to_expert_out, topk_weights=to_topk_weights)
 
 
-def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    expert_out, topk_weights, inverse, _ = inputs
-    to_out, to_weights, _, to_shared = tangents
-    through_out = combine(_autograd.or_zeros(to_out, expert_out), topk_weights, inverse, to_shared)
-    if to_weights is None:
+def _tangent(args: Combine, tangents: Combine) -> _autograd.Tangents:
+    expert_out, topk_weights, inverse, _ = args
+    to_out = _autograd.or_zeros(tangents.expert_out, expert_out)
+    through_out = combine(to_out, topk_weights, inverse, tangents.shared)
+    if tangents.topk_weights is None:
         return (through_out,)
-    return (through_out + combine(expert_out, to_weights, inverse),)
+    return (through_out + combine(expert_out, tangents.topk_weights, inverse),)
 
 
-def _tangent_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    grad, expert_out, topk_weights, inverse = inputs
-    to_grad, to_out, to_weights = map(_autograd.or_zeros, tangents[:3], inputs[:3])
+def _tangent_backward(args: CombineBackward, tangents: CombineBackward) -> _autograd.Tangents:
+    grad, expert_out, topk_weights, inverse = args
+    to_grad, to_out, to_weights = map(_autograd.or_zeros, tangents[:3], args[:3])
     out_by_grad, weights_by_grad = combine_gradient(to_grad, expert_out, topk_weights, inverse)
     out_by_weights, weights_by_out = combine_gradient(grad, to_out, to_weights, inverse)
     return out_by_grad + out_by_weights, weights_by_grad + weights_by_out
 
 
-_autograd.define_gradient("combine", _setup_context, _backward, _tangent)
-_autograd.define_gradient("combine_backward", _setup_context_backward, _double_backward, _tangent_backward)
-_library.define_vmap("combine")
-_library.define_vmap("combine_backward")
+_autograd.define_gradient(Combine, _save, _backward, _tangent)
+_autograd.define_gradient(CombineBackward, _save_backward, _double_backward, _tangent_backward)
+_library.define_vmap(Combine)
+_library.define_vmap(CombineBackward)

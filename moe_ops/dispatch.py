@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.arguments import BuildDispatch, Placement
 from moe_ops.errors import describe, type_error, value_error
 from moe_ops.types import DispatchPlan
 
@@ -39,7 +40,7 @@ def build_dispatch(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None
         >>> plan = moe_ops.build_dispatch(topk_ids, num_experts=8)
         >>> rows_of_expert_3 = plan.sorted_slots[plan.expert_offsets[3] : plan.expert_offsets[4]]
     """
-    return DispatchPlan(*_library.call("build_dispatch", topk_ids, expert_map, num_experts))
+    return DispatchPlan(*_library.call(BuildDispatch(topk_ids, Placement(expert_map), num_experts)))
 
 
 def expect_plan(plan: Any) -> None:
@@ -48,18 +49,21 @@ def expect_plan(plan: Any) -> None:
         type_error("plan={}: expected a DispatchPlan", describe(plan))
 
 
-def check_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> None:
+def check_ids(args: BuildDispatch) -> None:
     """The checks every operator that takes expert ids shares."""
+    topk_ids = args.topk_ids
     _checks.expect_index("topk_ids", topk_ids)
     _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
     if isinstance(topk_ids.shape[1], int) and topk_ids.shape[1] < 1:
         value_error("topk_ids has shape {}: expected at least one expert per token", list(topk_ids.shape))
-    check_map(expert_map, num_experts)
+    check_placement(args.placement, args.num_experts)
+    expert_map = args.placement.expert_map
     _checks.expect_same_device(topk_ids.device, "topk_ids", topk_ids=topk_ids, expert_map=expert_map)
 
 
-def check_map(expert_map: Tensor | None, num_experts: int) -> None:
+def check_placement(placement: Placement, num_experts: int) -> None:
     """The checks of an expert map and a local expert count."""
+    expert_map = placement.expert_map
     if num_experts < 1:
         value_error("num_experts={}: expected at least 1", num_experts)
     if expert_map is not None:
@@ -67,9 +71,10 @@ def check_map(expert_map: Tensor | None, num_experts: int) -> None:
         _checks.expect_shape("expert_map", expert_map, ("E_global",))
 
 
-def reference(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def reference(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of `build_dispatch`, in plain PyTorch."""
-    expert = local_experts(topk_ids.flatten(), expert_map, num_experts)
+    num_experts = args.num_experts
+    expert = local_experts(args.topk_ids.flatten(), args.placement, num_experts)
     ranked, order = expert.sort(stable=True)
     offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=ranked.device), out_int32=True)
     rows = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
@@ -80,9 +85,9 @@ def reference(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> 
     return order.to(torch.int32), inverse, offsets
 
 
-def local_experts(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> Tensor:
+def local_experts(ids: Tensor, placement: Placement, num_experts: int) -> Tensor:
     """Local expert of each id as int64, `num_experts` for an id that is dropped. Checked before any narrowing."""
-    ids = ids.long()
+    ids, expert_map = ids.long(), placement.expert_map
     if expert_map is not None:
         remote = (ids < 0) | (ids >= expert_map.shape[0])
         mapped = expert_map[ids.masked_fill(remote, 0)] if expert_map.numel() else torch.zeros_like(ids)
@@ -90,32 +95,30 @@ def local_experts(ids: Tensor, expert_map: Tensor | None, num_experts: int) -> T
     return ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
 
 
-def _cuda(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    if topk_ids.numel() == 0:
-        slots, inverse, offsets = fake(topk_ids, expert_map, num_experts)
+def _cuda(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
+    if args.topk_ids.numel() == 0:
+        slots, inverse, offsets = fake(args)
         return slots, inverse, offsets.zero_()
-    from moe_ops.kernels import dispatch as kernels
-
-    return kernels.launch(topk_ids, expert_map, num_experts)
+    return _library.launch(args)
 
 
-def fake(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def fake(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of the right metadata, uninitialised."""
-    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+    ids, num_slots = args.topk_ids, args.topk_ids.shape[0] * args.topk_ids.shape[1]
     return (
-        topk_ids.new_empty((num_slots,), dtype=torch.int32),
-        topk_ids.new_empty((num_slots,), dtype=torch.int32),
-        topk_ids.new_empty((num_experts + 1,), dtype=torch.int32),
+        ids.new_empty((num_slots,), dtype=torch.int32),
+        ids.new_empty((num_slots,), dtype=torch.int32),
+        ids.new_empty((args.num_experts + 1,), dtype=torch.int32),
     )
 
 
 _library.define(
-    "build_dispatch(Tensor topk_ids, Tensor? expert_map, int num_experts) "
-    "-> (Tensor sorted_slots, Tensor inverse, Tensor expert_offsets)",
+    BuildDispatch,
+    "(Tensor sorted_slots, Tensor inverse, Tensor expert_offsets)",
     check=check_ids,
     cpu=reference,
     cuda=_cuda,
     fake=fake,
 )
-_autograd.define_no_gradient("build_dispatch")
-_library.define_vmap("build_dispatch")
+_autograd.define_no_gradient(BuildDispatch)
+_library.define_vmap(BuildDispatch)

@@ -8,51 +8,39 @@ operator, which picks its kernels on the host from the token count. The operator
 its gradient and recomputes the rest.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops._cpu_experts import ExpertWeights, run_experts
-from moe_ops.activation import (
-    activation_gradient,
-    activation_spec,
-    gated_activation,
-    out_features,
+from moe_ops._cpu_experts import run_experts
+from moe_ops.activation import activation_gradient, activation_spec, gated_activation, out_features
+from moe_ops.arguments import (
+    BuildDispatch,
+    ExpertWeights,
+    FusedExperts,
+    GroupedGemm,
+    GroupedLinear,
+    Placement,
 )
 from moe_ops.combine import check_shared, combine
 from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.errors import value_error
 from moe_ops.grouped_gemm import (
-    check_bias,
-    check_weight,
+    check_linear,
+    expect_linear,
     gradients as gemm_gradients,
-    input_gradient as gemm_input_gradient,
+    input_gradient,
     product,
     product_flops,
     weight_gradient,
 )
 from moe_ops.permute import permute, permute_gradient
-from moe_ops.types import Activation, is_gated_spec
+from moe_ops.records import partial
+from moe_ops.types import Activation, DispatchPlan, is_gated_spec
 
 Emit = Literal["auto", "stages", "fused"]
-
-
-class _Arguments(NamedTuple):
-    """The operator's arguments, in the order of its schema."""
-
-    hidden_states: Tensor
-    w13: Tensor
-    w2: Tensor
-    topk_weights: Tensor
-    topk_ids: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    expert_map: Tensor | None
-    shared: Tensor | None
-    activation: str
 
 
 def fused_experts(
@@ -97,16 +85,17 @@ def fused_experts(
     Example:
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
     """
-    hidden_states, w13, w2, w13_bias, w2_bias, shared = _library.autocast(
-        hidden_states, w13, w2, w13_bias, w2_bias, shared
-    )
-    if apply_router_weight_on_input:
-        hidden_states, topk_weights = _weigh_input(hidden_states, topk_weights)
-    spec = activation_spec(activation)
-    arguments = _Arguments(
-        hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, spec
-    )
-    return _expert_stages(arguments) if emits_stages(emit) else _library.call("fused_experts", *arguments)
+    experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
+    placement, spec = Placement(expert_map), activation_spec(activation)
+    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, placement, shared, spec)
+    return run(weigh_input(args) if apply_router_weight_on_input else args, emit)
+
+
+def run(args: FusedExperts, emit: Emit) -> Tensor:
+    """`fused_experts` of its arguments as one value."""
+    tensors = _library.autocast((args.hidden_states, args.experts, args.shared))
+    args = args._replace(hidden_states=tensors[0], experts=tensors[1], shared=tensors[2])
+    return run_stages(args) if emits_stages(emit) else _library.call(args)
 
 
 def emits_stages(emit: Emit) -> bool:
@@ -118,202 +107,169 @@ def emits_stages(emit: Emit) -> bool:
     return emit == "stages"
 
 
-def _weigh_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+def weigh_input(args: FusedExperts) -> FusedExperts:
+    """Weighs the experts' input instead of their output. Raises ValueError unless K = 1."""
+    topk_weights = args.topk_weights
     if topk_weights.dim() != 2 or topk_weights.shape[1] != 1:
         value_error(
             "apply_router_weight_on_input=True with topk_weights of shape {}: expected [T, 1]",
             list(topk_weights.shape),
         )
-    return hidden_states * topk_weights.to(hidden_states.dtype), torch.ones_like(topk_weights)
+    weighed = args.hidden_states * topk_weights.to(args.hidden_states.dtype)
+    return args._replace(hidden_states=weighed, topk_weights=torch.ones_like(topk_weights))
 
 
-def _expert_stages(arguments: _Arguments) -> Tensor:
-    _check_in_callers_names(arguments)
-    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation = (
-        arguments
-    )
-    plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
-    rows = permute(hidden_states, plan.sorted_slots)
-    gate_up = product(rows, w13, plan.expert_offsets, w13_bias)
-    activated = gated_activation(gate_up, activation)
-    expert_out = product(activated, w2, plan.expert_offsets, w2_bias)
-    return combine(expert_out, topk_weights, plan.inverse, shared)
+def run_stages(args: FusedExperts) -> Tensor:
+    """`fused_experts` as its stage operators."""
+    _check_in_callers_names(args)
+    plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
+    rows = permute(args.hidden_states, plan.sorted_slots)
+    gate_up = product(rows, args.experts.w13, plan.expert_offsets)
+    activated = gated_activation(gate_up, args.activation)
+    expert_out = product(activated, args.experts.w2, plan.expert_offsets)
+    return combine(expert_out, args.topk_weights, plan.inverse, args.shared)
 
 
-def _check_in_callers_names(arguments: _Arguments) -> None:
+def _check_in_callers_names(args: FusedExperts) -> None:
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
-    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, _, _, activation = arguments
-    _checks.expect_floating("hidden_states", hidden_states)
-    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
-    gated = is_gated_spec(activation)
-    if gated and isinstance(w13.shape[1], int) and w13.shape[1] % 2:
+    x, (w13, w2), weights, ids = args.hidden_states, args.experts, args.topk_weights, args.topk_ids
+    _checks.expect_floating("hidden_states", x)
+    _checks.expect_shape("hidden_states", x, ("T", "H"))
+    expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
+    columns, gated = w13.weight.shape[1], is_gated_spec(args.activation)
+    if gated and isinstance(columns, int) and columns % 2:
         value_error(
-            "w13 has {} gate and up features: expected an even number for {!r}", w13.shape[1], activation
+            "w13 has {} gate and up features: expected an even number for {!r}", columns, args.activation
         )
-    features = w13.shape[1] // 2 if gated else w13.shape[1]
-    _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
-    _checks.expect_shape("topk_ids", topk_ids, (hidden_states.shape[0], "K"))
-    _checks.expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
-    _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", w13=w13, w2=w2)
-    _checks.expect_same_device(
-        hidden_states.device, "hidden_states", w13=w13, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids
-    )
-    check_bias("w13_bias", w13_bias, w13)
-    check_bias("w2_bias", w2_bias, w2)
+    features = columns // 2 if gated else columns
+    expect_linear("w2", w2, (w13.weight.shape[0], x.shape[1], features), "hidden_states", x)
+    _checks.expect_shape("topk_ids", ids, (x.shape[0], "K"))
+    _checks.expect_shape("topk_weights", weights, tuple(ids.shape))
+    _checks.expect_same_device(x.device, "hidden_states", topk_weights=weights, topk_ids=ids)
 
 
-def _check(*args: Any) -> None:
-    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation = args
-    check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
-    check_ids(topk_ids, expert_map, w13.shape[0])
-    _checks.expect_shape("topk_ids", topk_ids, (hidden_states.shape[0], "K"))
-    _checks.expect_floating("topk_weights", topk_weights)
-    _checks.expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
-    check_shared(shared, hidden_states.shape[0], hidden_states.shape[1], "hidden_states", hidden_states)
-    _checks.expect_same_device(
-        hidden_states.device,
-        "hidden_states",
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        expert_map=expert_map,
-    )
+def _check(args: FusedExperts) -> None:
+    x, placement, num_experts = args.hidden_states, args.placement, args.experts.w13.weight.shape[0]
+    check_experts(x, args.experts, args.activation)
+    check_ids(BuildDispatch(args.topk_ids, placement, num_experts))
+    _checks.expect_shape("topk_ids", args.topk_ids, (x.shape[0], "K"))
+    _checks.expect_floating("topk_weights", args.topk_weights)
+    _checks.expect_shape("topk_weights", args.topk_weights, tuple(args.topk_ids.shape))
+    check_shared(args.shared, x.shape[0], x.shape[1], "hidden_states", x)
+    tensors = {"topk_weights": args.topk_weights, "topk_ids": args.topk_ids, **placement._asdict()}
+    _checks.expect_same_device(x.device, "hidden_states", **tensors)
 
 
-def check_expert_weights(
-    hidden_states: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
-    activation: str,
-) -> None:
+def check_experts(hidden_states: Tensor, experts: ExpertWeights, activation: str) -> None:
     """The checks of a layer's input and weights."""
-    _checks.expect_floating("hidden_states", hidden_states)
-    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    check_weight("w13", w13, hidden_states.shape[1], None)
-    if w13.shape[0] < 1:
-        value_error("w13 has shape {}: expected at least one expert", list(w13.shape))
-    features = out_features(w13.shape[1], Activation.from_spec(activation), "w13")
-    _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
-    _checks.expect_weight_strides("w2", w2)
-    check_bias("w13_bias", w13_bias, w13)
-    check_bias("w2_bias", w2_bias, w2)
-    tensors = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
-    _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", **tensors)
-    _checks.expect_same_device(hidden_states.device, "hidden_states", hidden_states=hidden_states, **tensors)
+    (w13, w2), x = experts, hidden_states
+    _checks.expect_floating("hidden_states", x)
+    _checks.expect_shape("hidden_states", x, ("T", "H"))
+    check_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
+    if w13.weight.shape[0] < 1:
+        value_error("w13 has shape {}: expected at least one expert", list(w13.weight.shape))
+    features = out_features(w13.weight.shape[1], Activation.from_spec(activation), "w13")
+    check_linear("w2", w2, (w13.weight.shape[0], x.shape[1], features), "hidden_states", x)
 
 
-def reference(*args: Any) -> Tensor:
-    """The definition of `fused_experts`, in plain PyTorch; takes the operator's arguments."""
-    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, activation = args
-    weights = ExpertWeights(w13, w2, w13_bias, w2_bias, Activation.from_spec(activation))
-    out = run_experts(hidden_states, weights, topk_weights, topk_ids, expert_map)
-    if shared is not None:
-        out += shared
-    return out.to(hidden_states.dtype)
+def reference(args: FusedExperts) -> Tensor:
+    """The definition of `fused_experts`, in plain PyTorch."""
+    out = run_experts(args)
+    if args.shared is not None:
+        out += args.shared
+    return out.to(args.hidden_states.dtype)
 
 
-def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
-    if hidden_states.shape[0] == 0:
-        return hidden_states.new_empty(hidden_states.shape)
-    from moe_ops.kernels import fused as kernels
-
-    launch: Any = kernels.fused_experts
-    return launch(hidden_states, *args[:-1], Activation.from_spec(args[-1]))
+def _cuda(args: FusedExperts) -> Tensor:
+    return fake(args) if args.hidden_states.shape[0] == 0 else _library.launch(args)
 
 
-def fake(hidden_states: Tensor, *_: Any) -> Tensor:
-    """An output of the right metadata, uninitialised."""
-    return hidden_states.new_empty(hidden_states.shape)
+def fake(args: Any) -> Tensor:
+    """An output of the right metadata, uninitialised, for operators on hidden states."""
+    return args.hidden_states.new_empty(args.hidden_states.shape)
 
 
-_library.define(
-    "fused_experts(Tensor hidden_states, Tensor w13, Tensor w2, Tensor topk_weights, Tensor topk_ids, "
-    "Tensor? w13_bias, Tensor? w2_bias, Tensor? expert_map, Tensor? shared, str activation) -> Tensor",
-    check=_check,
-    cpu=reference,
-    cuda=_cuda,
-    fake=fake,
-)
+_library.define(FusedExperts, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden_states, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, shared, ctx.activation = (
-        inputs
-    )
-    plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
-    ctx.has_shared = shared is not None
-    ctx.save_for_backward(hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, *plan)
+def _save(args: FusedExperts, output: Tensor) -> Any:
+    plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
+    return partial(
+        FusedExperts,
+        hidden_states=args.hidden_states,
+        experts=args.experts,
+        topk_weights=args.topk_weights,
+        activation=args.activation,
+    ), plan
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    to_hidden, to_w13, to_w2, to_weights, _, to_b13, to_b2, *_ = ctx.needs_input_grad
-    needs = Needs(to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2)
-    to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
-        grad, ctx.saved_tensors, ctx.activation, needs
-    )
-    to_shared = grad if ctx.has_shared else None
-    return to_hidden, to_w13, to_w2, to_weights, None, to_b13, to_b2, None, to_shared, None
+def _backward(saved: Any, needs: FusedExperts, grad: Tensor) -> FusedExperts:
+    args, plan = saved
+    grads = expert_gradients(grad, args, plan, needs)
+    return grads._replace(shared=grad if needs.shared else None)
 
 
-class Needs(NamedTuple):
-    """Which gradients of a layer are asked for."""
-
-    hidden_states: bool
-    w13: bool
-    w2: bool
-    topk_weights: bool
-    w13_bias: bool
-    w2_bias: bool
-
-    @property
-    def up(self) -> bool:
-        """Whether anything before the activation has a gradient."""
-        return self.hidden_states or self.w13 or self.w13_bias
-
-
-def expert_gradients(grad: Tensor, saved: tuple[Any, ...], activation: str, needs: Needs) -> tuple[Any, ...]:
-    """The gradients of `Needs`, in its order. Recomputes the first product of the layer, not the second.
+def expert_gradients(
+    grad: Tensor, args: FusedExperts, plan: DispatchPlan, needs: FusedExperts
+) -> FusedExperts:
+    """The gradients that `needs` asks for. Recomputes the first product of the layer, not the second.
 
     With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
     <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
     (SonicMoE, arXiv 2512.14080).
     """
-    hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, _, offsets = saved
-    rows = permute(hidden_states, slots)
-    gate_up = product(rows, w13, offsets, w13_bias)
-    activated = gated_activation(gate_up, activation)
-    grad_rows, scale = permute(grad.contiguous(), slots), topk_weights.flatten()[slots].unsqueeze(1)
-    back = gemm_input_gradient(grad_rows, w2, offsets)
-    to_weights = to_hidden = to_w13 = to_b13 = None
-    if needs.topk_weights:
-        dots = (back * activated).sum(1, dtype=topk_weights.dtype)
-        if w2_bias is not None:
-            dots = dots + product(grad_rows, w2_bias.unsqueeze(1), offsets).squeeze(1).to(dots.dtype)
-        to_weights = torch.zeros_like(dots).index_copy(0, slots.long(), dots).view(topk_weights.shape)
+    (w13, w2), slots, offsets = args.experts, plan.sorted_slots, plan.expert_offsets
+    up = GroupedGemm(permute(args.hidden_states, slots), w13, offsets)
+    gate_up = product(*up)
+    activated = gated_activation(gate_up, args.activation)
+    grad_rows, scale = permute(grad.contiguous(), slots), args.topk_weights.flatten()[slots].unsqueeze(1)
+    back = input_gradient(grad_rows, w2, offsets)
+    down = GroupedGemm(activated, w2, offsets)
+    to_weights = (
+        _weights_gradient(back, grad_rows, down, slots, args.topk_weights) if needs.topk_weights else None
+    )
     scale = scale.to(grad_rows.dtype)
-    to_w2 = weight_gradient(grad_rows, activated * scale, offsets) if needs.w2 else None
-    to_b2 = weight_gradient(grad_rows, scale, offsets).squeeze(2) if needs.w2_bias else None
-    if needs.up:
-        to_gate_up = activation_gradient(back * scale, gate_up, activation)
-        wanted = needs.hidden_states, needs.w13, needs.w13_bias
-        to_rows, to_w13, to_b13 = gemm_gradients(to_gate_up, rows, w13, offsets, wanted)
-        to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, hidden_states.shape[0])
-    return to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2
+    to_w2 = _scaled_gradient(grad_rows, activated, scale, offsets, needs.experts.w2)
+    wanted, to_up = (
+        partial(GroupedGemm, x=needs.hidden_states, weight=needs.experts.w13),
+        partial(GroupedGemm),
+    )
+    if wanted.x or any(wanted.weight):
+        to_up = gemm_gradients(activation_gradient(back * scale, gate_up, args.activation), up, wanted)
+    to_hidden = None if to_up.x is None else permute_gradient(to_up.x, slots, args.hidden_states.shape[0])
+    to_experts = ExpertWeights(to_up.weight, to_w2)
+    return partial(FusedExperts, hidden_states=to_hidden, experts=to_experts, topk_weights=to_weights)
 
 
-def _stages(*args: Any) -> Tensor:
-    return _expert_stages(_Arguments(*args))
+def _weights_gradient(
+    back: Tensor, grad_rows: Tensor, down: GroupedGemm, slots: Tensor, topk_weights: Tensor
+) -> Tensor:
+    """<g, y> of every slot as [T, K]."""
+    dots = (back * down.x).sum(1, dtype=topk_weights.dtype)
+    if down.weight.bias is not None:
+        bias = GroupedLinear(down.weight.bias.unsqueeze(1))
+        dots = dots + product(grad_rows, bias, down.expert_offsets).squeeze(1).to(dots.dtype)
+    return torch.zeros_like(dots).index_copy(0, slots.long(), dots).view(topk_weights.shape)
 
 
-_autograd.define_gradient("fused_experts", _setup_context, _backward, _autograd.tangent_of(_stages))
+def _scaled_gradient(
+    grad: Tensor, x: Tensor, scale: Tensor, expert_offsets: Tensor, needs: GroupedLinear
+) -> GroupedLinear:
+    """Gradients to weight and bias of a product whose rows are weighed by scale [S, 1]."""
+    to_weight = weight_gradient(grad, x * scale, expert_offsets) if needs.weight else None
+    to_bias = weight_gradient(grad, scale, expert_offsets).squeeze(2) if needs.bias else None
+    return partial(GroupedLinear, weight=to_weight, bias=to_bias)
 
 
-def layer_flops(num_slots: int, w13: Sequence[int], w2: Sequence[int]) -> int:
-    """Of both products of a layer."""
-    return product_flops(num_slots, w13) + product_flops(num_slots, w2)
+_autograd.define_gradient(FusedExperts, _save, _backward, _autograd.tangent_of(run_stages))
 
 
-_library.define_flops("fused_experts", lambda x, w13, w2, _, ids, *__: layer_flops(ids[0] * ids[1], w13, w2))
-_library.define_vmap("fused_experts", token_args=("hidden_states", "topk_weights", "topk_ids", "shared"))
+def layer_flops(num_slots: int, experts: Any) -> int:
+    """Of both products of a layer; `experts` holds shapes."""
+    return product_flops(num_slots, experts.w13) + product_flops(num_slots, experts.w2)
+
+
+_library.define_flops(
+    FusedExperts, lambda shapes: layer_flops(shapes.topk_ids[0] * shapes.topk_ids[1], shapes.experts)
+)
+_library.define_vmap_over_tokens(FusedExperts)

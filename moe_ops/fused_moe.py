@@ -10,26 +10,36 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import activation_spec
-from moe_ops.dispatch import check_map
+from moe_ops.arguments import (
+    ExpertWeights,
+    FusedExperts,
+    FusedMoe,
+    GroupedLinear,
+    Placement,
+    Router,
+    RoutingDispatch,
+    TopkRouting,
+)
+from moe_ops.dispatch import check_placement
 from moe_ops.fused_experts import (
     Emit,
-    Needs,
-    check_expert_weights,
+    check_experts,
     emits_stages,
     expert_gradients,
     fake,
-    fused_experts,
     layer_flops,
     reference as experts_reference,
+    run as run_experts,
+    run_stages,
 )
+from moe_ops.records import partial
 from moe_ops.routing import (
     check_router,
     reference as routing_reference,
     routing_gradient,
     routing_spec,
-    topk_routing,
 )
-from moe_ops.types import Activation, RoutingConfig
+from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 
 
 def fused_moe(
@@ -63,127 +73,93 @@ def fused_moe(
     Example:
         >>> out = moe_ops.fused_moe(hidden_states, logits, w13, w2, moe_ops.RoutingConfig(top_k=2))
     """
+    router = Router(router_logits, correction_bias, routing_spec(routing))
+    experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
+    placement, spec = Placement(expert_map), activation_spec(activation)
+    return run(FusedMoe(hidden_states, router, experts, placement, spec), shared, emit)
+
+
+def run(args: FusedMoe, shared: Tensor | None, emit: Emit) -> Tensor:
+    """`fused_moe` of its arguments as one value, and what is added after the routed sum."""
     if emits_stages(emit) or shared is not None:
-        _check_logits(hidden_states, router_logits, w13, expert_map)
-        topk_weights, topk_ids = topk_routing(router_logits, routing, correction_bias)
-        return fused_experts(
-            hidden_states, w13, w2, topk_weights, topk_ids, activation,
-            w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, shared=shared, emit=emit,
-        )  # fmt: skip
-    hidden_states, w13, w2, w13_bias, w2_bias = _library.autocast(hidden_states, w13, w2, w13_bias, w2_bias)
-    specs = routing_spec(routing), activation_spec(activation)
-    return _library.call(
-        "fused_moe",
-        hidden_states,
-        router_logits,
-        w13,
-        w2,
-        w13_bias,
-        w2_bias,
-        correction_bias,
-        expert_map,
-        *specs,
+        _check_logits(args)
+        routed = _library.call(TopkRouting(args.router))
+        return run_experts(_experts_args(args, *routed)._replace(shared=shared), emit)
+    hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
+    return _library.call(args._replace(hidden_states=hidden_states, experts=experts))
+
+
+def _check_logits(args: FusedMoe) -> None:
+    x, expert_map = args.hidden_states, args.placement.expert_map
+    _checks.expect_shape("hidden_states", x, ("T", "H"))
+    num_experts = args.experts.w13.weight.shape[0] if expert_map is None else expert_map.shape[0]
+    _checks.expect_shape("router_logits", args.router.router_logits, (x.shape[0], num_experts))
+
+
+def _check(args: FusedMoe) -> None:
+    x, placement = args.hidden_states, args.placement
+    check_experts(x, args.experts, args.activation)
+    check_router(args.router)
+    check_placement(placement, args.experts.w13.weight.shape[0])
+    _check_logits(args)
+    tensors = {"router_logits": args.router.router_logits, **placement._asdict()}
+    _checks.expect_same_device(x.device, "hidden_states", **tensors)
+
+
+def _reference(args: FusedMoe) -> Tensor:
+    return experts_reference(_experts_args(args, *routing_reference(args.router)))
+
+
+def _experts_args(args: FusedMoe, topk_weights: Tensor, topk_ids: Tensor) -> FusedExperts:
+    return FusedExperts(
+        args.hidden_states, args.experts, topk_weights, topk_ids, args.placement, None, args.activation
     )
 
 
-def _check_logits(
-    hidden_states: Tensor, router_logits: Tensor, w13: Tensor, expert_map: Tensor | None
-) -> None:
-    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    num_experts = w13.shape[0] if expert_map is None else expert_map.shape[0]
-    _checks.expect_shape("router_logits", router_logits, (hidden_states.shape[0], num_experts))
+def _cuda(args: FusedMoe) -> Tensor:
+    return fake(args) if args.hidden_states.shape[0] == 0 else _library.launch(args)
 
 
-def _check(*args: Any) -> None:
-    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
-    check_expert_weights(hidden_states, w13, w2, w13_bias, w2_bias, activation)
-    check_router(logits, correction_bias, routing)
-    check_map(expert_map, w13.shape[0])
-    _check_logits(hidden_states, logits, w13, expert_map)
-    _checks.expect_same_device(
-        hidden_states.device, "hidden_states", router_logits=logits, expert_map=expert_map
-    )
+_library.define(FusedMoe, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=fake)
 
 
-def _reference(*args: Any) -> Tensor:
-    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
-    weights, ids = routing_reference(logits, correction_bias, routing)
-    return experts_reference(
-        hidden_states, w13, w2, weights, ids, w13_bias, w2_bias, expert_map, None, activation
-    )
+def _save(args: FusedMoe, output: Tensor) -> Any:
+    num_experts = args.experts.w13.weight.shape[0]
+    weights, ids, *plan = _library.run(RoutingDispatch(args.router, args.placement, num_experts))
+    experts_args = _experts_args(args, weights, ids)._replace(placement=Placement())
+    return args.router, experts_args, DispatchPlan(*plan)
 
 
-def _cuda(hidden_states: Tensor, *args: Any) -> Tensor:
-    if hidden_states.shape[0] == 0:
-        return hidden_states.new_empty(hidden_states.shape)
-    from moe_ops.kernels import fused as kernels
-
-    launch: Any = kernels.fused_moe
-    *tensors, routing, activation = args
-    return launch(hidden_states, *tensors, RoutingConfig.from_spec(routing), Activation.from_spec(activation))
-
-
-_library.define(
-    "fused_moe(Tensor hidden_states, Tensor router_logits, Tensor w13, Tensor w2, Tensor? w13_bias, "
-    "Tensor? w2_bias, Tensor? correction_bias, Tensor? expert_map, str routing, str activation) -> Tensor",
-    check=_check,
-    cpu=_reference,
-    cuda=_cuda,
-    fake=fake,
-)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    (
-        hidden_states,
-        logits,
-        w13,
-        w2,
-        w13_bias,
-        w2_bias,
-        correction_bias,
-        expert_map,
-        ctx.routing,
-        ctx.activation,
-    ) = inputs
-    weights, ids, *plan = _library.operator("routing_dispatch")(
-        logits, correction_bias, expert_map, w13.shape[0], ctx.routing
-    )
-    ctx.save_for_backward(
-        logits, correction_bias, ids, hidden_states, w13, w2, weights, w13_bias, w2_bias, *plan
-    )
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    logits, correction_bias, ids, *saved = ctx.saved_tensors
+def _backward(saved: Any, needs: FusedMoe, grad: Tensor) -> FusedMoe:
+    router, args, plan = saved
     if torch.is_grad_enabled():  # For second derivatives the weights must depend on the logits again.
-        saved[3], _ = _library.call("topk_routing", logits, correction_bias, ctx.routing)
-    to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, *_ = ctx.needs_input_grad
-    needs = Needs(to_hidden, to_w13, to_w2, to_logits, to_b13, to_b2)
-    to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
-        grad, tuple(saved), ctx.activation, needs
+        args = args._replace(topk_weights=_library.call(TopkRouting(router))[0])
+    wanted = partial(
+        FusedExperts,
+        hidden_states=needs.hidden_states,
+        experts=needs.experts,
+        topk_weights=needs.router.router_logits,
     )
-    to_logits = (
-        routing_gradient(to_weights, logits, saved[3], ids, ctx.routing) if needs.topk_weights else None
-    )
-    return to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, None, None, None, None
+    grads = expert_gradients(grad, args, plan, wanted)
+    to_router = partial(Router)
+    if grads.topk_weights is not None:
+        weights = grads.topk_weights, router.router_logits, args.topk_weights, args.topk_ids
+        to_router = partial(Router, router_logits=routing_gradient(*weights, router.routing))
+    return partial(FusedMoe, hidden_states=grads.hidden_states, router=to_router, experts=grads.experts)
 
 
-def _stages(*args: Any) -> Tensor:
-    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
-    topk_weights, topk_ids = topk_routing(logits, RoutingConfig.from_spec(routing), correction_bias)
-    return fused_experts(
-        hidden_states, w13, w2, topk_weights, topk_ids, activation,
-        w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, emit="stages",
-    )  # fmt: skip
+def _stages(args: FusedMoe) -> Tensor:
+    routed = _library.call(TopkRouting(args.router))
+    return run_stages(_experts_args(args, *routed))
 
 
-_autograd.define_gradient("fused_moe", _setup_context, _backward, _autograd.tangent_of(_stages))
+_autograd.define_gradient(FusedMoe, _save, _backward, _autograd.tangent_of(_stages))
 
 
-def _flops(hidden_states: Any, logits: Any, w13: Any, w2: Any, *args: Any) -> int:
-    return layer_flops(logits[0] * RoutingConfig.from_spec(args[-2]).top_k, w13, w2)
+def _flops(shapes: Any) -> int:
+    top_k = RoutingConfig.from_spec(shapes.router.routing).top_k
+    return layer_flops(shapes.hidden_states[0] * top_k, shapes.experts)
 
 
-_library.define_flops("fused_moe", _flops)
-_library.define_vmap("fused_moe", token_args=("hidden_states", "router_logits"))
+_library.define_flops(FusedMoe, _flops)
+_library.define_vmap_over_tokens(FusedMoe)

@@ -19,16 +19,18 @@ from moe_ops.activation import (
     out_features,
     reference as activation_reference,
 )
+from moe_ops.arguments import GatedActivation, GatherGemmAct, GroupedGemm, GroupedLinear
 from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
-    check_bias,
-    check_weight,
+    check_linear,
+    check_offsets,
     gradients as gemm_gradients,
     product,
     product_flops,
     reference as gemm_reference,
 )
 from moe_ops.permute import permute, permute_gradient
+from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan
 
 
@@ -58,123 +60,64 @@ def gather_gemm_act(
         >>> up = moe_ops.gather_gemm_act(hidden_states, w13, plan)
     """
     expect_plan(plan)
-    hidden_states, w13, bias = _library.autocast(hidden_states, w13, bias)
-    spec = activation_spec(activation)
-    return _library.call(
-        "gather_gemm_act", hidden_states, w13, plan.sorted_slots, plan.expert_offsets, bias, spec
-    )
+    hidden_states, linear = _library.autocast((hidden_states, GroupedLinear(w13, bias)))
+    slots, offsets, spec = plan.sorted_slots, plan.expert_offsets, activation_spec(activation)
+    return _library.call(GatherGemmAct(hidden_states, linear, slots, offsets, spec))
 
 
-def _check(
-    hidden_states: Tensor,
-    w13: Tensor,
-    sorted_slots: Tensor,
-    expert_offsets: Tensor,
-    w13_bias: Tensor | None,
-    activation: str,
-) -> None:
-    _checks.expect_floating("hidden_states", hidden_states)
-    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    _checks.expect_index("sorted_slots", sorted_slots, (torch.int32,))
-    _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
-    check_weight("w13", w13, hidden_states.shape[1], expert_offsets)
-    check_bias("w13_bias", w13_bias, w13)
-    out_features(w13.shape[1], Activation.from_spec(activation), "w13")
-    _checks.expect_same_dtype(hidden_states.dtype, "hidden_states", w13=w13, w13_bias=w13_bias)
-    _checks.expect_same_device(
-        hidden_states.device,
-        "hidden_states",
-        hidden_states=hidden_states,
-        w13=w13,
-        sorted_slots=sorted_slots,
-        expert_offsets=expert_offsets,
-        w13_bias=w13_bias,
-    )
+def _check(args: GatherGemmAct) -> None:
+    _checks.expect_floating("hidden_states", args.hidden_states)
+    _checks.expect_shape("hidden_states", args.hidden_states, ("T", "H"))
+    _checks.expect_index("sorted_slots", args.sorted_slots, (torch.int32,))
+    _checks.expect_shape("sorted_slots", args.sorted_slots, ("S",))
+    _checks.expect_same_device(args.hidden_states.device, "hidden_states", sorted_slots=args.sorted_slots)
+    x = args.hidden_states
+    check_linear("w13", args.w13, ("E", "2I", x.shape[1]), "hidden_states", x)
+    check_offsets(args.expert_offsets, args.w13, args.hidden_states)
+    out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
 
 
-def reference(
-    hidden_states: Tensor,
-    w13: Tensor,
-    sorted_slots: Tensor,
-    expert_offsets: Tensor,
-    w13_bias: Tensor | None,
-    activation: str,
-) -> Tensor:
+def reference(args: GatherGemmAct) -> Tensor:
     """The definition of `gather_gemm_act`: its stages, one after the other."""
-    top_k = max(sorted_slots.shape[0] // max(hidden_states.shape[0], 1), 1)
-    rows = hidden_states.index_select(0, sorted_slots // top_k)
-    gate_up = gemm_reference(rows, w13, expert_offsets, w13_bias)
-    return activation_reference(gate_up, activation)
+    top_k = max(args.sorted_slots.shape[0] // max(args.hidden_states.shape[0], 1), 1)
+    rows = args.hidden_states.index_select(0, args.sorted_slots // top_k)
+    gate_up = gemm_reference(GroupedGemm(rows, args.w13, args.expert_offsets))
+    return activation_reference(GatedActivation(gate_up, args.activation))
 
 
-def _cuda(
-    hidden_states: Tensor,
-    w13: Tensor,
-    sorted_slots: Tensor,
-    expert_offsets: Tensor,
-    w13_bias: Tensor | None,
-    activation: str,
-) -> Tensor:
-    if sorted_slots.shape[0] == 0:
-        return _fake(hidden_states, w13, sorted_slots, expert_offsets, w13_bias, activation)
-    from moe_ops.kernels import fused as kernels
-
-    config = Activation.from_spec(activation)
-    return kernels.gather_gemm_act(hidden_states, w13, sorted_slots, expert_offsets, w13_bias, config)
+def _cuda(args: GatherGemmAct) -> Tensor:
+    return _fake(args) if args.sorted_slots.shape[0] == 0 else _library.launch(args)
 
 
-def _fake(
-    hidden_states: Tensor,
-    w13: Tensor,
-    sorted_slots: Tensor,
-    expert_offsets: Tensor,
-    w13_bias: Tensor | None,
-    activation: str,
-) -> Tensor:
-    features = out_features(w13.shape[1], Activation.from_spec(activation), "w13")
-    return hidden_states.new_empty((sorted_slots.shape[0], features))
+def _fake(args: GatherGemmAct) -> Tensor:
+    features = out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
+    return args.hidden_states.new_empty((args.sorted_slots.shape[0], features))
 
 
-_library.define(
-    "gather_gemm_act(Tensor hidden_states, Tensor w13, Tensor sorted_slots, Tensor expert_offsets, "
-    "Tensor? w13_bias, str activation) -> Tensor",
-    check=_check,
-    cpu=reference,
-    cuda=_cuda,
-    fake=_fake,
-)
+_library.define(GatherGemmAct, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=_fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
+def _save(args: GatherGemmAct, output: Tensor) -> Any:
+    return args
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    hidden_states, w13, sorted_slots, expert_offsets, bias = ctx.saved_tensors
-    rows = permute(hidden_states, sorted_slots)
-    gate_up = product(rows, w13, expert_offsets, bias)
-    grad_gate_up = activation_gradient(grad.contiguous(), gate_up, ctx.activation)
-    needs = ctx.needs_input_grad
-    to_rows, to_weight, to_bias = gemm_gradients(
-        grad_gate_up, rows, w13, expert_offsets, (needs[0], needs[1], bias is not None and needs[4])
-    )
-    to_hidden = None if to_rows is None else permute_gradient(to_rows, sorted_slots, hidden_states.shape[0])
-    return to_hidden, to_weight, None, None, to_bias, None
+def _backward(args: GatherGemmAct, needs: GatherGemmAct, grad: Tensor) -> GatherGemmAct:
+    slots, product_args = args.sorted_slots, _product_args(args)
+    grad_gate_up = activation_gradient(grad.contiguous(), product(*product_args), args.activation)
+    wanted = partial(GroupedGemm, x=needs.hidden_states, weight=needs.w13)
+    to_rows, to_w13, _ = gemm_gradients(grad_gate_up, product_args, wanted)
+    to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, args.hidden_states.shape[0])
+    return partial(GatherGemmAct, hidden_states=to_hidden, w13=to_w13)
 
 
-def _stages(
-    hidden_states: Tensor,
-    w13: Tensor,
-    sorted_slots: Tensor,
-    expert_offsets: Tensor,
-    w13_bias: Tensor | None,
-    activation: str,
-) -> Tensor:
-    gate_up = product(permute(hidden_states, sorted_slots), w13, expert_offsets, w13_bias)
-    return gated_activation(gate_up, activation)
+def _product_args(args: GatherGemmAct) -> GroupedGemm:
+    return GroupedGemm(permute(args.hidden_states, args.sorted_slots), args.w13, args.expert_offsets)
 
 
-_autograd.define_gradient("gather_gemm_act", _setup_context, _backward, _autograd.tangent_of(_stages))
-_library.define_flops("gather_gemm_act", lambda hidden_states, w13, slots, *_: product_flops(slots[0], w13))
-_library.define_vmap("gather_gemm_act")
+def _stages(args: GatherGemmAct) -> Tensor:
+    return gated_activation(product(*_product_args(args)), args.activation)
+
+
+_autograd.define_gradient(GatherGemmAct, _save, _backward, _autograd.tangent_of(_stages))
+_library.define_flops(GatherGemmAct, lambda shapes: product_flops(shapes.sorted_slots[0], shapes.w13))
+_library.define_vmap(GatherGemmAct)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.arguments import Combine, GemmCombine, GroupedGemm, GroupedLinear
 from moe_ops.combine import (
     check_shared,
     check_weights as check_topk_weights,
@@ -26,6 +27,7 @@ from moe_ops.grouped_gemm import (
     product_flops,
     reference as gemm_reference,
 )
+from moe_ops.records import partial
 from moe_ops.types import DispatchPlan
 
 
@@ -57,107 +59,55 @@ def gemm_combine(
         >>> out = moe_ops.gemm_combine(up, w2, topk_weights, plan)
     """
     expect_plan(plan)
-    x, w2, bias, shared = _library.autocast(x, w2, bias, shared)
-    return _library.call("gemm_combine", x, w2, plan.expert_offsets, bias, topk_weights, plan.inverse, shared)
+    x, linear, shared = _library.autocast((x, GroupedLinear(w2, bias), shared))
+    return _library.call(GemmCombine(x, linear, plan.expert_offsets, topk_weights, plan.inverse, shared))
 
 
-def _check(
-    x: Tensor,
-    w2: Tensor,
-    expert_offsets: Tensor,
-    w2_bias: Tensor | None,
-    topk_weights: Tensor,
-    inverse: Tensor,
-    shared: Tensor | None,
-) -> None:
-    check_gemm(x, w2, expert_offsets, w2_bias, "w2")
-    check_topk_weights(topk_weights, inverse)
-    _checks.expect_shape("inverse", inverse, (x.shape[0],))
-    _checks.expect_same_device(x.device, "x", topk_weights=topk_weights, inverse=inverse)
-    check_shared(shared, topk_weights.shape[0], w2.shape[1], "x", x)
+def _check(args: GemmCombine) -> None:
+    check_gemm(_product_args(args), "w2")
+    check_topk_weights(args.topk_weights, args.inverse)
+    _checks.expect_shape("inverse", args.inverse, (args.x.shape[0],))
+    _checks.expect_same_device(args.x.device, "x", topk_weights=args.topk_weights, inverse=args.inverse)
+    check_shared(args.shared, args.topk_weights.shape[0], args.w2.weight.shape[1], "x", args.x)
 
 
-def reference(
-    x: Tensor,
-    w2: Tensor,
-    expert_offsets: Tensor,
-    w2_bias: Tensor | None,
-    topk_weights: Tensor,
-    inverse: Tensor,
-    shared: Tensor | None,
-) -> Tensor:
+def _product_args(args: GemmCombine) -> GroupedGemm:
+    return GroupedGemm(args.x, args.w2, args.expert_offsets)
+
+
+def reference(args: GemmCombine) -> Tensor:
     """The definition of `gemm_combine`: its stages, one after the other."""
-    expert_out = gemm_reference(x, w2, expert_offsets, w2_bias)
-    return combine_reference(expert_out, topk_weights, inverse, shared)
+    expert_out = gemm_reference(_product_args(args))
+    return combine_reference(Combine(expert_out, args.topk_weights, args.inverse, args.shared))
 
 
-def _cuda(
-    x: Tensor,
-    w2: Tensor,
-    expert_offsets: Tensor,
-    w2_bias: Tensor | None,
-    topk_weights: Tensor,
-    inverse: Tensor,
-    shared: Tensor | None,
-) -> Tensor:
-    if topk_weights.numel() == 0:
-        return _fake(x, w2, expert_offsets, w2_bias, topk_weights, inverse, shared)
-    from moe_ops.kernels import fused as kernels
-
-    return kernels.gemm_combine(x, w2, expert_offsets, w2_bias, topk_weights, inverse, shared)
+def _cuda(args: GemmCombine) -> Tensor:
+    return _fake(args) if args.topk_weights.numel() == 0 else _library.launch(args)
 
 
-def _fake(
-    x: Tensor,
-    w2: Tensor,
-    expert_offsets: Tensor,
-    w2_bias: Tensor | None,
-    topk_weights: Tensor,
-    inverse: Tensor,
-    shared: Tensor | None,
-) -> Tensor:
-    return x.new_empty((topk_weights.shape[0], w2.shape[1]))
+def _fake(args: GemmCombine) -> Tensor:
+    return args.x.new_empty((args.topk_weights.shape[0], args.w2.weight.shape[1]))
 
 
-_library.define(
-    "gemm_combine(Tensor x, Tensor w2, Tensor expert_offsets, Tensor? w2_bias, Tensor topk_weights, "
-    "Tensor inverse, Tensor? shared) -> Tensor",
-    check=_check,
-    cpu=reference,
-    cuda=_cuda,
-    fake=_fake,
-)
+_library.define(GemmCombine, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=_fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, shared = inputs
-    ctx.has_shared = shared is not None
-    ctx.save_for_backward(*tensors)
+def _save(args: GemmCombine, output: Tensor) -> Any:
+    return args._replace(shared=None)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, w2, expert_offsets, bias, topk_weights, inverse = ctx.saved_tensors
-    expert_out = product(x, w2, expert_offsets, bias)
-    grad_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
-    needs = ctx.needs_input_grad
-    to_x, to_w2, to_bias = gemm_gradients(
-        grad_out, x, w2, expert_offsets, (needs[0], needs[1], bias is not None and needs[3])
-    )
-    return to_x, to_w2, None, to_bias, to_weights, None, grad if ctx.has_shared else None
+def _backward(args: GemmCombine, needs: GemmCombine, grad: Tensor) -> GemmCombine:
+    product_args = _product_args(args)
+    grad_out, to_weights = combine_gradient(grad, product(*product_args), args.topk_weights, args.inverse)
+    to_x, to_w2, _ = gemm_gradients(grad_out, product_args, partial(GroupedGemm, x=needs.x, weight=needs.w2))
+    to_shared = grad if needs.shared else None
+    return partial(GemmCombine, x=to_x, w2=to_w2, topk_weights=to_weights, shared=to_shared)
 
 
-def _stages(
-    x: Tensor,
-    w2: Tensor,
-    expert_offsets: Tensor,
-    w2_bias: Tensor | None,
-    topk_weights: Tensor,
-    inverse: Tensor,
-    shared: Tensor | None,
-) -> Tensor:
-    return combine(product(x, w2, expert_offsets, w2_bias), topk_weights, inverse, shared)
+def _stages(args: GemmCombine) -> Tensor:
+    return combine(product(*_product_args(args)), args.topk_weights, args.inverse, args.shared)
 
 
-_autograd.define_gradient("gemm_combine", _setup_context, _backward, _autograd.tangent_of(_stages))
-_library.define_flops("gemm_combine", lambda x, w2, *_: product_flops(x[0], w2))
-_library.define_vmap("gemm_combine")
+_autograd.define_gradient(GemmCombine, _save, _backward, _autograd.tangent_of(_stages))
+_library.define_flops(GemmCombine, lambda shapes: product_flops(shapes.x[0], shapes.w2))
+_library.define_vmap(GemmCombine)

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_ops import _autograd, _checks, _library
+from moe_ops import _autograd, _checks, _library, records
+from moe_ops.arguments import GroupedGemm, GroupedGemmWeightBackward, GroupedLinear
+from moe_ops.records import partial
+
+Sizes = Sequence[int | torch.SymInt | str]
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,44 +44,45 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor
     Example:
         >>> gate_up = moe_ops.grouped_gemm(rows, w13, plan.expert_offsets)
     """
-    x, weight, bias = _library.autocast(x, weight, bias)
-    return product(x, weight, expert_offsets, bias)
+    x, linear = _library.autocast((x, GroupedLinear(weight, bias)))
+    return product(x, linear, expert_offsets)
 
 
-def product(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) -> Tensor:
     """`grouped_gemm` in the dtypes given: a gradient has those of its forward, also where autocast is on by now."""
-    return _library.call("grouped_gemm", x, weight, expert_offsets, bias)
+    return _library.call(GroupedGemm(x, linear, expert_offsets))
 
 
-def check(
-    x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None, weight_name: str = "weight"
-) -> None:
-    """The checks of `grouped_gemm`, for a weight that the caller knows as `weight_name`."""
-    bias_name = "bias" if weight_name == "weight" else f"{weight_name}_bias"
-    _checks.expect_floating("x", x)
-    _checks.expect_shape("x", x, ("S", "A"))
-    check_weight(weight_name, weight, x.shape[1], expert_offsets)
-    check_bias(bias_name, bias, weight)
-    named = {weight_name: weight, bias_name: bias}
-    _checks.expect_same_dtype(x.dtype, "x", **named)
-    _checks.expect_same_device(x.device, "x", x=x, expert_offsets=expert_offsets, **named)
+def check(args: GroupedGemm, name: str = "weight") -> None:
+    """The checks of `grouped_gemm`, for a weight that the caller knows as `name`."""
+    _checks.expect_floating("x", args.x)
+    _checks.expect_shape("x", args.x, ("S", "A"))
+    check_linear(name, args.weight, ("E", "B", args.x.shape[1]), "x", args.x)
+    check_offsets(args.expert_offsets, args.weight, args.x)
 
 
-def check_weight(
-    name: str, weight: Tensor, in_features: int | torch.SymInt, expert_offsets: Tensor | None
-) -> None:
-    """Checks an expert weight [E, B, A] against its input features and, if given, the plan's offsets."""
-    _checks.expect_shape(name, weight, ("E", "B", in_features))
-    _checks.expect_weight_strides(name, weight)
-    if expert_offsets is not None:
-        _checks.expect_index("expert_offsets", expert_offsets, (torch.int32,))
-        _checks.expect_shape("expert_offsets", expert_offsets, (weight.shape[0] + 1,))
+def check_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str, x: Tensor) -> None:
+    """Checks weight and bias of the argument `name` against what they multiply, the argument `input_name`."""
+    expect_linear(name, linear, shape, input_name, x)
+    _checks.expect_weight_strides(name, linear.weight)
 
 
-def check_bias(name: str, bias: Tensor | None, weight: Tensor) -> None:
-    """Checks an expert bias [E, B] against its weight [E, B, A]."""
-    if bias is not None:
-        _checks.expect_shape(name, bias, (weight.shape[0], weight.shape[1]))
+def expect_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str, x: Tensor) -> None:
+    """Shape [E, B, A], dtype and device, without strides."""
+    _checks.expect_shape(name, linear.weight, shape)
+    bias_name = records.leaf_name(name, "weight", "bias")
+    if linear.bias is not None:
+        _checks.expect_shape(bias_name, linear.bias, linear.weight.shape[:2])
+    named = {name: linear.weight, bias_name: linear.bias}
+    _checks.expect_same_dtype(x.dtype, input_name, **named)
+    _checks.expect_same_device(x.device, input_name, **named)
+
+
+def check_offsets(expert_offsets: Tensor, linear: GroupedLinear, x: Tensor) -> None:
+    """Checks the offsets of a plan against the experts that there are."""
+    _checks.expect_index("expert_offsets", expert_offsets, (torch.int32,))
+    _checks.expect_shape("expert_offsets", expert_offsets, (linear.weight.shape[0] + 1,))
+    _checks.expect_same_device(x.device, "x", expert_offsets=expert_offsets)
 
 
 _FEW_ROWS = 4
@@ -107,8 +112,9 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product.add_(bias)
 
 
-def reference(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
+def reference(args: GroupedGemm) -> Tensor:
     """The definition of `grouped_gemm`, in plain PyTorch."""
+    x, (weight, bias), expert_offsets = args
     if _suits_torch_grouped_mm(x, weight):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=expert_offsets[1:])
     else:
@@ -138,30 +144,28 @@ def _suits_torch_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     return aligned and dense and x.is_contiguous() and x.shape[0] > 0
 
 
-def _cuda(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
-    if x.shape[0] == 0:
-        return _fake(x, weight, expert_offsets, bias)
-    from moe_ops.kernels import grouped_gemm as kernels
-
-    return kernels.launch(x, weight, expert_offsets, bias)
+def _cuda(args: GroupedGemm) -> Tensor:
+    return _fake(args) if args.x.shape[0] == 0 else _library.launch(args)
 
 
-def _fake(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1]))
+def _fake(args: GroupedGemm) -> Tensor:
+    return args.x.new_empty((args.x.shape[0], args.weight.weight.shape[1]))
 
 
-def _check_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> None:
+def _check_weight_backward(args: GroupedGemmWeightBackward) -> None:
+    grad, x, expert_offsets = args
     _checks.expect_floating("x", x)
     _checks.expect_shape("x", x, ("S", "A"))
     _checks.expect_shape("grad", grad, (x.shape[0], "B"))
     _checks.expect_index("expert_offsets", expert_offsets, (torch.int32,))
     _checks.expect_shape("expert_offsets", expert_offsets, ("E+1",))
     _checks.expect_same_dtype(x.dtype, "x", grad=grad)
-    _checks.expect_same_device(x.device, "x", x=x, grad=grad, expert_offsets=expert_offsets)
+    _checks.expect_same_device(x.device, "x", grad=grad, expert_offsets=expert_offsets)
 
 
-def _reference_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
-    out = _fake_weight_backward(grad, x, expert_offsets).zero_()
+def _reference_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
+    grad, x, expert_offsets = args
+    out = _fake_weight_backward(args).zero_()
     sizes = _group_sizes(expert_offsets, x.shape[0])
     for rows, grad_rows, expert_out in zip(x.split(sizes), grad.split(sizes), out.unbind(0), strict=False):
         if rows.shape[0]:
@@ -177,27 +181,18 @@ def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:
         torch.mm(grad.t(), x, out=out)
 
 
-def _cuda_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
-    if x.shape[0] == 0:
-        return _fake_weight_backward(grad, x, expert_offsets).zero_()
-    from moe_ops.kernels import grouped_gemm as kernels
-
-    return kernels.launch_weight_backward(grad, x, expert_offsets)
+def _cuda_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
+    return _fake_weight_backward(args).zero_() if args.x.shape[0] == 0 else _library.launch(args)
 
 
-def _fake_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
-    return x.new_empty((expert_offsets.shape[0] - 1, grad.shape[1], x.shape[1]))
+def _fake_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
+    return args.x.new_empty((args.expert_offsets.shape[0] - 1, args.grad.shape[1], args.x.shape[1]))
 
 
+_library.define(GroupedGemm, "Tensor", check=check, cpu=reference, cuda=_cuda, fake=_fake)
 _library.define(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias) -> Tensor",
-    check=check,
-    cpu=reference,
-    cuda=_cuda,
-    fake=_fake,
-)
-_library.define(
-    "grouped_gemm_weight_backward(Tensor grad, Tensor x, Tensor expert_offsets) -> Tensor",
+    GroupedGemmWeightBackward,
+    "Tensor",
     check=_check_weight_backward,
     cpu=_reference_weight_backward,
     cuda=_cuda_weight_backward,
@@ -205,86 +200,85 @@ _library.define(
 )
 
 
-def gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, expert_offsets: Tensor, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def gradients(grad: Tensor, args: GroupedGemm, needs: GroupedGemm) -> GroupedGemm:
     """Gradients of `grouped_gemm` to x [S, A], weight [E, B, A] and bias [E, B], those that `needs` asks for."""
     grad = grad.contiguous()  # A summed output hands down an expanded gradient; kernels want rows.
-    return (
-        input_gradient(grad, weight, expert_offsets) if needs[0] else None,
-        weight_gradient(grad, x, expert_offsets) if needs[1] else None,
-        bias_gradient(grad, expert_offsets) if needs[2] else None,
-    )
+    x, linear, expert_offsets = args
+    to_x = input_gradient(grad, linear, expert_offsets) if needs.x else None
+    return partial(GroupedGemm, x=to_x, weight=linear_gradient(grad, x, expert_offsets, needs.weight))
 
 
-def input_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:
+def linear_gradient(grad: Tensor, x: Tensor, expert_offsets: Tensor, needs: GroupedLinear) -> GroupedLinear:
+    """Gradients to weight and bias; that of a bias is the weight gradient of an input of ones."""
+    to_weight = weight_gradient(grad, x, expert_offsets) if needs.weight else None
+    ones = grad.new_ones((grad.shape[0], 1)) if needs.bias else None
+    to_bias = None if ones is None else weight_gradient(grad, ones, expert_offsets).squeeze(2)
+    return partial(GroupedLinear, weight=to_weight, bias=to_bias)
+
+
+def input_gradient(grad: Tensor, linear: GroupedLinear, expert_offsets: Tensor) -> Tensor:
     """[S, B] and [E, B, A] to [S, A]: the product with the transposed weight, as a view."""
-    return product(grad, weight.transpose(1, 2), expert_offsets)
+    return product(grad, GroupedLinear(linear.weight.transpose(1, 2)), expert_offsets)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
     """[S, B] and [S, A] to [E, B, A]."""
-    return _library.call("grouped_gemm_weight_backward", grad, x, expert_offsets)
+    return _library.call(GroupedGemmWeightBackward(grad, x, expert_offsets))
 
 
-def bias_gradient(grad: Tensor, expert_offsets: Tensor) -> Tensor:
-    """[S, B] to [E, B]: the weight gradient of an input of ones."""
-    return weight_gradient(grad, grad.new_ones((grad.shape[0], 1)), expert_offsets).squeeze(2)
+def _save(args: GroupedGemm, output: Tensor) -> Any:
+    return args
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, expert_offsets, bias = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight, expert_offsets)
+def _backward(args: GroupedGemm, needs: GroupedGemm, grad: Tensor) -> GroupedGemm:
+    return gradients(grad, args, needs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
-    x, weight, expert_offsets = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    to_x, to_weight, to_bias = gradients(
-        grad, x, weight, expert_offsets, (needs[0], needs[1], ctx.has_bias and needs[3])
-    )
-    return to_x, to_weight, None, to_bias
+def _save_weight_backward(args: GroupedGemmWeightBackward, output: Tensor) -> Any:
+    return args
 
 
-def _setup_context_weight_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _double_backward(
+    args: GroupedGemmWeightBackward, needs: GroupedGemmWeightBackward, grad_weight: Tensor
+) -> GroupedGemmWeightBackward:
+    grad, x, expert_offsets = args
+    linear = GroupedLinear(grad_weight.contiguous())
+    to_grad = product(x, linear, expert_offsets)
+    to_x = input_gradient(grad, linear, expert_offsets)
+    return partial(GroupedGemmWeightBackward, grad=to_grad, x=to_x)
 
 
-def _double_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor, Tensor, None]:
-    grad, x, expert_offsets = ctx.saved_tensors
-    grad_weight = grad_weight.contiguous()
-    to_grad = product(x, grad_weight, expert_offsets)
-    return to_grad, input_gradient(grad, grad_weight, expert_offsets), None
-
-
-def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    x, weight, expert_offsets, _ = inputs
-    to_x, to_weight, _, to_bias = tangents
-    through_x = product(_autograd.or_zeros(to_x, x), weight, expert_offsets, to_bias)
+def _tangent(args: GroupedGemm, tangents: GroupedGemm) -> _autograd.Tangents:
+    x, (weight, _), expert_offsets = args
+    to_x, (to_weight, to_bias), _ = tangents
+    through_x = product(_autograd.or_zeros(to_x, x), GroupedLinear(weight, to_bias), expert_offsets)
     if to_weight is None:
         return (through_x,)
-    return (through_x + product(x, to_weight, expert_offsets),)
+    return (through_x + product(x, GroupedLinear(to_weight), expert_offsets),)
 
 
-def _tangent_weight_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    grad, x, expert_offsets = inputs
-    to_grad, to_x = map(_autograd.or_zeros, tangents[:2], inputs[:2])
+def _tangent_weight_backward(
+    args: GroupedGemmWeightBackward, tangents: GroupedGemmWeightBackward
+) -> _autograd.Tangents:
+    grad, x, expert_offsets = args
+    to_grad, to_x = map(_autograd.or_zeros, tangents[:2], args[:2])
     return (weight_gradient(to_grad, x, expert_offsets) + weight_gradient(grad, to_x, expert_offsets),)
 
 
-_autograd.define_gradient("grouped_gemm", _setup_context, _backward, _tangent)
+_autograd.define_gradient(GroupedGemm, _save, _backward, _tangent)
 _autograd.define_gradient(
-    "grouped_gemm_weight_backward", _setup_context_weight_backward, _double_backward, _tangent_weight_backward
+    GroupedGemmWeightBackward, _save_weight_backward, _double_backward, _tangent_weight_backward
 )
 
 
-def product_flops(num_slots: int, weight: Sequence[int]) -> int:
-    """Of `num_slots` rows times a weight [E, B, A]."""
-    return 2 * num_slots * weight[1] * weight[2]
+def product_flops(num_slots: int, linear: Any) -> int:
+    """Of `num_slots` rows times a weight; `linear` holds shapes."""
+    return 2 * num_slots * linear.weight[1] * linear.weight[2]
 
 
-_library.define_flops("grouped_gemm", lambda x, weight, *_: product_flops(x[0], weight))
-_library.define_flops("grouped_gemm_weight_backward", lambda grad, x, _: 2 * x[0] * x[1] * grad[1])
-_library.define_vmap("grouped_gemm")
-_library.define_vmap("grouped_gemm_weight_backward")
+_library.define_flops(GroupedGemm, lambda shapes: product_flops(shapes.x[0], shapes.weight))
+_library.define_flops(
+    GroupedGemmWeightBackward, lambda shapes: 2 * shapes.x[0] * shapes.x[1] * shapes.grad[1]
+)
+_library.define_vmap(GroupedGemm)
+_library.define_vmap(GroupedGemmWeightBackward)

@@ -7,7 +7,6 @@ static output shape, no host sync, capturable. Its gradient sums a token's K row
 deterministic.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops.arguments import Permute, PermuteBackward
 from moe_ops.errors import value_error
+from moe_ops.records import partial
 
 
 def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
@@ -36,10 +37,11 @@ def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
         >>> plan = moe_ops.build_dispatch(topk_ids, num_experts)
         >>> rows = moe_ops.permute(hidden_states, plan.sorted_slots)
     """
-    return _library.call("permute", hidden_states, sorted_slots)
+    return _library.call(Permute(hidden_states, sorted_slots))
 
 
-def _check(hidden_states: Tensor, sorted_slots: Tensor) -> None:
+def _check(args: Permute) -> None:
+    hidden_states, sorted_slots = args
     _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     _check_slots(sorted_slots, hidden_states.shape[0])
@@ -58,59 +60,47 @@ def _tokens(sorted_slots: Tensor, num_tokens: int) -> Tensor:
     return sorted_slots // max(sorted_slots.shape[0] // max(num_tokens, 1), 1)
 
 
-def _reference(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
-    return hidden_states.index_select(0, _tokens(sorted_slots, hidden_states.shape[0]))
+def _reference(args: Permute) -> Tensor:
+    return args.hidden_states.index_select(0, _tokens(args.sorted_slots, args.hidden_states.shape[0]))
 
 
-def _cuda(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
-    if sorted_slots.numel() == 0:
-        return _fake(hidden_states, sorted_slots)
-    from moe_ops.kernels import permute as kernels
-
-    return kernels.launch(hidden_states, sorted_slots)
+def _cuda(args: Permute) -> Tensor:
+    return _fake(args) if args.sorted_slots.numel() == 0 else _library.launch(args)
 
 
-def _fake(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
-    return hidden_states.new_empty((sorted_slots.shape[0], hidden_states.shape[1]))
+def _fake(args: Permute) -> Tensor:
+    return args.hidden_states.new_empty((args.sorted_slots.shape[0], args.hidden_states.shape[1]))
 
 
-def _check_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> None:
-    _checks.expect_floating("grad", grad)
-    _checks.expect_shape("grad", grad, (sorted_slots.shape[0], "H"))
-    _check_slots(sorted_slots, num_tokens)
-    _checks.expect_same_device(grad.device, "grad", sorted_slots=sorted_slots)
+def _check_backward(args: PermuteBackward) -> None:
+    _checks.expect_floating("grad", args.grad)
+    _checks.expect_shape("grad", args.grad, (args.sorted_slots.shape[0], "H"))
+    _check_slots(args.sorted_slots, args.num_tokens)
+    _checks.expect_same_device(args.grad.device, "grad", sorted_slots=args.sorted_slots)
 
 
-def _reference_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
+def _reference_backward(args: PermuteBackward) -> Tensor:
+    grad, slots, num_tokens = args
     if grad.numel() == 0:
         return grad.new_zeros((num_tokens, grad.shape[1]))
-    rows = torch.empty_like(sorted_slots)
-    rows[sorted_slots] = torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device)
+    rows = torch.empty_like(slots)
+    rows[slots] = torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device)
     # One pass over the rows, accumulated in float32 for half precision too.
     return F.embedding_bag(rows.view(num_tokens, -1), grad, mode="sum")
 
 
-def _cuda_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
-    if num_tokens == 0:
-        return _fake_backward(grad, sorted_slots, num_tokens)
-    from moe_ops.kernels import permute as kernels
-
-    return kernels.launch_backward(grad, sorted_slots, num_tokens)
+def _cuda_backward(args: PermuteBackward) -> Tensor:
+    return _fake_backward(args) if args.num_tokens == 0 else _library.launch(args)
 
 
-def _fake_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
-    return grad.new_empty((num_tokens, grad.shape[1]))
+def _fake_backward(args: PermuteBackward) -> Tensor:
+    return args.grad.new_empty((args.num_tokens, args.grad.shape[1]))
 
 
+_library.define(Permute, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=_fake)
 _library.define(
-    "permute(Tensor hidden_states, Tensor sorted_slots) -> Tensor",
-    check=_check,
-    cpu=_reference,
-    cuda=_cuda,
-    fake=_fake,
-)
-_library.define(
-    "permute_backward(Tensor grad, Tensor sorted_slots, SymInt num_tokens) -> Tensor",
+    PermuteBackward,
+    "Tensor",
     check=_check_backward,
     cpu=_reference_backward,
     cuda=_cuda_backward,
@@ -118,40 +108,36 @@ _library.define(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden_states, sorted_slots = inputs
-    ctx.num_tokens = hidden_states.shape[0]
-    ctx.save_for_backward(sorted_slots)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (sorted_slots,) = ctx.saved_tensors
-    return permute_gradient(grad, sorted_slots, ctx.num_tokens), None
-
-
 def permute_gradient(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
     """Gradient of `permute` to hidden_states: [S, H] to [T, H]."""
-    return _library.call("permute_backward", grad, sorted_slots, num_tokens)
+    return _library.call(PermuteBackward(grad, sorted_slots, num_tokens))
 
 
-def _setup_context_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+def _save(args: Permute, output: Tensor) -> Any:
+    return args.sorted_slots, args.hidden_states.shape[0]
 
 
-def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (sorted_slots,) = ctx.saved_tensors
-    return permute(grad, sorted_slots), None, None
+def _backward(saved: Any, needs: Permute, grad: Tensor) -> Permute:
+    return partial(Permute, hidden_states=permute_gradient(grad, *saved))
 
 
-def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    return (permute(tangents[0], inputs[1]),)
+def _save_backward(args: PermuteBackward, output: Tensor) -> Any:
+    return args.sorted_slots
 
 
-def _tangent_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    return (permute_gradient(tangents[0], *inputs[1:]),)
+def _double_backward(sorted_slots: Any, needs: PermuteBackward, grad: Tensor) -> PermuteBackward:
+    return partial(PermuteBackward, grad=permute(grad, sorted_slots))
 
 
-_autograd.define_gradient("permute", _setup_context, _backward, _tangent)
-_autograd.define_gradient("permute_backward", _setup_context_backward, _double_backward, _tangent_backward)
-_library.define_vmap("permute")
-_library.define_vmap("permute_backward")
+def _tangent(args: Permute, tangents: Permute) -> _autograd.Tangents:
+    return (permute(tangents.hidden_states, args.sorted_slots),)
+
+
+def _tangent_backward(args: PermuteBackward, tangents: PermuteBackward) -> _autograd.Tangents:
+    return (permute_gradient(tangents.grad, args.sorted_slots, args.num_tokens),)
+
+
+_autograd.define_gradient(Permute, _save, _backward, _tangent)
+_autograd.define_gradient(PermuteBackward, _save_backward, _double_backward, _tangent_backward)
+_library.define_vmap(Permute)
+_library.define_vmap(PermuteBackward)

@@ -13,14 +13,15 @@ zero sum divides by 1. Sources: Mixtral and Qwen-MoE (softmax, renormalised), gp
 Static output shapes, no host sync.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops import _autograd, _checks, _library
+from moe_ops import _autograd, _checks, _compat, _library
+from moe_ops.arguments import Router, TopkRouting, TopkRoutingBackward
 from moe_ops.errors import describe, type_error
+from moe_ops.records import partial
 from moe_ops.types import RoutingConfig
 
 _NEG_INF = float("-inf")
@@ -50,7 +51,7 @@ def topk_routing(
     Example:
         >>> weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(top_k=8))
     """
-    return _library.call("topk_routing", router_logits, correction_bias, routing_spec(routing))
+    return _library.call(TopkRouting(Router(router_logits, correction_bias, routing_spec(routing))))
 
 
 def routing_spec(routing: RoutingConfig) -> str:
@@ -60,8 +61,9 @@ def routing_spec(routing: RoutingConfig) -> str:
     return routing.spec
 
 
-def check_router(router_logits: Tensor, correction_bias: Tensor | None, routing: str) -> None:
+def check_router(router: Router) -> None:
     """The checks every operator that routes shares; see `topk_routing` for what raises."""
+    router_logits, correction_bias, routing = router
     _checks.expect_floating("router_logits", router_logits)
     _checks.expect_shape("router_logits", router_logits, ("T", "E"))
     num_experts = router_logits.shape[1]
@@ -74,12 +76,12 @@ def check_router(router_logits: Tensor, correction_bias: Tensor | None, routing:
     _checks.expect_routing(RoutingConfig.from_spec(routing), num_experts)
 
 
-def reference(router_logits: Tensor, correction_bias: Tensor | None, routing: str) -> tuple[Tensor, Tensor]:
+def reference(router: Router) -> tuple[Tensor, Tensor]:
     """The definition of `topk_routing`, in plain PyTorch."""
-    config = RoutingConfig.from_spec(routing)
-    logits = router_logits.to(_checks.compute_dtype(router_logits.dtype))
-    scores = _scores(logits, config)
-    selection = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
+    config = RoutingConfig.from_spec(router.routing)
+    scores = _scores(_computed(router.router_logits), config)
+    bias = router.correction_bias
+    selection = scores if bias is None else scores + bias.to(scores.dtype)
     unusable = ~selection.isfinite()
     selection = selection.masked_fill(unusable, _NEG_INF)
     if config.num_groups > 1:  # A finite group_fill must not make an unusable score usable.
@@ -88,6 +90,10 @@ def reference(router_logits: Tensor, correction_bias: Tensor | None, routing: st
     ranked, ids = selection.sort(dim=-1, descending=True, stable=True)
     ids, valid = ids[:, : config.top_k], ranked[:, : config.top_k].isfinite()
     return _weigh(scores.gather(1, ids), valid, config), ids.to(torch.int32)
+
+
+def _computed(router_logits: Tensor) -> Tensor:
+    return router_logits.to(_checks.compute_dtype(router_logits.dtype))
 
 
 def _scores(logits: Tensor, config: RoutingConfig) -> Tensor:
@@ -121,18 +127,15 @@ def _score_chosen(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tenso
     return _score(picked.masked_fill(~valid, _NEG_INF), config).masked_fill(~valid, 0.0)
 
 
-def _reference_backward(
-    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
-) -> Tensor:
-    config = RoutingConfig.from_spec(routing)
-    logits = router_logits.to(_checks.compute_dtype(router_logits.dtype))
-    ids = topk_ids.long()
+def _reference_backward(args: TopkRoutingBackward) -> Tensor:
+    config, ids = RoutingConfig.from_spec(args.routing), args.topk_ids.long()
+    logits = _computed(args.router_logits)
     scores = _scores(logits, config)
-    picked, valid = scores.gather(1, ids), topk_weights != 0
+    picked, valid = scores.gather(1, ids), args.topk_weights != 0
     chosen = picked.masked_fill(~valid, 0.0)
     if config.order == "topk_then_score":
         chosen = _score_chosen(picked, valid, config)
-    grad = _weigh_backward(grad_weights.to(logits.dtype), chosen, config).masked_fill(~valid, 0.0)
+    grad = _weigh_backward(args.grad_weights.to(logits.dtype), chosen, config).masked_fill(~valid, 0.0)
     if config.score_fn == "sigmoid":
         grad = grad * chosen * (1 - chosen)
     elif config.order == "topk_then_score":
@@ -141,7 +144,7 @@ def _reference_backward(
     if config.score_fn == "softmax" and config.order == "score_then_topk":
         finite = scores.masked_fill(~scores.isfinite(), 0.0)
         sparse = finite * (sparse - (grad * chosen).sum(-1, keepdim=True))
-    return sparse.to(router_logits.dtype)
+    return sparse.to(args.router_logits.dtype)
 
 
 def _weigh_backward(grad: Tensor, chosen: Tensor, config: RoutingConfig) -> Tensor:
@@ -155,63 +158,55 @@ def _weigh_backward(grad: Tensor, chosen: Tensor, config: RoutingConfig) -> Tens
     return (grad - through_total) / total
 
 
-def _cuda(router_logits: Tensor, correction_bias: Tensor | None, routing: str) -> tuple[Tensor, Tensor]:
-    if router_logits.shape[0] == 0:
-        return fake(router_logits, correction_bias, routing)
-    from moe_ops.kernels import routing as kernels
-
-    return kernels.launch(router_logits, correction_bias, RoutingConfig.from_spec(routing))
+def _cuda(args: TopkRouting) -> tuple[Tensor, Tensor]:
+    return fake(args.router) if args.router.router_logits.shape[0] == 0 else _library.launch(args)
 
 
-def fake(router_logits: Tensor, correction_bias: Tensor | None, routing: str) -> tuple[Tensor, Tensor]:
+def fake(router: Router) -> tuple[Tensor, Tensor]:
     """Outputs of the right metadata, uninitialised."""
-    shape = (router_logits.shape[0], RoutingConfig.from_spec(routing).top_k)
-    weights = router_logits.new_empty(shape, dtype=_checks.compute_dtype(router_logits.dtype))
-    return weights, router_logits.new_empty(shape, dtype=torch.int32)
+    logits, shape = router.router_logits, _shape(router.router_logits, router.routing)
+    weights = logits.new_empty(shape, dtype=_checks.compute_dtype(logits.dtype))
+    return weights, logits.new_empty(shape, dtype=torch.int32)
 
 
-def _check_backward(
-    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
-) -> None:
-    check_router(router_logits, None, routing)
-    _checks.expect_floating("grad_weights", grad_weights)
-    _checks.expect_floating("topk_weights", topk_weights)
-    _checks.expect_index("topk_ids", topk_ids, (torch.int32,))
-    shape = (router_logits.shape[0], RoutingConfig.from_spec(routing).top_k)
-    tensors = {"grad_weights": grad_weights, "topk_weights": topk_weights, "topk_ids": topk_ids}
+def _shape(router_logits: Tensor, routing: str) -> tuple[int, int]:
+    return router_logits.shape[0], RoutingConfig.from_spec(routing).top_k
+
+
+def _check_backward(args: TopkRoutingBackward) -> None:
+    check_router(Router(args.router_logits, None, args.routing))
+    _checks.expect_floating("grad_weights", args.grad_weights)
+    _checks.expect_floating("topk_weights", args.topk_weights)
+    _checks.expect_index("topk_ids", args.topk_ids, (torch.int32,))
+    tensors = {
+        "grad_weights": args.grad_weights,
+        "topk_weights": args.topk_weights,
+        "topk_ids": args.topk_ids,
+    }
     for name, tensor in tensors.items():
-        _checks.expect_shape(name, tensor, shape)
-    _checks.expect_same_device(router_logits.device, "router_logits", **tensors)
+        _checks.expect_shape(name, tensor, _shape(args.router_logits, args.routing))
+    _checks.expect_same_device(args.router_logits.device, "router_logits", **tensors)
 
 
-def _cuda_backward(
-    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
-) -> Tensor:
-    if router_logits.shape[0] == 0:
-        return _fake_backward(grad_weights, router_logits, topk_weights, topk_ids, routing)
-    from moe_ops.kernels import routing as kernels
-
-    config = RoutingConfig.from_spec(routing)
-    return kernels.launch_backward(grad_weights, router_logits, topk_weights, topk_ids, config)
+def _cuda_backward(args: TopkRoutingBackward) -> Tensor:
+    return _fake_backward(args) if args.router_logits.shape[0] == 0 else _library.launch(args)
 
 
-def _fake_backward(
-    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
-) -> Tensor:
-    return router_logits.new_empty(router_logits.shape)
+def _fake_backward(args: TopkRoutingBackward) -> Tensor:
+    return args.router_logits.new_empty(args.router_logits.shape)
 
 
 _library.define(
-    "topk_routing(Tensor router_logits, Tensor? correction_bias, str routing) "
-    "-> (Tensor topk_weights, Tensor topk_ids)",
-    check=check_router,
-    cpu=reference,
+    TopkRouting,
+    "(Tensor topk_weights, Tensor topk_ids)",
+    check=lambda args: check_router(args.router),
+    cpu=lambda args: reference(args.router),
     cuda=_cuda,
-    fake=fake,
+    fake=lambda args: fake(args.router),
 )
 _library.define(
-    "topk_routing_backward(Tensor grad_weights, Tensor router_logits, Tensor topk_weights, Tensor topk_ids, "
-    "str routing) -> Tensor",
+    TopkRoutingBackward,
+    "Tensor",
     check=_check_backward,
     cpu=_reference_backward,
     cuda=_cuda_backward,
@@ -219,14 +214,12 @@ _library.define(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    router_logits, _, ctx.routing = inputs
-    ctx.save_for_backward(router_logits, *output)
+def _save(args: TopkRouting, output: tuple[Tensor, Tensor]) -> Any:
+    return args.router.router_logits, *output, args.router.routing
 
 
-def _backward(ctx: Any, grad_weights: Tensor, grad_ids: Tensor | None) -> tuple[Tensor, None, None]:
-    logits, topk_weights, topk_ids = ctx.saved_tensors
-    return routing_gradient(grad_weights, logits, topk_weights, topk_ids, ctx.routing), None, None
+def _backward(saved: Any, needs: TopkRouting, grad_weights: Tensor, _: Tensor | None) -> TopkRouting:
+    return TopkRouting(partial(Router, router_logits=routing_gradient(grad_weights, *saved)))
 
 
 def routing_gradient(
@@ -237,37 +230,27 @@ def routing_gradient(
     A weight of exactly zero marks a slot whose selection was not finite: it is constant, whatever its score. Where
     a valid score underflows to zero the derivative does, too.
     """
-    return _library.call(
-        "topk_routing_backward", grad_weights.contiguous(), router_logits, topk_weights, topk_ids, routing
-    )
+    grad_weights = grad_weights.contiguous()
+    return _library.call(TopkRoutingBackward(grad_weights, router_logits, topk_weights, topk_ids, routing))
 
 
 def routing_tangent(
-    router_logits: Tensor, to_logits: Tensor | None, outputs: tuple[Tensor, Tensor], routing: str
+    router: Router, to_logits: Tensor | None, outputs: tuple[Tensor, Tensor]
 ) -> Tensor | None:
     """Tangent of topk_weights [T, K] along `to_logits` [T, E], from the outputs of `topk_routing`."""
     if to_logits is None:
         return None
-    config, (topk_weights, topk_ids) = RoutingConfig.from_spec(routing), outputs
-
-    def weights_of(logits: Tensor) -> Tensor:
-        picked = _scores(logits.to(topk_weights.dtype), config).gather(1, topk_ids.long())
-        return _weigh(picked, topk_weights != 0, config)
-
-    return _autograd.tangent_of(weights_of)((router_logits,), (to_logits,))[0]
+    config, (topk_weights, topk_ids) = RoutingConfig.from_spec(router.routing), outputs
+    logits = _compat.make_dual(router.router_logits, to_logits).to(topk_weights.dtype)
+    picked = _scores(logits, config).gather(1, topk_ids.long())
+    return _compat.unpack_dual(_weigh(picked, topk_weights != 0, config))[1]
 
 
-def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    router_logits, _, routing = inputs
-    outputs = _library.operator("topk_routing")(*inputs)
-    return routing_tangent(router_logits, tangents[0], outputs, routing), None
+def _tangent(args: TopkRouting, tangents: TopkRouting) -> _autograd.Tangents:
+    return routing_tangent(args.router, tangents.router.router_logits, _library.run(args)), None
 
 
-_autograd.define_gradient("topk_routing", _setup_context, _backward, _tangent)
-_autograd.define_gradient_of_formula(
-    "topk_routing_backward", _reference_backward, ("grad_weights", "router_logits")
-)
-_library.define_vmap("topk_routing", token_args=("router_logits",))
-_library.define_vmap(
-    "topk_routing_backward", token_args=("grad_weights", "router_logits", "topk_weights", "topk_ids")
-)
+_autograd.define_gradient(TopkRouting, _save, _backward, _tangent)
+_autograd.define_gradient_of_formula(TopkRoutingBackward, _reference_backward)
+_library.define_vmap_over_tokens(TopkRouting)
+_library.define_vmap_over_tokens(TopkRoutingBackward)

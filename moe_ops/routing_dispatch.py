@@ -4,13 +4,14 @@ The fusion target of the router and the counting sort that follows it; on CUDA i
 gradient and rules are those of the two stages. Static output shapes, no host sync.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.dispatch import check_map, fake as dispatch_fake, reference as dispatch_reference
+from moe_ops.arguments import BuildDispatch, Placement, Router, RoutingDispatch
+from moe_ops.dispatch import check_placement, fake as dispatch_fake, reference as dispatch_reference
+from moe_ops.records import partial
 from moe_ops.routing import (
     check_router,
     fake as routing_fake,
@@ -48,69 +49,46 @@ def routing_dispatch(
         >>> weights, ids, plan = moe_ops.routing_dispatch(logits, moe_ops.RoutingConfig(top_k=2))
     """
     num_experts = router_logits.shape[-1] if num_experts is None else num_experts
-    weights, ids, *plan = _library.call(
-        "routing_dispatch", router_logits, correction_bias, expert_map, num_experts, routing_spec(routing)
-    )
+    router = Router(router_logits, correction_bias, routing_spec(routing))
+    weights, ids, *plan = _library.call(RoutingDispatch(router, Placement(expert_map), num_experts))
     return weights, ids, DispatchPlan(*plan)
 
 
-def _check(
-    router_logits: Tensor,
-    correction_bias: Tensor | None,
-    expert_map: Tensor | None,
-    num_experts: int,
-    routing: str,
-) -> None:
-    check_router(router_logits, correction_bias, routing)
-    check_map(expert_map, num_experts)
-    if expert_map is not None:
-        _checks.expect_shape("expert_map", expert_map, (router_logits.shape[1],))
-        _checks.expect_same_device(router_logits.device, "router_logits", expert_map=expert_map)
+def _check(args: RoutingDispatch) -> None:
+    check_router(args.router)
+    check_placement(args.placement, args.num_experts)
+    check_map(args.placement, args.router)
 
 
-def _reference(
-    router_logits: Tensor,
-    correction_bias: Tensor | None,
-    expert_map: Tensor | None,
-    num_experts: int,
-    routing: str,
-) -> tuple[Tensor, ...]:
-    weights, ids = routing_reference(router_logits, correction_bias, routing)
-    return weights, ids, *dispatch_reference(ids, expert_map, num_experts)
+def check_map(placement: Placement, router: Router) -> None:
+    """Checks an expert map against the logits [T, E_global]."""
+    if placement.expert_map is not None:
+        logits = router.router_logits
+        _checks.expect_shape("expert_map", placement.expert_map, (logits.shape[1],))
+        _checks.expect_same_device(logits.device, "router_logits", expert_map=placement.expert_map)
 
 
-def _cuda(
-    router_logits: Tensor,
-    correction_bias: Tensor | None,
-    expert_map: Tensor | None,
-    num_experts: int,
-    routing: str,
-) -> tuple[Tensor, ...]:
-    if router_logits.shape[0] == 0:
-        outputs = _fake(router_logits, correction_bias, expert_map, num_experts, routing)
+def _reference(args: RoutingDispatch) -> tuple[Tensor, ...]:
+    weights, ids = routing_reference(args.router)
+    return weights, ids, *dispatch_reference(BuildDispatch(ids, args.placement, args.num_experts))
+
+
+def _cuda(args: RoutingDispatch) -> tuple[Tensor, ...]:
+    if args.router.router_logits.shape[0] == 0:
+        outputs = _fake(args)
         outputs[-1].zero_()
         return outputs
-    from moe_ops.kernels import fused as kernels
-
-    config = RoutingConfig.from_spec(routing)
-    return kernels.routing_dispatch(router_logits, correction_bias, expert_map, num_experts, config)
+    return _library.launch(args)
 
 
-def _fake(
-    router_logits: Tensor,
-    correction_bias: Tensor | None,
-    expert_map: Tensor | None,
-    num_experts: int,
-    routing: str,
-) -> tuple[Tensor, ...]:
-    weights, ids = routing_fake(router_logits, correction_bias, routing)
-    return weights, ids, *dispatch_fake(ids, expert_map, num_experts)
+def _fake(args: RoutingDispatch) -> tuple[Tensor, ...]:
+    weights, ids = routing_fake(args.router)
+    return weights, ids, *dispatch_fake(BuildDispatch(ids, args.placement, args.num_experts))
 
 
 _library.define(
-    "routing_dispatch(Tensor router_logits, Tensor? correction_bias, Tensor? expert_map, int num_experts, "
-    "str routing) -> (Tensor topk_weights, Tensor topk_ids, Tensor sorted_slots, Tensor inverse, "
-    "Tensor expert_offsets)",
+    RoutingDispatch,
+    "(Tensor topk_weights, Tensor topk_ids, Tensor sorted_slots, Tensor inverse, Tensor expert_offsets)",
     check=_check,
     cpu=_reference,
     cuda=_cuda,
@@ -118,22 +96,20 @@ _library.define(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.routing = inputs[-1]
-    ctx.save_for_backward(inputs[0], *output[:2])
+def _save(args: RoutingDispatch, output: tuple[Tensor, ...]) -> Any:
+    return args.router.router_logits, *output[:2], args.router.routing
 
 
-def _backward(ctx: Any, grad_weights: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    logits, topk_weights, topk_ids = ctx.saved_tensors
-    to_logits = routing_gradient(grad_weights, logits, topk_weights, topk_ids, ctx.routing)
-    return to_logits, None, None, None, None
+def _backward(saved: Any, needs: RoutingDispatch, grad_weights: Tensor, *_: Tensor | None) -> RoutingDispatch:
+    to_router = partial(Router, router_logits=routing_gradient(grad_weights, *saved))
+    return partial(RoutingDispatch, router=to_router)
 
 
-def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
-    weights, ids, *plan = _library.operator("routing_dispatch")(*inputs)
-    to_weights = routing_tangent(inputs[0], tangents[0], (weights, ids), inputs[-1])
+def _tangent(args: RoutingDispatch, tangents: RoutingDispatch) -> _autograd.Tangents:
+    weights, ids, *plan = _library.run(args)
+    to_weights = routing_tangent(args.router, tangents.router.router_logits, (weights, ids))
     return to_weights, *(None for _ in (ids, *plan))
 
 
-_autograd.define_gradient("routing_dispatch", _setup_context, _backward, _tangent)
-_library.define_vmap("routing_dispatch")
+_autograd.define_gradient(RoutingDispatch, _save, _backward, _tangent)
+_library.define_vmap(RoutingDispatch)

@@ -13,8 +13,17 @@ from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
-from inductor_passes.graph_tools import arguments, expect_same_value, find, inherit_meta, rewrite_each
+from inductor_passes.graph_tools import (
+    arguments,
+    expect_same_value,
+    find,
+    inherit_meta,
+    operator_name,
+    rewrite_each,
+)
+from moe_ops import records
 from moe_ops.activation import reference as gated_activation
+from moe_ops.arguments import Combine, Permute
 
 _MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
 
@@ -32,23 +41,23 @@ class ExpandPointwise:
 
 
 def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
-    values = arguments(stage)
-    tensors = {name: value for name, value in values.items() if isinstance(value, Node)}
-    options = {name: value for name, value in values.items() if name not in tensors}
-    name = stage.target._schema.name.removeprefix("moe::")  # type: ignore[union-attr]
-    _expect_static(stage, {name: node.meta["val"] for name, node in tensors.items()})
+    args, formula = arguments(stage), _FORMULAS[operator_name(stage)]
+    nodes = [leaf for leaf in records.flatten(args) if isinstance(leaf, Node)]
+    _expect_static(stage, args)
 
-    def expanded(*given: Tensor) -> Tensor:
-        return _FORMULAS[name](**dict(zip(tensors, given, strict=True)), **options)
+    def expanded(*tensors: Tensor) -> Tensor:
+        values = dict(zip(nodes, tensors, strict=True))
+        return formula(records.transform(lambda leaf: values.get(leaf, leaf), args))
 
-    result = inline(graph, expanded, list(tensors.values()), stage)
+    result = inline(graph, expanded, nodes, stage)
     log.lower("ATen", stage)
     stage.replace_all_uses_with(result)
     graph.erase_node(stage)
 
 
-def _expect_static(stage: Node, values: dict[str, Any]) -> None:
+def _expect_static(stage: Node, args: Any) -> None:
     """Columns and experts per token must be numbers; the token count need not be."""
+    values = {name: leaf.meta["val"] for name, leaf in records.named(args).items() if isinstance(leaf, Node)}
     if "gate_up" in values and not isinstance(values["gate_up"].shape[1], int):
         raise Refusal(stage, "the number of gate_up columns is symbolic; it stays an operator call")
     if "topk_weights" in values:
@@ -74,11 +83,13 @@ def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.
     )
 
 
-def _permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
-    return hidden_states.index_select(0, sorted_slots // slots_per_token(sorted_slots, hidden_states))
+def _permute(args: Permute) -> Tensor:
+    top_k = slots_per_token(args.sorted_slots, args.hidden_states)
+    return args.hidden_states.index_select(0, args.sorted_slots // top_k)
 
 
-def _combine(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None) -> Tensor:
+def _combine(args: Combine) -> Tensor:
+    expert_out, topk_weights, inverse, shared = args
     dtype = torch.float64 if expert_out.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=expert_out.device)
     slots = zip(inverse.view(topk_weights.shape).unbind(1), topk_weights.unbind(1), strict=True)

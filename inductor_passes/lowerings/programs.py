@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from inductor_passes import _compat
 from inductor_passes.base import LOGGER, PassLog, Refusal
 from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, rewrite_each
+from moe_ops import records
 from moe_ops.types import Activation, RoutingConfig
 
 _FUSED = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_experts", "fused_moe")
@@ -43,7 +44,9 @@ def _on_cuda(node: Node) -> bool:
 
 
 def _tensors(node: Node) -> dict[str, Any]:
-    return {name: arg.meta["val"] for name, arg in arguments(node).items() if isinstance(arg, Node)}
+    return {
+        name: arg.meta["val"] for name, arg in records.named(arguments(node)).items() if isinstance(arg, Node)
+    }
 
 
 def _rewrite(graph: Graph, fused: Node, log: PassLog) -> None:
@@ -109,7 +112,7 @@ def _metadata(node: Node) -> Any:
 
 
 def _plan_arguments(fused: Node) -> list[Any]:
-    values = map_arg(arguments(fused), _metadata)
+    values = map_arg(records.named(arguments(fused)), _metadata)
     decoders = {"routing": RoutingConfig.from_spec, "activation": Activation.from_spec}
     return [decoders[name](value) if name in decoders else value for name, value in values.items()]
 
@@ -131,7 +134,7 @@ class _Launcher:
         self.graph = graph
         self.fused = fused
         self.values: dict[str, Node] = {
-            name: value for name, value in arguments(fused).items() if isinstance(value, Node)
+            name: value for name, value in records.named(arguments(fused)).items() if isinstance(value, Node)
         }
         self.device = next(iter(_tensors(fused).values())).device
         self.written_nodes: list[Node] = []

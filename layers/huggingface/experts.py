@@ -19,7 +19,9 @@ from transformers import activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
-from moe_ops import Activation, build_dispatch, combine, fused_experts, grouped_gemm, permute
+from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
+from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops.fused_experts import run
 
 NAME = "moe_ops"
 
@@ -67,13 +69,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     options = getattr(self, "moe_ops_options", None)
     activation = known_activation(self) if options is None else options.activation
     emit = "auto" if options is None else emitted(options.emit, options.save_for_backward)
-    w13, w2, w13_bias, w2_bias = _weights(self)
+    weights = _weights(self)
     if activation is not None:
-        return fused_experts(
-            hidden_states, w13, w2, top_k_weights, top_k_index, activation,
-            w13_bias=w13_bias, w2_bias=w2_bias, emit=emit,
-        )  # fmt: skip
-    tensors = (hidden_states, top_k_index, top_k_weights, w13, w2, w13_bias, w2_bias)
+        routed = top_k_weights, top_k_index
+        return run(FusedExperts(hidden_states, weights, *routed, Placement(), None, activation), emit)
+    tensors = (hidden_states, top_k_index, top_k_weights, weights)
     if options is not None and options.save_for_backward == "inputs" and torch.is_grad_enabled():
         return checkpoint(_run_stages, self, *tensors, use_reentrant=False)
     return _run_stages(self, *tensors)
@@ -114,38 +114,32 @@ def _has_gpt_oss_gate(experts: Any) -> bool:
     return type(experts)._apply_gate is GptOssExperts._apply_gate
 
 
-def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _weights(experts: Any) -> ExpertWeights:
     """w13 [E, 2I, H], w2 [E, H, I] and their biases, as views in whatever strides the checkpoint has."""
     has_bias = getattr(experts, "has_bias", False)
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     w13, w2 = getattr(experts, up), experts.down_proj
     if getattr(experts, "is_transposed", False):
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    w13_bias = getattr(experts, up + "_bias") if has_bias else None
-    return w13, w2, w13_bias, experts.down_proj_bias if has_bias else None
+    biases = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
+    return ExpertWeights(GroupedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
 
 
 def _run_stages(
-    experts: Any,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    w13_bias: Tensor | None,
-    w2_bias: Tensor | None,
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights
 ) -> Tensor:
     """Our stages around the module's own activation and post-expert norm.
 
     Weights come as arguments: run again in backward, a module may have others by then (PEFT adds its adapters to
     them for the time of a forward).
     """
-    plan = build_dispatch(top_k_index, w13.shape[0])
+    w13, w2 = weights
+    plan = build_dispatch(top_k_index, w13.weight.shape[0])
     rows = permute(hidden_states, plan.sorted_slots)  # [S, H]
-    gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)  # [S, 2I]
+    gate_up = grouped_gemm(rows, w13.weight, plan.expert_offsets, w13.bias)  # [S, 2I]
     has_gate = getattr(experts, "has_gate", True)
     activated = experts._apply_gate(gate_up) if has_gate else experts.act_fn(gate_up)  # [S, I]
-    expert_out = grouped_gemm(activated, w2, plan.expert_offsets, w2_bias)  # [S, H]
+    expert_out = grouped_gemm(activated, w2.weight, plan.expert_offsets, w2.bias)  # [S, H]
     if getattr(experts, "has_post_expert_norm", False):
         expert_out = experts.post_expert_norm(expert_out)
     return combine(expert_out, top_k_weights, plan.inverse)

@@ -14,7 +14,7 @@ def t(*shape, dtype=torch.float32):
 
 def samples():
     """One or more argument tuples for every operator; tensors that may require grad do."""
-    moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3, 8), t(3, 4), t(3), None, "top_k=2", "silu")
+    moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3), t(3, 8), t(3, 4), None, "top_k=2", "silu")
     weights, ids = torch.rand(3, 8), torch.randint(8, (3, 8)).int()
     return {
         "topk_routing": [
@@ -36,7 +36,7 @@ def samples():
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
         "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
-        "gemm_combine": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5), t(3, 2), INVERSE, t(3, 5))],
+        "gemm_combine": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), INVERSE, t(3, 5), t(3, 5))],
         "fused_experts": [
             (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), "silu")
         ],
@@ -62,7 +62,7 @@ def empty_samples():
         "combine_backward": (none, none, weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
-        "gemm_combine": (none, w2, offsets, None, weights, slots, None),
+        "gemm_combine": (none, w2, offsets, weights, slots, None, None),
         "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
         "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
     }

@@ -1,0 +1,194 @@
+"""What every operator takes, declared once: schemas, checks, gradients, `torch.vmap`, launch plans and graph passes
+read it here, by name.
+
+T tokens, H hidden size, E experts held here, K experts per token, S = T*K slots, I intermediate size. What each
+argument means stands in the public function of its operator.
+"""
+
+from typing import Annotated, NamedTuple
+
+from torch import Tensor
+
+from moe_ops.records import Role
+
+Index = Annotated[Tensor, Role.INDEX]
+PerToken = Annotated[Tensor, Role.PER_TOKEN]
+Ids = Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
+
+
+# Values: what always travels together
+
+
+class GroupedLinear(NamedTuple):
+    """A product of each expert: weight [E, B, A], bias [E, B]."""
+
+    NAMED_AFTER_FIELD = True
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class ExpertWeights(NamedTuple):
+    """The two products of each expert: gate and up [E, 2I, H] ([E, I, H] without a gate), down [E, H, I]."""
+
+    w13: GroupedLinear
+    w2: GroupedLinear
+
+
+class Router(NamedTuple):
+    """What chooses experts: logits [T, E_global], correction bias [E_global], and the spec of a `RoutingConfig`."""
+
+    router_logits: PerToken
+    correction_bias: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT]
+    routing: str
+
+
+class Placement(NamedTuple):
+    """Where experts are: [E_global], the local index of each."""
+
+    expert_map: Annotated[Tensor | None, Role.WHOLE, Role.INDEX] = None
+
+
+# Stages
+
+
+class TopkRouting(NamedTuple):
+    """Of `topk_routing`."""
+
+    router: Router
+
+
+class TopkRoutingBackward(NamedTuple):
+    """Of `topk_routing_backward`: gradient, outputs [T, K] and logits of the forward."""
+
+    grad_weights: PerToken
+    router_logits: PerToken
+    topk_weights: Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
+    topk_ids: Ids
+    routing: str
+
+
+class BuildDispatch(NamedTuple):
+    """Of `build_dispatch`."""
+
+    topk_ids: Ids
+    placement: Placement
+    num_experts: int
+
+
+class Permute(NamedTuple):
+    """Of `permute`."""
+
+    hidden_states: Tensor
+    sorted_slots: Index
+
+
+class PermuteBackward(NamedTuple):
+    """Of `permute_backward`: gradient [S, H]."""
+
+    grad: Tensor
+    sorted_slots: Index
+    num_tokens: Annotated[int, Role.SYMBOLIC]
+
+
+class GroupedGemm(NamedTuple):
+    """Of `grouped_gemm`."""
+
+    x: Tensor
+    weight: GroupedLinear
+    expert_offsets: Index
+
+
+class GroupedGemmWeightBackward(NamedTuple):
+    """Of `grouped_gemm_weight_backward`: gradient [S, B] and input [S, A]."""
+
+    grad: Tensor
+    x: Tensor
+    expert_offsets: Index
+
+
+class GatedActivation(NamedTuple):
+    """Of `gated_activation`."""
+
+    gate_up: PerToken
+    activation: str
+
+
+class GatedActivationBackward(NamedTuple):
+    """Of `gated_activation_backward`: gradient [S, I]."""
+
+    grad: PerToken
+    gate_up: PerToken
+    activation: str
+
+
+class Combine(NamedTuple):
+    """Of `combine`."""
+
+    expert_out: Tensor
+    topk_weights: Tensor
+    inverse: Index
+    shared: Tensor | None
+
+
+class CombineBackward(NamedTuple):
+    """Of `combine_backward`: gradient [T, H]."""
+
+    grad: Tensor
+    expert_out: Tensor
+    topk_weights: Tensor
+    inverse: Index
+
+
+# Fusion targets
+
+
+class RoutingDispatch(NamedTuple):
+    """Of `routing_dispatch`."""
+
+    router: Router
+    placement: Placement
+    num_experts: int
+
+
+class GatherGemmAct(NamedTuple):
+    """Of `gather_gemm_act`."""
+
+    hidden_states: Tensor
+    w13: GroupedLinear
+    sorted_slots: Index
+    expert_offsets: Index
+    activation: str
+
+
+class GemmCombine(NamedTuple):
+    """Of `gemm_combine`."""
+
+    x: Tensor
+    w2: GroupedLinear
+    expert_offsets: Index
+    topk_weights: Tensor
+    inverse: Index
+    shared: Tensor | None
+
+
+class FusedExperts(NamedTuple):
+    """Of `fused_experts`."""
+
+    hidden_states: PerToken
+    experts: ExpertWeights
+    topk_weights: PerToken
+    topk_ids: Ids
+    placement: Placement
+    shared: Annotated[Tensor | None, Role.PER_TOKEN]
+    activation: str
+
+
+class FusedMoe(NamedTuple):
+    """Of `fused_moe`."""
+
+    hidden_states: PerToken
+    router: Router
+    experts: ExpertWeights
+    placement: Placement
+    activation: str

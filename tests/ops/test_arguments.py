@@ -1,0 +1,77 @@
+"""Arguments of operators are declared once: what schemas, gradients and vmap make of a declaration."""
+
+import expecttest
+import pytest
+import torch
+
+from moe_ops import arguments, records
+from moe_ops._library import OPERATORS
+from tests.ops.samples import samples
+
+RECORDS = list(OPERATORS)
+of_every_operator = pytest.mark.parametrize("record", RECORDS, ids=records.operator_name)
+
+
+class TestSchemas(expecttest.TestCase):
+    def test_fusion_targets(self):
+        fused = (arguments.FusedMoe, arguments.FusedExperts, arguments.GatherGemmAct, arguments.GemmCombine)
+        self.assertExpectedInline(
+            "\n".join(map(_short_schema, fused)),
+            """\
+fused_moe: hidden_states router_logits w13 w2 correction_bias? w13_bias? w2_bias? expert_map? routing activation
+fused_experts: hidden_states w13 w2 topk_weights topk_ids w13_bias? w2_bias? expert_map? shared? activation
+gather_gemm_act: hidden_states w13 sorted_slots expert_offsets w13_bias? activation
+gemm_combine: x w2 expert_offsets topk_weights inverse w2_bias? shared?""",
+        )
+
+
+def _short_schema(record):
+    schema = OPERATORS[record].overload._schema
+    names = (f"{each.name}{'?' * ('Optional' in str(each.type))}" for each in schema.arguments)
+    return f"{schema.name.removeprefix('moe::')}: {' '.join(names)}"
+
+
+@of_every_operator
+def test_a_record_comes_apart_and_together(record):
+    leaves = tuple(range(len(records.leaves(record))))
+    whole = records.builder(record)(*leaves)
+    assert type(whole) is record and records.flatten(whole) == leaves
+    assert list(records.named(whole)) == [
+        argument.name for argument in OPERATORS[record].overload._schema.arguments
+    ]
+    assert records.transform(lambda a, b: a + b, whole, whole) == records.builder(record)(
+        *(2 * leaf for leaf in leaves)
+    )
+
+
+@of_every_operator
+def test_what_is_declared_differentiable_has_a_gradient_and_nothing_else(record):
+    name = records.operator_name(record)
+    for sample in samples()[name]:
+        given = [leaf.clone().double().requires_grad_() if _floats(leaf) else leaf for leaf in sample]
+        outputs = OPERATORS[record].overload(*given)
+        outputs = [
+            out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out.requires_grad
+        ]
+        declared = {leaf.name for leaf in records.leaves(record) if leaf.is_differentiable}
+        tensors = {
+            leaf.name: value
+            for leaf, value in zip(records.leaves(record), given, strict=True)
+            if _floats(value)
+        }
+        if not outputs:
+            assert not declared
+            continue
+        grads = torch.autograd.grad([out.sum() for out in outputs], list(tensors.values()), allow_unused=True)
+        assert {
+            name for name, grad in zip(tensors, grads, strict=True) if grad is not None
+        } == declared & set(tensors)
+
+
+def _floats(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def test_a_value_names_its_leaves_after_the_field_that_holds_it():
+    assert records.names(arguments.ExpertWeights) == ("w13", "w2", "w13_bias", "w2_bias")
+    assert records.names(arguments.GroupedGemm) == ("x", "weight", "expert_offsets", "bias")
