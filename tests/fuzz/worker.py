@@ -16,8 +16,9 @@ from tests.fuzz.cases import Case, draw
 from tests.fuzz.check import check
 
 READY = "ready"
+DEAD = ("CUDA error", "Triton Error [CUDA]")  # the context is lost, or not to be trusted
 TEXT = 2000  # characters of an exception that are worth keeping
-HELD_BYTES = 4 * 2**30  # of cached GPU memory; several workers share a device
+HELD_BYTES = 2 * 2**30  # of cached GPU memory; several workers share a device
 
 
 @dataclass
@@ -37,7 +38,7 @@ def outcome_of(case: Case, device: str) -> Outcome:
     try:
         verdict = check(case, device)
     except Exception as error:
-        is_dead = "CUDA error" in str(error)
+        is_dead = any(sign in str(error) for sign in DEAD)
         text = "".join(traceback.format_exception(error))[-TEXT:]
         return Outcome(case.index, "crashed" if is_dead else "raised", text)
     kind = "wrong" if verdict.wrong else "ok"
