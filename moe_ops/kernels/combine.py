@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, next_power_of_2
+from moe_ops.kernels.common import cdiv, next_power_of_2, offset
 from moe_ops.kernels.permute import column_block
 from moe_ops.kernels.program import (
     Buffer,
@@ -37,13 +37,14 @@ def _combine_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(inverse_ptr + token * TOP_K + k).to(tl.int64)
         kept = row >= 0
-        weight = tl.load(weights_ptr + token * weight_stride_t + k * weight_stride_k, mask=kept, other=0.0)
-        row_ptr = expert_out_ptr + row * stride_s + columns * stride_h
+        weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(k, weight_stride_k)
+        weight = tl.load(weight_ptr, mask=kept, other=0.0)
+        row_ptr = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
         value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
         total += value.to(total.dtype) * weight.to(total.dtype)
     if shared_ptr is not None:
-        shared_ptr += token * shared_stride_t
-        total += tl.load(shared_ptr + columns * shared_stride_h, mask=mask, other=0.0).to(total.dtype)
+        shared_row_ptr = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_h)
+        total += tl.load(shared_row_ptr, mask=mask, other=0.0).to(total.dtype)
     tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -65,16 +66,16 @@ def _combine_backward_kernel(
     token = slot // top_k
     row = tl.load(inverse_ptr + slot).to(tl.int64)
     kept = row >= 0
-    weight_ptr = weights_ptr + token * weight_stride_t + (slot % top_k) * weight_stride_k
+    weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(slot % top_k, weight_stride_k)
     weight = tl.load(weight_ptr, mask=kept, other=0.0).to(ACC)
     products = tl.zeros((BLOCK,), ACC)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < tl.where(kept, num_columns, 0)
-        grad = tl.load(grad_ptr + token * grad_stride_t + columns * grad_stride_h, mask=mask, other=0.0).to(
-            ACC
-        )
-        values = tl.load(expert_out_ptr + row * stride_s + columns * stride_h, mask=mask, other=0.0).to(ACC)
+        grad_ptrs = grad_ptr + offset(token, grad_stride_t) + offset(columns, grad_stride_h)
+        grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
+        value_ptrs = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
+        values = tl.load(value_ptrs, mask=mask, other=0.0).to(ACC)
         products += grad * values
         out = (grad * weight).to(grad_out_ptr.dtype.element_ty)
         tl.store(grad_out_ptr + row * num_columns + columns, out, mask=mask)

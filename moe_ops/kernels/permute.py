@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, next_power_of_2
+from moe_ops.kernels.common import cdiv, next_power_of_2, offset
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_index
 
 _MAX_COLUMNS = 1024
@@ -27,8 +27,8 @@ def _permute_kernel(
     row = (tl.program_id(0) // column_blocks).to(tl.int64)
     columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
-    token = (tl.load(slots_ptr + row) // top_k).to(tl.int64)
-    values = tl.load(hidden_ptr + token * stride_t + columns * stride_h, mask=mask)
+    token = tl.load(slots_ptr + row) // top_k
+    values = tl.load(hidden_ptr + offset(token, stride_t) + offset(columns, stride_h), mask=mask)
     tl.store(out_ptr + row * num_columns + columns, values, mask=mask)
 
 
@@ -53,8 +53,8 @@ def _permute_backward_kernel(
     mask = columns < num_columns
     total = tl.zeros((BLOCK,), tl.float64 if F64 else tl.float32)
     for k in range(top_k):
-        row = tl.load(rows_ptr + token * top_k + k).to(tl.int64)
-        total += tl.load(grad_ptr + row * stride_s + columns * stride_h, mask=mask, other=0.0).to(total.dtype)
+        row_ptr = grad_ptr + offset(tl.load(rows_ptr + token * top_k + k), stride_s)
+        total += tl.load(row_ptr + offset(columns, stride_h), mask=mask, other=0.0).to(total.dtype)
     tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 

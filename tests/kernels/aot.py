@@ -36,6 +36,7 @@ class Compiled:
     registers: int
     stack: int
     shared: int
+    ttir: str
     ptx: str
 
 
@@ -73,7 +74,8 @@ def _compile(kernel: Any, key: tuple, num_warps: int, num_stages: int) -> Compil
     options = {"num_warps": num_warps, "num_stages": num_stages}
     result = triton.compile(source, target=_TARGET, options=options)
     registers, stack = _resources(result.asm["cubin"])
-    return Compiled(kernel.__name__, registers, stack, result.metadata.shared, result.asm["ptx"])
+    asm = result.asm
+    return Compiled(kernel.__name__, registers, stack, result.metadata.shared, asm["ttir"], asm["ptx"])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
