@@ -33,6 +33,14 @@ def offset(index, stride):
 
 
 @triton.jit
+def source_row(slots_ptr, rows, mask, top_k, num_tokens):
+    """(token, whether there is one) of the slots in `rows`. Slots are the caller's and may be anything."""
+    slots = tl.load(slots_ptr + rows, mask=mask, other=-1)
+    token = slots // top_k
+    return token, (slots >= 0) & (token < num_tokens)
+
+
+@triton.jit
 def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts):
     """Local expert of each slot, `num_experts` where the slot is dropped or masked.
 

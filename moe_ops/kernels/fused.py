@@ -54,7 +54,7 @@ def _up_gemm(
     activation: Activation,
     sms: int,
 ) -> Gemm:
-    top_k = num_slots // hidden_states.shape[0]
+    top_k = num_slots // max(hidden_states.shape[0], 1)
     operands = Operand("hidden_states", hidden_states), Operand("w13", w13), _operand("w13_bias", bias)
     return Gemm(*operands, "activated", num_slots, sms, top_k, activation)
 

@@ -7,14 +7,14 @@ and float64. One CTA per tile; tiles past the last one return at once. Weight gr
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, dot, offset
+from moe_ops.kernels.common import apply_activation, dot, offset, source_row
 from moe_ops.kernels.tiles import tile_at
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_generic_kernel(
     x_ptr, slots_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_experts, features, depth,
+    top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -31,7 +31,7 @@ def grouped_gemm_generic_kernel(
         present = rows < tl.where(expert < num_experts, end, 0)
         source = rows
         if slots_ptr is not None:
-            source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
+            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
         columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < tl.where(expert < num_experts, features, 0)
         gate_columns = columns * 2 if INTERLEAVED else columns

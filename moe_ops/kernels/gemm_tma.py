@@ -8,7 +8,7 @@ against rows sorted beforehand.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, dot, offset
+from moe_ops.kernels.common import apply_activation, dot, offset, source_row
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -67,10 +67,10 @@ def _store_interleaved(
     _store(apply_activation(gate, up, NAME, ALPHA, LIMIT), out_ptr, rows, end, column, features, out_stride_m)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_tma_kernel(
     x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_experts, features, depth, programs,
+    top_k, num_tokens, num_experts, features, depth, programs,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -91,7 +91,7 @@ def grouped_gemm_tma_kernel(
         present = rows < tl.where(expert < num_experts, end, 0)
         source = rows
         if slots_ptr is not None:
-            source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
+            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
         depths = tl.arange(0, BLOCK_K)
         x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
         column = column_block * OUT_N

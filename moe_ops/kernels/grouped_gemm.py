@@ -111,6 +111,7 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "out_ptr": Ref(gemm.out),
         "tiles_ptr": Ref(tiles),
         "top_k": gemm.top_k or 1,
+        "num_tokens": x.shape[0],
         "num_experts": gemm.weight.meta.shape[0],
         "features": gemm.features,
         "depth": x.shape[1],

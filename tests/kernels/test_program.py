@@ -93,6 +93,7 @@ def test_views_reach_the_kernel(device: str) -> None:
         "slots_ptr": Ref("slots"),
         "out_ptr": Ref("out"),
         "top_k": 1,
+        "num_tokens": 4,
         "num_columns": 3,
         "stride_t": 6,
         "stride_h": 2,
