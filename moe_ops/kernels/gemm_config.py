@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_ops.kernels import tma
 from moe_ops.kernels.common import cdiv, next_power_of_2
-from moe_ops.kernels.program import TensorMeta
+from moe_ops.kernels.gemm import Gemm
+from moe_ops.kernels.gpu import Gpu
 
-_TMA_ALIGNMENT = 16
 _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
 _DEEP = (
     4096  # beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert
@@ -58,62 +59,47 @@ _F32_CONFIGS = {
 _F64_CONFIGS = {16: LaunchConfig(16, 32, 16, 4, 2), 32: LaunchConfig(32, 32, 16, 4, 2)}
 
 
-def takes_tma(weight: TensorMeta) -> bool:
-    """Whether host TMA descriptors can address the weight [E, B, A]."""
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not weight.aligned:
-        return False
-    outer = [stride for stride in outer_strides(weight) if stride % (_TMA_ALIGNMENT // 2) or stride == 0]
-    return 1 in weight.strides[1:] and not outer
-
-
-def loads_rows_by_tma(x: TensorMeta, weight: TensorMeta, config: LaunchConfig) -> bool:
+def loads_rows_by_tma(gemm: Gemm, config: LaunchConfig) -> bool:
     """Whether rows [S, A] that lie in order come by TMA (up to 4 % faster on an H200) or by cp.async."""
-    addressable = x.aligned and x.strides[1] == 1 and x.strides[0] * x.dtype.itemsize % _TMA_ALIGNMENT == 0
-    suits = x.shape[1] <= _DEEP or _is_compute_bound(x.shape[0], weight)
-    return addressable and suits and config.block_m >= _TMA_TILE_ROWS
+    x = gemm.x.meta
+    in_order = gemm.top_k is None and not gemm.tail
+    suits = x.shape[1] <= _DEEP or _is_compute_bound(gemm)
+    many = config.block_m >= _TMA_TILE_ROWS
+    return in_order and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
 
 
-def sorts_rows_first(num_slots: int, w13: TensorMeta) -> bool:
+def sorts_rows_first(gemm: Gemm) -> bool:
     """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less."""
-    return _is_compute_bound(num_slots, w13) and w13.shape[1] >= _WIDE_FEATURES and takes_tma(w13)
+    wide = gemm.weight.meta.shape[1] >= _WIDE_FEATURES
+    return wide and _is_compute_bound(gemm) and gemm.weight_by_tma
 
 
-def _is_compute_bound(num_slots: int, weight: TensorMeta) -> bool:
-    return num_slots >= _COMPUTE_BOUND_ROWS * weight.shape[0]
+def _is_compute_bound(gemm: Gemm) -> bool:
+    return gemm.num_slots >= _COMPUTE_BOUND_ROWS * gemm.weight.meta.shape[0]
 
 
-def is_transposed(weight: TensorMeta) -> bool:
-    """Whether the output dimension of the weight [E, B, A] is the contiguous one."""
-    return weight.strides[2] != 1
+def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
+    """The configurations worth timing for this product, those `pick_config` chooses from first."""
+    return tuple(_table(gemm).values()) + (_TMA_ALTERNATIVES if gemm.weight_by_tma else ())
 
 
-def outer_strides(weight: TensorMeta) -> tuple[int, int]:
-    """Strides of the expert and of the non-contiguous matrix dimension."""
-    return weight.strides[0], weight.strides[2 if is_transposed(weight) else 1]
-
-
-def candidates(weight: TensorMeta) -> tuple[LaunchConfig, ...]:
-    """The configurations worth timing for this weight, those `pick_config` chooses from first."""
-    return tuple(_table(weight).values()) + (_TMA_ALTERNATIVES if takes_tma(weight) else ())
-
-
-def pick_config(num_slots: int, weight: TensorMeta) -> LaunchConfig:
-    """Configuration for `num_slots` rows spread over the experts of `weight` [E, B, A]."""
-    table = _table(weight)
-    wanted = _rows_per_tile(num_slots / weight.shape[0])
+def pick_config(gemm: Gemm) -> LaunchConfig:
+    """Configuration for rows spread over the experts of the weight [E, B, A]."""
+    table, (num_experts, _, depth) = _table(gemm), gemm.weight.meta.shape
+    wanted = _rows_per_tile(gemm.num_slots / num_experts)
     config = table[min(wanted, max(table))]
-    depth = weight.shape[2]
-    if config.block_k > 64 and takes_tma(weight) and depth % config.block_k:
+    if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:
         config = _with_short_k(config)
     return config
 
 
-def _table(weight: TensorMeta) -> dict[int, LaunchConfig]:
-    if takes_tma(weight):
+def _table(gemm: Gemm) -> dict[int, LaunchConfig]:
+    dtype = gemm.weight.meta.dtype
+    if gemm.weight_by_tma:
         return _TMA_CONFIGS
-    if weight.dtype == torch.float64:
+    if dtype == torch.float64:
         return _F64_CONFIGS
-    return _F32_CONFIGS if weight.dtype == torch.float32 else _HALF_CONFIGS
+    return _F32_CONFIGS if dtype == torch.float32 else _HALF_CONFIGS
 
 
 def _with_short_k(config: LaunchConfig) -> LaunchConfig:
@@ -141,16 +127,12 @@ def weight_gradient_config(dtype: torch.dtype, features: int, depth: int) -> Lau
     return LaunchConfig(64, block_n, block_k, 8 if block_n * block_k > 64 * 128 else 4, 3)
 
 
-def persistent_programs(num_tiles: int, config: LaunchConfig, sms: int) -> int:
+def persistent_programs(num_tiles: int, config: LaunchConfig, gpu: Gpu) -> int:
     """CTAs of the persistent kernel: what the GPU holds at once, never more than there can be tiles."""
-    return max(min(num_tiles, sms * config.ctas_per_sm), 1)
+    return max(min(num_tiles, gpu.multiprocessors * config.ctas_per_sm), 1)
 
 
-def output_block(config: LaunchConfig, weight: TensorMeta, gated: bool) -> int:
-    """Output columns per tile: half the weight rows of a gated TMA tile."""
-    return config.block_n // 2 if gated and takes_tma(weight) else config.block_n
-
-
-def column_blocks(features: int, config: LaunchConfig, weight: TensorMeta, gated: bool) -> int:
-    """Tiles across the output columns."""
-    return cdiv(features, output_block(config, weight, gated))
+def column_blocks(gemm: Gemm, config: LaunchConfig) -> int:
+    """Tiles across the output columns: a gated TMA tile has two weight rows for each."""
+    halved = gemm.gated and gemm.weight_by_tma
+    return cdiv(gemm.features, config.block_n // 2 if halved else config.block_n)

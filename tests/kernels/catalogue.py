@@ -15,7 +15,9 @@ from moe_ops.kernels import (
     routing,
     tiles,
 )
-from moe_ops.kernels.program import Program
+from moe_ops.kernels.gemm import Gemm, Operand
+from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
 
 _MODULES = (activation, combine, decode, dispatch, gemm_generic, gemm_tma, permute, routing, tiles)
@@ -40,6 +42,15 @@ def all_kernels() -> set[str]:
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """A contiguous tensor by description."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def product(
+    weight: torch.Tensor, rows: int = 64, activation: Activation | None = None, gpu: Gpu = H200
+) -> Gemm:
+    """A product of `rows` contiguous rows, in order, with `weight` [E, B, A]."""
+    x = torch.empty(rows, weight.shape[2], dtype=weight.dtype, device="meta")
+    operands = Operand("x", describe(x)), Operand("weight", describe(weight)), None
+    return Gemm(*operands, "out", rows, gpu, activation=activation)
 
 
 def _strided(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

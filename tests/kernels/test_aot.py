@@ -13,7 +13,9 @@ from moe_ops.kernels import (
     permute,
     routing as routing_kernels,
 )
-from moe_ops.kernels.grouped_gemm import Gemm, Operand, plan
+from moe_ops.kernels.gemm import Gemm, Operand
+from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.grouped_gemm import plan
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import aot
@@ -143,6 +145,7 @@ def test_alternatives_worth_timing() -> None:
     operands = Operand("hidden_states", describe(hidden)), Operand("w13", describe(weight)), None
     dtypes = BF16 | {"sorted_slots": torch.int32, "expert_offsets": torch.int32}
     for act in (Activation(), None):
-        for config in gemm_config.candidates(describe(weight)):
-            program = Program(*plan(Gemm(*operands, "out", 8192, 132, 2, act), config), ("out",))
+        gemm = Gemm(*operands, "out", 8192, H200, 2, act)
+        for config in gemm_config.candidates(gemm):
+            program = Program(*plan(gemm, config), ("out",))
             _assert_spill_free(aot.compile_program(program, dtypes))
