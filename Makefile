@@ -9,7 +9,7 @@ READY      := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-cpu test-kernels lint types wheel gpu setup clean
+.PHONY: demo test test-cpu test-kernels exhaustive lint types wheel gpu setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks demo $(if $(MODEL),--model "$(MODEL)")
@@ -25,6 +25,10 @@ test-cpu: setup
 
 test-kernels: setup
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+# Every launch that a plan can make, compiled for every GPU that docs/PERFORMANCE.md names.
+exhaustive: setup
+	$(PYTEST) -m exhaustive tests
 
 lint: setup
 	$(BIN)/ruff check .

@@ -20,12 +20,13 @@ from moe_ops.kernels.program import (
 )
 
 _FILL_BLOCK = 1024
+_ROWS_AT_ONCE = 16  # the addresses of more would take the registers
 
 
 @triton.jit
-def _row_of_slot(inverse_ptr, slot, num_rows):
+def _row_of_slot(inverse_ptr, slot, mask, num_rows):
     """(row, whether there is one) of a slot: -1 drops it, and so does what is no row."""
-    row = tl.load(inverse_ptr + slot)
+    row = tl.load(inverse_ptr + slot, mask=mask, other=-1)
     return row, (row >= 0) & (row < num_rows)
 
 
@@ -33,7 +34,7 @@ def _row_of_slot(inverse_ptr, slot, num_rows):
 def _combine_kernel(
     expert_out_ptr, weights_ptr, inverse_ptr, shared_ptr, out_ptr,
     num_rows, num_columns, stride_s, stride_h, weight_stride_t, weight_stride_k, shared_stride_t, shared_stride_h,
-    TOP_K: tl.constexpr, F64: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (T * column blocks). A slot whose inverse is no row is skipped without reading."""
     column_blocks = tl.cdiv(num_columns, BLOCK)
@@ -41,13 +42,15 @@ def _combine_kernel(
     columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
     total = tl.zeros((BLOCK,), tl.float64 if F64 else tl.float32)
-    for k in tl.static_range(TOP_K):
-        row, kept = _row_of_slot(inverse_ptr, token * TOP_K + k, num_rows)
-        weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(k, weight_stride_k)
-        weight = tl.load(weight_ptr, mask=kept, other=0.0)
-        row_ptr = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
-        value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
-        total += value.to(total.dtype) * weight.to(total.dtype)
+    for first in range(0, TOP_K, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            k = first + step
+            row, kept = _row_of_slot(inverse_ptr, token * TOP_K + k, k < TOP_K, num_rows)
+            weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(k, weight_stride_k)
+            weight = tl.load(weight_ptr, mask=kept, other=0.0)
+            row_ptr = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
+            value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
+            total += value.to(total.dtype) * weight.to(total.dtype)
     if shared_ptr is not None:
         shared_row_ptr = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_h)
         total += tl.load(shared_row_ptr, mask=mask, other=0.0).to(total.dtype)
@@ -70,7 +73,7 @@ def _combine_backward_kernel(
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     slot = tl.program_id(0).to(tl.int64)
     token = slot // top_k
-    row, kept = _row_of_slot(inverse_ptr, slot, num_rows)
+    row, kept = _row_of_slot(inverse_ptr, slot, slot >= 0, num_rows)
     weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(slot % top_k, weight_stride_k)
     weight = tl.load(weight_ptr, mask=kept, other=0.0).to(ACC)
     products = tl.zeros((BLOCK,), ACC)
@@ -119,6 +122,7 @@ def combine_launch(
         "shared_stride_t": 0 if shared is None else shared.strides[0],
         "shared_stride_h": 1 if shared is None else shared.strides[1],
         "TOP_K": top_k,
+        "AT_ONCE": min(top_k, _ROWS_AT_ONCE),
         "F64": expert_out.dtype == torch.float64,
         "BLOCK": block,
     }

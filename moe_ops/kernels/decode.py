@@ -17,7 +17,7 @@ def gemv_activation_kernel(
     ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
 
@@ -58,7 +58,7 @@ def gemv_activation_kernel(
             value = tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1) + bias
         else:
             sums = tl.zeros((ROWS, BLOCK_K), ACC)
-            for k in tl.range(0, DEPTH, BLOCK_K, num_stages=4):
+            for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
                 mask = inside[:, None] & (inner < DEPTH - k)[None, :]
                 weight_ptrs = row_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
                 weight = tl.load(weight_ptrs, mask=mask, other=0.0)
@@ -85,7 +85,7 @@ def gemv_combine_kernel(
     ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, shared_stride_t, shared_stride_n,
     TOP_K: tl.constexpr, F64: tl.constexpr, DEPTH: tl.constexpr,
-    ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (weight[expert] @ x[t * TOP_K + k] + bias[expert]) + shared[t].
 
@@ -128,7 +128,7 @@ def gemv_combine_kernel(
         value = tl.sum(weight.to(ACC) * x.to(ACC), 1)
     else:
         sums = tl.zeros((ROUTES * BLOCK_N, BLOCK_K), ACC)
-        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=4):
+        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
             mask = live[:, None] & (inner < DEPTH - k)
             weight_ptrs = weight_row_ptr[:, None] + offset(k + inner, weight_stride_k)
             weight = tl.load(weight_ptrs, mask=mask, other=0.0)

@@ -124,7 +124,7 @@ def _experts_launches(tensors: ExpertTensors, activation: Activation, gpu: Gpu) 
     num_tokens, top_k = tensors.topk_ids.shape
     num_ids = tensors.w13.shape[0] if tensors.expert_map is None else tensors.expert_map.shape[0]
     if prefers_gemv(num_tokens, top_k, num_ids):
-        return gemv_launches(tensors, activation)
+        return gemv_launches(tensors, activation, gpu)
     return _grouped_experts(tensors, activation, gpu)
 
 

@@ -1,13 +1,13 @@
 """Which grouped-GEMM kernel and block sizes a problem gets: a pure function of shapes, strides and dtypes."""
 
-from dataclasses import dataclass
-
 import torch
 
 from moe_ops.kernels import tma
 from moe_ops.kernels.common import cdiv, next_power_of_2
 from moe_ops.kernels.gemm import Gemm
-from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.gemm_tables import BY_POINTER, BY_TMA, TMA_ALTERNATIVES, LaunchConfig, Tables
+from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import ALIGNMENT, TensorMeta
 
 _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
 _DEEP = (
@@ -17,55 +17,18 @@ _COMPUTE_BOUND_ROWS = 512  # per expert
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """Block sizes and launch parameters. block_n counts weight rows on the TMA path, output columns on the other."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    ctas_per_sm: int = 1
-
-
-# Keyed by rows per tile. Small tiles stream weights (two CTAs per SM keep enough bytes in flight); 128 rows fill
-# the tensor cores. All are spill-free on sm_90, which the ahead-of-time tests assert.
-_TMA_CONFIGS = {
-    16: LaunchConfig(16, 128, 128, 4, 3, 2),
-    32: LaunchConfig(32, 128, 128, 4, 3, 2),
-    64: LaunchConfig(64, 128, 64, 4, 4, 2),
-    128: LaunchConfig(128, 256, 64, 8, 4, 1),
-}
-# Worth timing against the choice above on a shape of its own.
-_TMA_ALTERNATIVES = (
-    LaunchConfig(16, 64, 128, 4, 4, 2),
-    LaunchConfig(16, 64, 256, 4, 3, 1),
-    LaunchConfig(32, 64, 128, 4, 4, 2),
-    LaunchConfig(64, 256, 64, 4, 4, 1),
-    LaunchConfig(128, 128, 64, 8, 3, 2),
-    LaunchConfig(128, 256, 64, 8, 3, 1),
-)
-_HALF_CONFIGS = {
-    16: LaunchConfig(16, 64, 64, 4, 3),
-    32: LaunchConfig(32, 64, 64, 4, 3),
-    64: LaunchConfig(64, 64, 32, 8, 3),
-}
-_F32_CONFIGS = {
-    16: LaunchConfig(16, 64, 32, 4, 2),
-    32: LaunchConfig(32, 64, 32, 4, 2),
-    64: LaunchConfig(64, 64, 16, 8, 2),
-}
-_F64_CONFIGS = {16: LaunchConfig(16, 32, 16, 4, 2), 32: LaunchConfig(32, 32, 16, 4, 2)}
-
-
-def loads_rows_by_tma(gemm: Gemm, config: LaunchConfig) -> bool:
+def loads_rows_by_tma(gemm: Gemm, block_m: int) -> bool:
     """Whether rows [S, A] that lie in order come by TMA (up to 4 % faster on an H200) or by cp.async."""
     x = gemm.x.meta
     in_order = gemm.top_k is None and not gemm.tail
     suits = x.shape[1] <= _DEEP or _is_compute_bound(gemm)
-    many = config.block_m >= _TMA_TILE_ROWS
+    many = block_m >= _TMA_TILE_ROWS
     return in_order and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
+
+
+def _loads_rows_in_pieces(x: TensorMeta) -> bool:
+    """Whether the compiler sees that rows [S, A] load in pieces of 16 bytes: it knows of multiples of 16 elements."""
+    return x.aligned and x.strides[1] == 1 and x.strides[0] % ALIGNMENT == 0 and x.shape[1] % ALIGNMENT == 0
 
 
 def sorts_rows_first(gemm: Gemm) -> bool:
@@ -80,26 +43,28 @@ def _is_compute_bound(gemm: Gemm) -> bool:
 
 def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """The configurations worth timing for this product, those `pick_config` chooses from first."""
-    return tuple(_table(gemm).values()) + (_TMA_ALTERNATIVES if gemm.weight_by_tma else ())
+    choices = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True).values()
+    return tuple(choices) + (TMA_ALTERNATIVES if gemm.weight_by_tma else ())
 
 
 def pick_config(gemm: Gemm) -> LaunchConfig:
     """Configuration for rows spread over the experts of the weight [E, B, A]."""
-    table, (num_experts, _, depth) = _table(gemm), gemm.weight.meta.shape
+    num_experts, _, depth = gemm.weight.meta.shape
     wanted = _rows_per_tile(gemm.num_slots / num_experts)
+    even = loads_rows_by_tma(gemm, wanted) or _loads_rows_in_pieces(gemm.x.meta)
+    table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]
     if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:
         config = _with_short_k(config)
     return config
 
 
-def _table(gemm: Gemm) -> dict[int, LaunchConfig]:
-    dtype = gemm.weight.meta.dtype
-    if gemm.weight_by_tma:
-        return _TMA_CONFIGS
-    if dtype == torch.float64:
-        return _F64_CONFIGS
-    return _F32_CONFIGS if dtype == torch.float32 else _HALF_CONFIGS
+def _tables(gemm: Gemm) -> Tables:
+    return BY_TMA if gemm.weight_by_tma else BY_POINTER[gemm.weight.meta.dtype]
+
+
+def _is_tuned(gpu: Gpu) -> bool:
+    return gpu.capability == H200.capability
 
 
 def _with_short_k(config: LaunchConfig) -> LaunchConfig:
@@ -117,19 +82,24 @@ def _rows_per_tile(mean_rows: float) -> int:
     return 128
 
 
-def weight_gradient_config(dtype: torch.dtype, features: int, depth: int) -> LaunchConfig:
+def weight_gradient_config(dtype: torch.dtype, features: int, depth: int, gpu: Gpu) -> LaunchConfig:
     """Blocks of the weight gradient: block_n x block_k outputs, block_m rows per step."""
     if dtype == torch.float64:
         return LaunchConfig(16, 32, 32, 4, 2)
     if dtype == torch.float32:
         return LaunchConfig(16, 64, 64, 8, 2)
-    block_n, block_k = (min(max(next_power_of_2(size), 16), 128) for size in (features, depth))
-    return LaunchConfig(64, block_n, block_k, 8 if block_n * block_k > 64 * 128 else 4, 3)
+    most = 128 if _is_tuned(gpu) else 64  # elsewhere as many accumulators and odd rows at once spill
+    block_n, block_k = (
+        min(max(next_power_of_2(size), 16), limit) for size, limit in ((features, 128), (depth, most))
+    )
+    return LaunchConfig(64, block_n, block_k, 8 if block_n * block_k > 64 * most else 4, 3)
 
 
 def persistent_programs(num_tiles: int, config: LaunchConfig, gpu: Gpu) -> int:
     """CTAs of the persistent kernel: what the GPU holds at once, never more than there can be tiles."""
-    return max(min(num_tiles, gpu.multiprocessors * config.ctas_per_sm), 1)
+    # Two have room where there is as much memory as the blocks were made for.
+    per_multiprocessor = config.ctas_per_sm if gpu.shared_memory >= H200.shared_memory else 1
+    return max(min(num_tiles, gpu.multiprocessors * per_multiprocessor), 1)
 
 
 def column_blocks(gemm: Gemm, config: LaunchConfig) -> int:

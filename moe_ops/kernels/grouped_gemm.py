@@ -99,7 +99,7 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 
 def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
     """TMA descriptor of rows that lie in order, where it pays."""
-    if not gemm_config.loads_rows_by_tma(gemm, config):
+    if not gemm_config.loads_rows_by_tma(gemm, config.block_m):
         return None
     return Descriptor(gemm.x.name, gemm.x.meta.shape, gemm.x.meta.strides, (config.block_m, config.block_k))
 
@@ -135,9 +135,9 @@ def _program(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None, gpu: Gp
 
 
 @lru_cache(maxsize=1024)
-def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int) -> Program:
+def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> Program:
     (num_rows, features), depth = grad.shape, x.shape[1]
-    config = gemm_config.weight_gradient_config(x.dtype, features, depth)
+    config = gemm_config.weight_gradient_config(x.dtype, features, depth, gpu)
     args = {
         "grad_ptr": Ref("grad"),
         "x_ptr": Ref("x"),
@@ -171,7 +171,8 @@ def grouped_gemm_program(x, weight, expert_offsets, bias) -> Program:
 def grouped_gemm_weight_backward_program(grad, x, expert_offsets) -> Program:
     """The program of `moe.grouped_gemm_weight_backward` for tensors with this metadata."""
     describe_index("expert_offsets", expert_offsets)
-    return _weight_backward_program(describe(grad), describe(x), expert_offsets.shape[0] - 1)
+    experts = expert_offsets.shape[0] - 1
+    return _weight_backward_program(describe(grad), describe(x), experts, gpu_of(x.device))
 
 
 def launch(
