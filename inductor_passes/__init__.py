@@ -9,6 +9,18 @@ from inductor_passes.base import Fusion, MoEPass, Refused
 from inductor_passes.explain import explain
 from inductor_passes.hazards import Hazard
 from inductor_passes.options import options
-from inductor_passes.report import Break, LayerGraph, Report
+from inductor_passes.records import Break, LayerGraph, Unfused
+from inductor_passes.report import Report
 
-__all__ = ["Break", "Fusion", "Hazard", "LayerGraph", "MoEPass", "Refused", "Report", "explain", "options"]
+__all__ = [
+    "Break",
+    "Fusion",
+    "Hazard",
+    "LayerGraph",
+    "MoEPass",
+    "Refused",
+    "Report",
+    "Unfused",
+    "explain",
+    "options",
+]

@@ -8,16 +8,19 @@ Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`
 import contextlib
 import copy
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
 from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons
-from torch._guards import detect_fake_mode
-from torch._inductor import custom_graph_pass
+from torch._guards import CompileContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -25,21 +28,32 @@ from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAwareGraphPass
+except ImportError:  # torch 2.11
+    InferenceAwareGraphPass = CustomGraphPass
+
 __all__ = [
     "CustomGraphPass",
+    "InferenceAwareGraphPass",
+    "cache_hits",
+    "call_when_compiled",
     "call_with_is_inference",
     "compile_fx",
+    "compile_id",
     "detect_fake_mode",
     "fresh_code",
-    "graph_breaks_counted",
+    "graph_breaks",
     "inductor_option_names",
     "is_cudagraph_unsafe_fx_node",
     "kernel_constants",
     "kernel_index",
     "kernel_name",
     "mode_table",
+    "POST_GRAD_SLOT",
     "post_grad_backend",
-    "post_grad_pre_pass",
+    "post_grad_slot",
+    "post_grad_slot_and_covered",
     "preserved_dynamo_state",
     "same_size",
     "stable_topological_sort",
@@ -47,7 +61,7 @@ __all__ = [
     "trace",
     "triton_launch",
     "uncompiled",
-    "with_graph_break_reason",
+    "watch_post_grad_slot",
     "with_launch_options",
     "written_arguments",
 ]
@@ -63,20 +77,55 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(torch._inductor.list_options())
 
 
-def post_grad_pre_pass() -> Any:
-    """The pass (2.13: or sequence of passes) the user put in the global slot, or None."""
+# The slot our pass sits in
+
+POST_GRAD_SLOT = "post_grad_custom_pre_pass"
+_COVERED: ContextVar[tuple[Any, ...]] = ContextVar("values of the slot that later ones cover", default=())
+
+
+@lru_cache(maxsize=1)
+def watch_post_grad_slot() -> None:
+    """Remembers from now on which value each new value of the slot covers.
+
+    `torch.compile(options=...)` patches the slot around a compile, and Inductor has no way to ask for what the user
+    has there underneath. Every change goes through `__setattr__` of the config module's own class; a patch that ends
+    puts the old value back from its `__exit__`.
+    """
+    config_class: Any = type(inductor_config)
+    set_plainly = config_class.__setattr__
+
+    def set_and_remember(config: Any, name: str, value: Any) -> None:
+        if name == POST_GRAD_SLOT:
+            covered = _COVERED.get()
+            ends_patch = sys._getframe(1).f_code.co_name == "__exit__"
+            _COVERED.set(covered[:-1] if ends_patch else (*covered, post_grad_slot())[-_MOST_COVERED:])
+        set_plainly(config, name, value)
+
+    config_class.__setattr__ = set_and_remember
+
+
+_MOST_COVERED = 32  # plain assignments cover a value for good: the oldest are forgotten
+
+
+def post_grad_slot() -> Any:
+    """What is in the slot now: None, a pass, or (torch 2.13) several."""
     return inductor_config.post_grad_custom_pre_pass
+
+
+def post_grad_slot_and_covered() -> tuple[Any, ...]:
+    """What is in the slot now, then what that covers, and so on down."""
+    return (post_grad_slot(), *reversed(_COVERED.get()))
 
 
 def call_with_is_inference(
     graph_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool
 ) -> None:
     """Runs a user's pass as Inductor would: 2.13's inference-aware ones also take `is_inference`."""
-    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-    if aware is not None and isinstance(graph_pass, aware):
-        graph_pass(graph, is_inference)
-    else:
-        graph_pass(graph)
+    is_told = InferenceAwareGraphPass is not CustomGraphPass and isinstance(
+        graph_pass, InferenceAwareGraphPass
+    )
+    given: tuple[Any, ...] = (graph, is_inference) if is_told else (graph,)
+    graph_pass(*given)
 
 
 def same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
@@ -162,17 +211,35 @@ def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
     return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
 
 
+# When a compile is over
+
+
+def compile_id() -> str | None:
+    """Dynamo's name of the compile that is running, such as "0/0"; None outside one."""
+    found = CompileContext.current_compile_id()
+    return None if found is None else str(found)
+
+
+def call_when_compiled(callback: Callable[[Any], None]) -> None:
+    """Calls `callback` at the end of this and of later compiles; `torch._dynamo.reset` forgets it."""
+    if callback not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(callback)
+
+
+def cache_hits() -> int:
+    """How many graphs have come out of Inductor's and AOTAutograd's caches."""
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
 # What explain() needs of Dynamo and AOTAutograd
 
 OnGraph = Callable[[torch.fx.GraphModule, Sequence[Any]], None]
 
 
-def post_grad_backend(
-    on_graph: OnGraph, on_trace: Callable[[torch.fx.GraphModule], None] | None = None
-) -> Callable[..., Any]:
+def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
     """A backend that shows every graph as our pass would get it, generates no code and runs the ATen graph.
 
-    `on_trace` gets the graph as Dynamo made it. Caches are off, so a graph compiled before is traced again.
+    Caches are off, so a graph compiled before is traced again.
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -180,8 +247,6 @@ def post_grad_backend(
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if on_trace is not None:
-            on_trace(gm)
         with inductor_config.patch(force_disable_caches=True):
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
@@ -197,15 +262,11 @@ def uncompiled(function: Any) -> Any:
         function = inner
 
 
-def with_graph_break_reason(module: torch.fx.GraphModule) -> Any | None:
-    """Why Dynamo ended this graph early (`.reason`, `.user_stack`), or None when it did not."""
-    reason = getattr(module, "compile_subgraph_reason", None)
-    return reason if reason is not None and reason.graph_break else None
-
-
-def graph_breaks_counted() -> dict[str, int]:
-    """Dynamo's own count of graph breaks by reason."""
-    return dict(counters["graph_break"])
+def graph_breaks() -> list[tuple[str, Sequence[Any]]]:
+    """Reason and user's stack of every graph break, once for each frame it ended. No stack where Dynamo kept none."""
+    kept = [(each.reason, each.user_stack) for each in graph_break_reasons]
+    counted: list[tuple[str, Sequence[Any]]] = [(reason, ()) for reason in counters["graph_break"]]
+    return [*kept, *counted]
 
 
 @contextlib.contextmanager
@@ -213,6 +274,7 @@ def preserved_dynamo_state() -> Iterator[None]:
     """Counts afresh inside, and leaves Dynamo's counters as they were."""
     saved, reasons = copy.deepcopy(dict(counters)), list(graph_break_reasons)
     counters.clear()
+    graph_break_reasons.clear()
     try:
         yield
     finally:

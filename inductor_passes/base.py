@@ -48,6 +48,8 @@ class Refusal(Exception):
 class PassLog:
     """Collects what the passes did to one graph."""
 
+    layers: dict[str, None] = field(default_factory=dict)
+    """Names of the layers in the graph."""
     fused: list[Fusion] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     lowered: list[Fusion] = field(default_factory=list)
@@ -88,7 +90,7 @@ _Record = TypeVar("_Record", Fusion, Refused)
 
 
 def _logged(verb: str, record: _Record) -> _Record:
-    LOGGER.log(logging.INFO if verb == "refused" else logging.DEBUG, "%s: %s", verb, record)
+    LOGGER.debug("%s: %s", verb, record)
     return record
 
 

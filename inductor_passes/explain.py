@@ -1,31 +1,32 @@
 """explain(): compile once for show, and report what the passes did."""
 
-import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch import nn
+from torch.fx import Graph, GraphModule
 
 from inductor_passes import _compat
-from inductor_passes.base import LAYER_KEY, PassLog
-from inductor_passes.graph_tools import is_moe_op
+from inductor_passes.base import PassLog
+from inductor_passes.graph_tools import Part, is_moe_op, parts
 from inductor_passes.hazards import Hazard, capture_hazards
-from inductor_passes.naming import name_layers
+from inductor_passes.naming import LayerNames
 from inductor_passes.pipeline import FUSIONS, LOWERINGS, is_training, run_passes
-from inductor_passes.report import Break, GraphView, LayerGraph, NodeView, Report
-
-# Nodes that compute nothing: picking an output, allocating, and looking at a tensor in another shape.
-_BOOKKEEPING = (operator.getitem, torch.ops.aten.empty.memory_format, torch.ops.aten.as_strided.default)
+from inductor_passes.records import Break, GraphView, LayerGraph, Unfused
+from inductor_passes.report import Report
+from inductor_passes.survey import Named, is_on_meta, modules_of, moe_modules
+from inductor_passes.text import unfused_lines
+from inductor_passes.views import calls, launches, view
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Traces `fn(*args, **kwargs)` as `torch.compile` would, runs our passes and reports.
 
     The function runs once, on its ATen graph; no code is generated and no cache is read or written. What is compiled
-    already stays valid, and Dynamo's counters are put back.
+    already stays valid, and Dynamo's counters are put back. A model on the meta device is not traced, and the report
+    says so.
 
     Args:
         fn: a module or function, compiled or not.
@@ -35,75 +36,139 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns:
         A frozen `Report`; print it, or write it out with `.to_html(path)`.
 
+    Raises:
+        Whatever `fn` raises.
+
     Example:
         >>> with torch.no_grad():
         ...     print(inductor_passes.explain(model, input_ids))
     """
-    recorder = _Recorder()
     target = _compat.uncompiled(fn)
+    modules = modules_of(target, args, kwargs)
+    recorder = _Recorder(LayerNames({str(id(module)): name for name, module in modules}))
+    if is_on_meta(modules, args, kwargs):
+        return recorder.report((), (_meta_remark(modules),))
     with _compat.preserved_dynamo_state():
-        call = torch.compile(
-            _compat.fresh_code(_call), backend=_compat.post_grad_backend(recorder.record, recorder.trace)
-        )
+        call = torch.compile(_compat.fresh_code(_call), backend=_compat.post_grad_backend(recorder.record))
         call(target, args, kwargs)
-        return recorder.report(_compat.graph_breaks_counted())
+        breaks = _breaks(_compat.graph_breaks())
+    unfused = recorder.unfused(modules)
+    return recorder.report(breaks, recorder.remarks(unfused), unfused)
 
 
-def _call(target: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _call(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return target(*args, **kwargs)
 
 
 @dataclass
 class _Recorder:
-    breaks: list[Break] = field(default_factory=list)
-    logs: list[PassLog] = field(default_factory=list)
+    names: LayerNames
+    log: PassLog = field(default_factory=PassLog)
     views: list[GraphView] = field(default_factory=list)
     layers: list[LayerGraph] = field(default_factory=list)
     hazards: list[Hazard] = field(default_factory=list)
     training: bool = False
-
-    def trace(self, module: GraphModule) -> None:
-        """Notes why Dynamo ended a graph."""
-        cause = _compat.with_graph_break_reason(module)
-        if cause is not None:
-            self.breaks.append(Break(cause.reason, _location(cause.user_stack)))
+    modules_reached: set[str] = field(default_factory=set)
+    """Ids of the modules that MoE operators were traced in."""
 
     def record(self, module: GraphModule, example_inputs: Sequence[Any]) -> None:
-        """Runs our passes over a copy of a post-grad graph."""
-        graph = _copy(module.graph)
-        name_layers(graph)
-        before, traced = _view(graph), _calls(graph)
-        log = run_passes(graph, FUSIONS)
-        fused = _calls(graph)
-        run_passes(graph, LOWERINGS, log)
-        launches = _launches(graph)
-        self.layers += [LayerGraph(name, traced[name], fused[name], launches[name]) for name in traced]
-        self.views.append(GraphView(before, _view(graph)))
-        self.hazards += capture_hazards(graph)
-        self.logs.append(log)
-        self.training = self.training or is_training(graph)
+        """Runs our passes over copies of a post-grad graph and its subgraphs."""
+        self.training = self.training or is_training(module.graph)
+        for part in parts(module):
+            self._record(part._replace(graph=_copy(part.graph)))
 
-    def report(self, counted: dict[str, int]) -> Report:
-        """Everything recorded. `counted`, Dynamo's count by reason, adds breaks that no graph came before; its numbers
-        are no use, for a break counts once per function it is nested in.
-        """
-        seen = {_headline(each.reason) for each in self.breaks}
-        missing = [Break(reason, "") for reason in counted if _headline(reason) not in seen]
+    def _record(self, part: Part) -> None:
+        graph = part.graph
+        self.names.write(graph, part.where)
+        for node in filter(is_moe_op, graph.nodes):
+            self.modules_reached.update(self.names.modules_around(node))
+        before, traced = view(graph), calls(graph)
+        run_passes(graph, FUSIONS, self.log)
+        fused = calls(graph)
+        run_passes(graph, LOWERINGS, self.log)
+        launched = launches(graph)
+        self.layers += [
+            LayerGraph(name, traced[name], fused[name], launched[name], part.where, part.calls)
+            for name in traced
+        ]
+        self.views.append(GraphView(before, view(graph), part.where))
+        self.hazards += capture_hazards(graph)
+
+    def unfused(self, modules: Named) -> tuple[Unfused, ...]:
+        """MoE modules that no operator of ours was traced in."""
+        seen = moe_modules(modules)
+        reached = [module for name, module in seen if self._is_reached(name, module)]
+        # Of layers that share a subgraph only the first is traced.
+        sharing = (
+            {type(module) for module in reached} if any(layer.calls > 1 for layer in self.layers) else set()
+        )
+        return tuple(
+            Unfused(name, type(module).__name__)
+            for name, module in seen
+            if module not in reached and type(module) not in sharing
+        )
+
+    def _is_reached(self, name: str, module: nn.Module) -> bool:
+        """Whether an operator of ours was traced in it. Dynamo does not note the module whose forward it starts in."""
+        is_start = name == "" and bool(self.layers)
+        return is_start or any(str(id(inside)) in self.modules_reached for inside in module.modules())
+
+    def remarks(self, unfused: tuple[Unfused, ...]) -> tuple[str, ...]:
+        """What the records mean, and what to do about it."""
+        remarks = []
+        if unfused:
+            remarks.append(
+                f"MoE modules that run none of our operators, so that nothing of them is fused: "
+                f"{'; '.join(unfused_lines(unfused))}. For a model of transformers call "
+                f"layers.huggingface.patch(model), whose report says what it leaves and why"
+            )
+        elif not self.layers:
+            remarks.append(
+                "no MoE operator was traced and no module looks like an MoE layer: nothing to do for us"
+            )
+        if self.training:
+            remarks.append(
+                "gradients are on, so this is the training graph, in which most fusions are not done yet. For the "
+                "inference graph call explain under torch.no_grad()"
+            )
+        return tuple(remarks)
+
+    def report(
+        self, breaks: tuple[Break, ...], remarks: tuple[str, ...], unfused: tuple[Unfused, ...] = ()
+    ) -> Report:
+        """Everything recorded."""
         return Report(
-            graph_breaks=tuple(dict.fromkeys([*self.breaks, *missing])),
-            fused=tuple(each for log in self.logs for each in log.fused),
-            refused=tuple(each for log in self.logs for each in log.refused),
+            graph_breaks=breaks,
+            fused=tuple(self.log.fused),
+            refused=tuple(self.log.refused),
             capture_hazards=tuple(self.hazards),
             layers=tuple(self.layers),
-            lowered=tuple(each for log in self.logs for each in log.lowered),
-            kept=tuple(each for log in self.logs for each in log.kept),
+            lowered=tuple(self.log.lowered),
+            kept=tuple(self.log.kept),
             graphs=tuple(self.views),
             is_training=self.training,
+            unfused=unfused,
+            remarks=remarks,
         )
 
 
-def _headline(reason: str) -> str:
-    return reason.strip().partition("\n")[0]
+def _meta_remark(modules: Named) -> str:
+    seen = unfused_lines([Unfused(name, type(module).__name__) for name, module in moe_modules(modules)])
+    found = f" MoE modules in it: {'; '.join(seen)}." if seen else ""
+    return (
+        "nothing was traced: the model or its input is on the meta device, where there is nothing to compute with."
+        f"{found} Give it memory and weights first, as from_pretrained or model.to_empty(device=...) do"
+    )
+
+
+def _breaks(kept: Sequence[tuple[str, Sequence[Any]]]) -> tuple[Break, ...]:
+    """Each break once: Dynamo tells it for every frame that it ended, and some without a stack."""
+    found: dict[tuple[str, str], Break] = {}
+    for reason, stack in kept:
+        headline, location = reason.strip().partition("\n")[0], _location(stack)
+        if location or headline not in {told for told, _ in found}:
+            found.setdefault((headline, location), Break(reason, location))
+    return tuple(found.values())
 
 
 def _location(stack: Sequence[Any]) -> str:
@@ -117,63 +182,3 @@ def _copy(graph: Graph) -> Graph:
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy
-
-
-def _in_layer(node: Node) -> bool:
-    return LAYER_KEY in node.meta and node.target not in _BOOKKEEPING
-
-
-def _calls(graph: Graph) -> Counter[str]:
-    return Counter(node.meta[LAYER_KEY] for node in graph.nodes if _in_layer(node))
-
-
-def _launches(graph: Graph) -> Counter[str]:
-    return Counter(node.meta[LAYER_KEY] for node in graph.nodes if _in_layer(node) and _is_launch(node))
-
-
-def _is_launch(node: Node) -> bool:
-    return node.op == "call_function" and node.target is _compat.triton_launch()
-
-
-def _view(graph: Graph) -> tuple[NodeView, ...]:
-    """Nodes of MoE layers and their neighbours; picking an output is drawn as an edge."""
-    inside = [node for node in graph.nodes if _in_layer(node)]
-    sources = {node: tuple(dict.fromkeys(map(_past_bookkeeping, node.all_input_nodes))) for node in inside}
-    shown = set(inside) | {source for node in inside for source in sources[node]}
-    return tuple(
-        NodeView(
-            name=node.name,
-            label=_label(node),
-            detail=_detail(node.meta.get("val")),
-            inputs=tuple(source.name for source in sources.get(node, ()) if source in shown),
-            layer=node.meta.get(LAYER_KEY, "") if node in sources else "",
-        )
-        for node in graph.nodes
-        if node in shown
-    )
-
-
-def _past_bookkeeping(node: Node) -> Node:
-    while node.target in _BOOKKEEPING and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _label(node: Node) -> str:
-    if node.op == "placeholder":
-        return node.name
-    if _is_launch(node):
-        return _compat.kernel_name(cast(int, node.kwargs["kernel_idx"]))
-    return str(node.target).removesuffix(".default") if is_moe_op(node) else str(node.target)
-
-
-def _detail(value: Any) -> str:
-    values = (
-        value
-        if isinstance(value, list | tuple)
-        else list(value.values())
-        if isinstance(value, dict)
-        else [value]
-    )
-    tensors = [each for each in values if isinstance(each, torch.Tensor)]
-    return ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors)

@@ -9,7 +9,7 @@ out     = gather_gemm_act(hidden_states, w13, sorted_slots, expert_offsets, bias
 
 from torch.fx import Graph, Node
 
-from inductor_passes.base import PassLog, Refusal
+from inductor_passes.base import LAYER_KEY, PassLog, Refusal
 from inductor_passes.graph_tools import (
     arguments,
     describe,
@@ -38,7 +38,10 @@ class FuseGatherGemmActivation:
 
 
 def _rewrite(graph: Graph, gate: Node, log: PassLog) -> None:
-    gemm = expect_op(arguments(gate)["gate_up"], "grouped_gemm", "gate_up", gate)
+    gate_up = arguments(gate)["gate_up"]
+    if LAYER_KEY not in gate.meta and not is_op(gate_up, "grouped_gemm"):
+        return  # the gate of a dense layer, such as a shared expert
+    gemm = expect_op(gate_up, "grouped_gemm", "gate_up", gate)
     product = arguments(gemm)
     gather = expect_op(product["x"], "permute", "the input of grouped_gemm", gemm)
     expect_only_user(gemm, gate, "gate_up")

@@ -1,11 +1,11 @@
 """Small helpers to read and rewrite graphs of MoE operators. Guards raise `Refusal` with a reason for people."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 import moe_ops  # noqa: F401  (registers torch.ops.moe)
@@ -40,6 +40,33 @@ def is_moe_op(node: Node) -> bool:
 def find(graph: Graph, *names: str) -> list[Node]:
     """Calls of our operators `names`, in graph order."""
     return [node for node in graph.nodes if is_op(node, *names)]
+
+
+class Part(NamedTuple):
+    """A graph or one of its subgraphs."""
+
+    graph: Graph
+    where: str
+    """"true_graph_0 of cond" for a subgraph, "body of while_loop in true_graph_0 of cond" inside one, else empty."""
+    calls: int
+    """How often it is called each time the outermost graph runs; one for a loop."""
+
+
+def parts(module: GraphModule, where: str = "", calls: int = 1) -> Iterator[Part]:
+    """A graph module's own graph and those of its higher-order operators: branches, loop bodies, nested regions."""
+    yield Part(module.graph, where, calls)
+    callers: dict[str, list[Node]] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(module, node.target, None), GraphModule):
+            callers.setdefault(node.target, []).extend(node.users)
+    for name, nodes in callers.items():
+        if nodes:
+            inside = f"{name} of {_operator_name(nodes[0])}{f' in {where}' if where else ''}"
+            yield from parts(getattr(module, name), inside, calls * len(nodes))
+
+
+def _operator_name(node: Node) -> str:
+    return str(node.target).removeprefix("higher_order.")
 
 
 def arguments(node: Node) -> dict[str, Any]:

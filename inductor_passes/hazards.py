@@ -16,6 +16,8 @@ _UNSAFE_TAGS = {
     torch.Tag.data_dependent_output: "its output is read on the host",
     torch.Tag.cudagraph_unsafe: "it is tagged cudagraph_unsafe",
 }
+# Higher-order operators that go on according to the value of a tensor.
+_STEERED = ("cond", "while_loop", "while_loop_stack_output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ def _reasons(node: Node, on_cuda: bool) -> Iterator[str]:
     if on_cuda and any(tensor.device.type == "cpu" for tensor in _tensors(node)):
         yield "a CPU tensor in a CUDA graph"
     if node.op != "call_function":
+        return
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.target.name() in _STEERED:
+            yield "the host reads its condition"
         return
     tags = getattr(node.target, "tags", ())
     yield from (reason for tag, reason in _UNSAFE_TAGS.items() if tag in tags)

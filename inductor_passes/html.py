@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from inductor_passes.report import GraphView, NodeView, Report
+from inductor_passes.records import GraphView, NodeView
 
 _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 40, 18, 34, 12
 _HUES = (210, 145, 35, 275, 0, 180, 320, 95)
@@ -20,12 +20,12 @@ path { fill: none; stroke: #8a96a3 } .outside { fill: #f4f6f8; stroke: #c3cad1; 
 """
 
 
-def page(report: Report) -> str:
-    """The whole page as text."""
-    graphs = "\n".join(_pair(index, view) for index, view in enumerate(report.graphs) if view.before)
+def page(report: str, views: Sequence[GraphView]) -> str:
+    """The whole page: a report in words and its graphs drawn."""
+    graphs = "\n".join(_pair(index, view) for index, view in enumerate(views) if view.before)
     return (
         f"<!doctype html>\n<html lang='en'><meta charset='utf-8'><title>MoE passes</title><style>{_STYLE}</style>\n"
-        f"<h1>What the passes did</h1>\n<pre>{escape(str(report))}</pre>\n"
+        f"<h1>What the passes did</h1>\n<pre>{escape(report)}</pre>\n"
         f"{graphs or '<p>No MoE layer found.</p>'}\n</html>\n"
     )
 
@@ -36,7 +36,8 @@ def _pair(index: int, view: GraphView) -> str:
         f"<figure><figcaption>{name}: {_count(nodes)} calls</figcaption>{draw(nodes)}</figure>"
         for name, nodes in figures
     )
-    return f"<h2>Graph {index}</h2>\n<div class='pair'>{drawn}</div>"
+    where = f", {escape(view.where)}" if view.where else ""
+    return f"<h2>Graph {index}{where}</h2>\n<div class='pair'>{drawn}</div>"
 
 
 def _count(nodes: Sequence[NodeView]) -> int:

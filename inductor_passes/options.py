@@ -1,12 +1,10 @@
 """options(): what to hand to `torch.compile(options=...)` so that our passes run."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from inductor_passes import _compat
 from inductor_passes.pipeline import MoEPasses
-
-_SLOT = "post_grad_custom_pre_pass"
 
 
 def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
@@ -20,7 +18,8 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
             pass such options as `**{"triton.cudagraphs": True}`.
 
     Returns:
-        A new dict. A pass already in the post-grad slot, of these options or of the global config, runs after ours.
+        A new dict. A pass of the user's in the post-grad slot runs after ours: the one given here, else the one that
+        the global config holds when a graph is compiled, whenever it was put there.
 
     Raises:
         ValueError: an unknown mode or option.
@@ -28,10 +27,11 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
     Example:
         >>> compiled = torch.compile(model, options=inductor_passes.options())
     """
-    patches = {**_expand(mode), **inductor_options}
-    _expect_known(patches)
-    theirs = patches.get(_SLOT, _compat.post_grad_pre_pass())
-    return {**patches, _SLOT: _chain(_as_passes(theirs))}
+    given = {name.replace("-", "_"): value for name, value in inductor_options.items()}
+    _expect_known(given)
+    slot = _compat.POST_GRAD_SLOT
+    ours = MoEPasses.around(given[slot]) if slot in given else MoEPasses()
+    return {**_expand(mode), **given, slot: ours}
 
 
 def _expand(mode: str | None) -> dict[str, Any]:
@@ -46,20 +46,5 @@ def _expand(mode: str | None) -> dict[str, Any]:
 def _expect_known(patches: Iterable[str]) -> None:
     known = _compat.inductor_option_names()
     for name in patches:
-        if name.replace("-", "_") not in known:
+        if name not in known:
             raise ValueError(f"option {name!r}: expected an option of torch._inductor.config")
-
-
-def _as_passes(slot: Any) -> tuple[Callable[..., None], ...]:
-    """The passes in a slot: none, one, or (torch 2.13) several."""
-    if slot is None:
-        return ()
-    return tuple(slot) if isinstance(slot, list | tuple) else (slot,)
-
-
-def _chain(theirs: Iterable[Callable[..., None]]) -> MoEPasses:
-    """Ours once, then theirs, unwrapping a pass that `options` already made."""
-    chained: list[Callable[..., None]] = []
-    for each in theirs:
-        chained.extend(each.chained if isinstance(each, MoEPasses) else (each,))
-    return MoEPasses(tuple(chained))

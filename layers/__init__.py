@@ -7,8 +7,9 @@ these layers need no transformers.
 from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
-from layers.router import Router
+from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
+from layers.weight_decay import weight_decay_groups
 
 __all__ = [
     "FusedMoE",
@@ -16,6 +17,8 @@ __all__ = [
     "MoEConfig",
     "Router",
     "RouterConfig",
+    "RouterOutput",
     "SharedExpertConfig",
     "SharedExperts",
+    "weight_decay_groups",
 ]

@@ -5,13 +5,15 @@ equal configs give equal graphs and nothing is formatted while a layer is traced
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from layers._checks import expect_choice, expect_positive, expect_type
 from moe_ops import Activation, RoutingConfig
 
 Emit = Literal["auto", "stages", "fused"]
+SaveForBackward = Literal["auto", "inputs", "activations"]
 SharedGate = Literal["plain", "sigmoid"]
 WeightOn = Literal["output", "input"]
 
@@ -20,24 +22,11 @@ def _is_floating(dtype: object) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
-def _require_type(name: str, value: object, expected: type | tuple[type, ...]) -> None:
-    if not isinstance(value, expected):
-        options = expected if isinstance(expected, tuple) else (expected,)
-        names = " or ".join(option.__name__ for option in options)
-        raise TypeError(f"{name}={value!r}: expected {names}, got {type(value).__name__}")
-
-
-def _require_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name}={value}: expected at least 1")
-
-
-def _require_choice(name: str, value: object, choices: object) -> None:
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+def emitted(emit: Emit, save_for_backward: SaveForBackward) -> Emit:
+    """What a forward emits now. Recorded stages keep their activations; the fused operator keeps its inputs."""
+    if save_for_backward == "auto" or not torch.is_grad_enabled():
+        return emit
+    return "stages" if save_for_backward == "activations" else "fused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +37,9 @@ class RouterConfig:
         has_bias: the gate's linear layer has a bias (gpt-oss).
         has_correction_bias: a float32 bias per expert is added to the scores for *selection* only
             (`e_score_correction_bias`, DeepSeek-V3).
-        gate_dtype: dtype of the gate's GEMM and so of the logits; None keeps the model's dtype. Scores are
-            computed in float32 either way; DeepSeek-V3 and GLM-4 also want `torch.float32` logits.
+        gate_dtype: dtype of the gate's GEMM and so of the logits, inside `torch.autocast` too; None keeps the
+            model's dtype, or autocast's. Scores are computed in float32 either way; DeepSeek-V3 and GLM-4 also
+            want `torch.float32` logits.
         weight_on: "output" weighs what an expert returns; "input" weighs what it is given, and needs one
             expert per token (Llama-4).
 
@@ -63,9 +53,9 @@ class RouterConfig:
     weight_on: WeightOn = "output"
 
     def __post_init__(self) -> None:
-        _require_type("has_bias", self.has_bias, bool)
-        _require_type("has_correction_bias", self.has_correction_bias, bool)
-        _require_choice("weight_on", self.weight_on, WeightOn)
+        expect_type("has_bias", self.has_bias, bool)
+        expect_type("has_correction_bias", self.has_correction_bias, bool)
+        expect_choice("weight_on", self.weight_on, WeightOn)
         if self.gate_dtype is not None and not _is_floating(self.gate_dtype):
             raise TypeError(f"gate_dtype={self.gate_dtype!r}: expected None or a floating torch.dtype")
 
@@ -86,8 +76,8 @@ class SharedExpertConfig:
     gated: SharedGate = "plain"
 
     def __post_init__(self) -> None:
-        _require_positive("intermediate_size", self.intermediate_size)
-        _require_choice("gated", self.gated, SharedGate)
+        expect_positive("intermediate_size", self.intermediate_size)
+        expect_choice("gated", self.gated, SharedGate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +96,10 @@ class MoEConfig:
             `torch.compile` or export without this project's passes, "stages" shows every stage in eager.
         router: gate bias, correction bias, logits dtype, where the weight is applied.
         shared_experts: None for none.
+        save_for_backward: what a forward keeps while gradients are recorded. "inputs" keeps the layer's inputs and
+            runs the experts again in backward, "activations" keeps what every stage returned and runs nothing
+            twice; either decides what is emitted, whatever `emit` says. "auto" is "inputs" in eager PyTorch and
+            leaves the choice to a compiler's partitioner. Without gradients it changes nothing.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value, or contradicts another one.
@@ -121,15 +115,17 @@ class MoEConfig:
     emit: Emit = "auto"
     router: RouterConfig = RouterConfig()
     shared_experts: SharedExpertConfig | None = None
+    save_for_backward: SaveForBackward = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
-            _require_positive(name, getattr(self, name))
-        _require_type("has_bias", self.has_bias, bool)
-        _require_choice("emit", self.emit, Emit)
-        _require_type("router", self.router, RouterConfig)
+            expect_positive(name, getattr(self, name))
+        expect_type("has_bias", self.has_bias, bool)
+        expect_choice("emit", self.emit, Emit)
+        expect_choice("save_for_backward", self.save_for_backward, SaveForBackward)
+        expect_type("router", self.router, RouterConfig)
         if self.shared_experts is not None:
-            _require_type("shared_experts", self.shared_experts, SharedExpertConfig)
+            expect_type("shared_experts", self.shared_experts, SharedExpertConfig)
         object.__setattr__(self, "routing", self._resolve_routing())
         object.__setattr__(self, "activation", _resolve_activation(self.activation))
         self._check_experts()
@@ -140,7 +136,7 @@ class MoEConfig:
 
     def _resolve_routing(self) -> RoutingConfig:
         routing = RoutingConfig(top_k=self.top_k) if self.routing is None else self.routing
-        _require_type("routing", routing, RoutingConfig)
+        expect_type("routing", routing, RoutingConfig)
         if routing.top_k != self.top_k:
             raise ValueError(
                 f"top_k={self.top_k}: expected routing.top_k={routing.top_k} (give one, or both alike)"
@@ -160,5 +156,5 @@ class MoEConfig:
 
 
 def _resolve_activation(activation: Activation | str) -> Activation:
-    _require_type("activation", activation, (Activation, str))
+    expect_type("activation", activation, (Activation, str))
     return Activation.from_spec(activation) if isinstance(activation, str) else activation

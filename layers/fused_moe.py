@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.config import MoEConfig
+from layers._checks import expect_features, expect_type
+from layers.config import MoEConfig, emitted
+from layers.router import RouterOutput
 from moe_ops import fused_experts, fused_moe, topk_routing
 
 
@@ -25,7 +27,8 @@ class FusedMoE(nn.Module):
         config: sizes, routing and activation.
         expert_map: [E] integers for a layer that holds only some of the experts: the local index of every
             global expert, -1 for one that lives elsewhere and contributes nothing here. Placement is not a
-            weight, so the buffer is not saved in the state dict.
+            weight, so the buffer is not saved in the state dict. It keeps its values through every move and cast;
+            a module that comes from the meta device gets back the map it was built with.
         device, dtype: of the parameters; `device="meta"` allocates nothing.
 
     Attributes:
@@ -37,7 +40,8 @@ class FusedMoE(nn.Module):
             rounded to bfloat16 it would pick other experts.
 
     Raises:
-        TypeError, ValueError: `expert_map` does not describe `config.num_experts` experts.
+        TypeError, ValueError: `config` is not a `MoEConfig`, or `expert_map` does not describe
+            `config.num_experts` experts.
     """
 
     w13_weight: Tensor
@@ -56,6 +60,7 @@ class FusedMoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        expect_type("config", config, MoEConfig)
         self.config = config
         self._placement = None if expert_map is None else _placement(expert_map, config.num_experts)
         for name, shape in _parameter_shapes(config, self.num_local_experts).items():
@@ -68,10 +73,7 @@ class FusedMoE(nn.Module):
             torch.empty(config.num_experts, device=device, dtype=torch.float32) if has_correction else None
         )
         self.register_buffer("e_score_correction_bias", correction)
-        placement = (
-            torch.empty(config.num_experts, device=device, dtype=torch.int32) if self._placement else None
-        )
-        self.register_buffer("expert_map", placement, persistent=False)
+        self.register_buffer("expert_map", self._placement_on(device), persistent=False)
         self.reset_parameters()
 
     @property
@@ -87,15 +89,26 @@ class FusedMoE(nn.Module):
                 nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
             if self.e_score_correction_bias is not None:
                 self.e_score_correction_bias.zero_()
-            if self.expert_map is not None:
-                self.expert_map.copy_(torch.tensor(self._placement, dtype=torch.int32))
 
-    def forward(self, hidden_states: Tensor, router_logits: Tensor, shared: Tensor | None = None) -> Tensor:
+    def route(self, router_logits: Tensor) -> RouterOutput:
+        """Scores the logits [..., E] and picks the experts of each of the T tokens; see `RouterOutput`.
+
+        Raises:
+            TypeError, ValueError: `router_logits` is not a floating point tensor [..., E].
+        """
+        expect_features("router_logits", router_logits, self.config.num_experts)
+        logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
+        return RouterOutput(logits, *topk_routing(logits, self.config.routing, self.e_score_correction_bias))
+
+    def forward(
+        self, hidden_states: Tensor, router_logits: Tensor | RouterOutput, shared: Tensor | None = None
+    ) -> Tensor:
         """The weighted sum of the chosen experts, plus `shared`.
 
         Args:
             hidden_states: [..., H] in the weights' dtype.
-            router_logits: [..., E] with the same leading dimensions, any floating dtype.
+            router_logits: [..., E] with the same leading dimensions, any floating dtype; or what `route` made of
+                them, when the caller wants to see or to change it.
             shared: [..., H], added to the routed output before it is rounded.
 
         Returns:
@@ -104,19 +117,27 @@ class FusedMoE(nn.Module):
         Raises:
             ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
         """
-        _check_last_dim("hidden_states", hidden_states, self.config.hidden_size)
-        _check_last_dim("router_logits", router_logits, self.config.num_experts)
+        expect_features("hidden_states", hidden_states, self.config.hidden_size)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
-        addend = None if shared is None else shared.reshape(tokens.shape)
-        run_experts = self._weigh_input if self.config.router.weight_on == "input" else self._weigh_output
-        return run_experts(tokens, logits, addend).reshape(hidden_states.shape)
+        addend = None if shared is None else self._rows_of(shared)
+        if isinstance(router_logits, RouterOutput):
+            output = self._run_routed(tokens, router_logits, addend)
+        elif self.config.router.weight_on == "input":
+            output = self._run_routed(tokens, self.route(router_logits), addend)
+        else:
+            output = self._run(tokens, router_logits, addend)
+        return output.reshape(hidden_states.shape)
 
-    def _weigh_output(self, tokens: Tensor, logits: Tensor, shared: Tensor | None) -> Tensor:
+    def _rows_of(self, shared: Tensor) -> Tensor:
+        expect_features("shared", shared, self.config.hidden_size)
+        return shared.reshape(-1, shared.shape[-1])  # the operators compare it with the number of tokens
+
+    def _run(self, tokens: Tensor, router_logits: Tensor, shared: Tensor | None) -> Tensor:
         config = self.config
+        expect_features("router_logits", router_logits, config.num_experts)
         return fused_moe(
             tokens,
-            logits,
+            router_logits.reshape(-1, router_logits.shape[-1]),  # [T, E]
             self.w13_weight,
             self.w2_weight,
             config.routing,
@@ -126,35 +147,55 @@ class FusedMoE(nn.Module):
             correction_bias=self.e_score_correction_bias,
             expert_map=self.expert_map,
             shared=shared,
-            emit=config.emit,
+            emit=emitted(config.emit, config.save_for_backward),
         )
 
-    def _weigh_input(self, tokens: Tensor, logits: Tensor, shared: Tensor | None) -> Tensor:
+    def _run_routed(self, tokens: Tensor, routed: RouterOutput, shared: Tensor | None) -> Tensor:
         config = self.config
-        topk_weights, topk_ids = topk_routing(logits, config.routing, self.e_score_correction_bias)
         return fused_experts(
             tokens,
             self.w13_weight,
             self.w2_weight,
-            topk_weights,
-            topk_ids,
+            routed.topk_weights,
+            routed.topk_ids,
             config.activation,
             w13_bias=self.w13_bias,
             w2_bias=self.w2_bias,
             expert_map=self.expert_map,
-            apply_router_weight_on_input=True,
+            apply_router_weight_on_input=config.router.weight_on == "input",
             shared=shared,
-            emit=config.emit,
+            emit=emitted(config.emit, config.save_for_backward),
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FusedMoE":
-        # Every cast and move of a module comes through here; it may move the selection bias, not round it.
-        correction = self.e_score_correction_bias
+        # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
+        correction, expert_map = self.e_score_correction_bias, self.expert_map
         super()._apply(fn, recurse)
         moved = self.e_score_correction_bias
         if correction is not None and moved is not None and moved.dtype != correction.dtype:
             self.e_score_correction_bias = correction.to(moved.device)
+        if expert_map is not None and self.expert_map is not None:
+            self._place(expert_map, self.expert_map.device)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # Loaded with assign=True, a module leaves the meta device without a move, and buffers take any dtype.
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias = self.e_score_correction_bias.float()
+        if self.expert_map is not None and self.expert_map.is_meta:
+            self._place(self.expert_map, self.w13_weight.device)
+
+    def _place(self, expert_map: Tensor, device: torch.device) -> None:
+        leaves_meta = expert_map.is_meta and device.type != "meta"
+        self.expert_map = self._placement_on(device) if leaves_meta else expert_map.to(device)
+
+    def _placement_on(self, device: torch.device | str | None) -> Tensor | None:
+        return (
+            None
+            if self._placement is None
+            else torch.tensor(self._placement, dtype=torch.int32, device=device)
+        )
 
     def extra_repr(self) -> str:
         config = self.config
@@ -173,16 +214,12 @@ def _parameter_shapes(config: MoEConfig, num_experts: int) -> dict[str, tuple[in
     }
 
 
-def _check_last_dim(name: str, tensor: Tensor, size: int) -> None:
-    # Static sizes only, so nothing is guarded; the operators check how the token counts fit together.
-    if tensor.shape[-1] != size:
-        raise ValueError(f"{name} has last dimension {tensor.shape[-1]}: expected {size}")
-
-
 def _placement(expert_map: Any, num_experts: int) -> tuple[int, ...]:
     """The map as plain integers: it survives meta devices and `to_empty`, and sizes the weights."""
     if not isinstance(expert_map, Tensor) or expert_map.is_floating_point() or expert_map.dtype == torch.bool:
         raise TypeError(f"expert_map={expert_map!r}: expected an integer tensor")
+    if expert_map.is_meta:
+        raise ValueError("expert_map is on the meta device: expected its values, on any other device")
     if expert_map.shape != (num_experts,):
         raise ValueError(
             f"expert_map has shape {tuple(expert_map.shape)}: expected ({num_experts},) = [num_experts]"

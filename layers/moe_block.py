@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig
 from layers.fused_moe import FusedMoE
-from layers.router import Router
+from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
 
 
@@ -21,6 +22,9 @@ class MoEBlock(nn.Module):
         gate: `Router`.
         experts: `FusedMoE`.
         shared_experts: `SharedExperts` or None.
+
+    Raises:
+        TypeError, ValueError: as `FusedMoE` does.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class MoEBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        expect_type("config", config, MoEConfig)
         self.config = config
         self.gate = Router(config, device=device, dtype=dtype)
         self.experts = FusedMoE(config, expert_map, device=device, dtype=dtype)
@@ -40,9 +45,41 @@ class MoEBlock(nn.Module):
             None if shared is None else SharedExperts(config, shared, device=device, dtype=dtype)
         )
 
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, as the constructor did."""
+        self.gate.reset_parameters()
+        self.experts.reset_parameters()
+        if self.shared_experts is not None:
+            self.shared_experts.reset_parameters()
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] to [..., H]: routed and shared experts of every token."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        router_logits = self.gate(tokens)  # [T, E]
+        """[..., H] to [..., H]: routed and shared experts of every token.
+
+        Raises:
+            TypeError, ValueError: `hidden_states` is not a floating point tensor [..., H], or its dtype or device
+                is not that of the weights.
+        """
+        tokens = self._tokens_of(hidden_states)
+        return self._run(tokens, self.gate(tokens)).reshape(hidden_states.shape)
+
+    def forward_with_routing(self, hidden_states: Tensor) -> tuple[Tensor, RouterOutput]:
+        """What `forward` returns, and how the T tokens were routed: logits, weights and ids, with gradients.
+
+        It is not `forward`, so what FSDP2 hangs on that has to be told of it:
+        `torch.distributed.fsdp.register_fsdp_forward_method(block, "forward_with_routing")`.
+
+        Example:
+            >>> output, routed = block.forward_with_routing(hidden_states)
+            >>> load = routed.tokens_per_expert()  # [E]
+        """
+        tokens = self._tokens_of(hidden_states)
+        routed = self.experts.route(self.gate(tokens))
+        return self._run(tokens, routed).reshape(hidden_states.shape), routed
+
+    def _tokens_of(self, hidden_states: Tensor) -> Tensor:
+        expect_features("hidden_states", hidden_states, self.config.hidden_size)
+        return hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+
+    def _run(self, tokens: Tensor, router_logits: Tensor | RouterOutput) -> Tensor:
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        return self.experts(tokens, router_logits, shared).reshape(hidden_states.shape)
+        return self.experts(tokens, router_logits, shared)

@@ -1,12 +1,33 @@
-"""The gate: one linear layer from hidden states to a logit per expert."""
+"""The gate: one linear layer from hidden states to a logit per expert, and what routing makes of its logits."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig
+
+
+class RouterOutput(NamedTuple):
+    """How the tokens of one forward were routed; `FusedMoE` takes it in place of logits.
+
+    Attributes:
+        router_logits: [T, E], any floating dtype.
+        topk_weights: [T, K] float32 (float64 for float64), best first.
+        topk_ids: [T, K] int32, the chosen experts, counted over all devices.
+    """
+
+    router_logits: Tensor
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+    def tokens_per_expert(self) -> Tensor:
+        """[E] int64: how many of the T*K slots chose each expert."""
+        ids = self.topk_ids.flatten().long()
+        return ids.new_zeros(self.router_logits.shape[-1]).scatter_add(0, ids, torch.ones_like(ids))
 
 
 class Router(nn.Module):
@@ -19,6 +40,9 @@ class Router(nn.Module):
     Attributes:
         weight: [E, H].
         bias: [E] or None.
+
+    Raises:
+        TypeError: `config` is not a `MoEConfig`.
     """
 
     bias: Tensor | None
@@ -31,6 +55,8 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        expect_type("config", config, MoEConfig)
+        self.hidden_size = config.hidden_size
         self.gate_dtype = config.router.gate_dtype
         E, H = config.num_experts, config.hidden_size
         self.weight = nn.Parameter(torch.empty(E, H, device=device, dtype=dtype))
@@ -45,7 +71,27 @@ class Router(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] to logits [..., E] in `gate_dtype`, or in the dtype of the input."""
-        dtype = hidden_states.dtype if self.gate_dtype is None else self.gate_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(hidden_states.to(dtype), self.weight.to(dtype), bias)
+        """[..., H] to logits [..., E] in `gate_dtype`, or in the dtype of the input (of autocast inside it).
+
+        Raises:
+            TypeError, ValueError: `hidden_states` is not a floating point tensor [..., H].
+        """
+        expect_features("hidden_states", hidden_states, self.hidden_size)
+        if self.gate_dtype is not None:
+            return linear_in(self.gate_dtype, hidden_states, self.weight, self.bias)
+        return _linear(hidden_states.dtype, hidden_states, self.weight, self.bias)
+
+
+def linear_in(
+    dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`F.linear` in `dtype`, inside `torch.autocast` too: logits rounded to bfloat16 pick other experts."""
+    device_type = hidden_states.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return _linear(dtype, hidden_states, weight, bias)
+    with torch.autocast(device_type, enabled=False):
+        return _linear(dtype, hidden_states, weight, bias)
+
+
+def _linear(dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

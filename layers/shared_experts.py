@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig, SharedExpertConfig
 from moe_ops import gated_activation
 
@@ -20,6 +21,9 @@ class SharedExperts(nn.Module):
             (H to I for an ungated activation).
         down_proj: linear, I to H.
         gate: linear, H to 1, or None for a plain shared expert.
+
+    Raises:
+        TypeError: `config` or `shared` is not the config it should be.
     """
 
     def __init__(
@@ -31,6 +35,8 @@ class SharedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        expect_type("config", config, MoEConfig)
+        expect_type("shared", shared, SharedExpertConfig)
         H, I = config.hidden_size, shared.intermediate_size
         self.activation = config.activation
         self.gate_up_proj = nn.Linear(H, config.gate_up_size(I), bias=False, device=device, dtype=dtype)
@@ -38,8 +44,20 @@ class SharedExperts(nn.Module):
         is_gated = shared.gated == "sigmoid"
         self.gate = nn.Linear(H, 1, bias=False, device=device, dtype=dtype) if is_gated else None
 
+    def reset_parameters(self) -> None:
+        """Fills the weights uniformly in ±1/sqrt(fan_in), as `nn.Linear` does."""
+        self.gate_up_proj.reset_parameters()
+        self.down_proj.reset_parameters()
+        if self.gate is not None:
+            self.gate.reset_parameters()
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] to [T, H]."""
+        """[T, H] to [T, H].
+
+        Raises:
+            TypeError, ValueError: `hidden_states` is not a floating point tensor [T, H].
+        """
+        expect_features("hidden_states", hidden_states, self.gate_up_proj.in_features)
         gate_up = self.gate_up_proj(hidden_states)  # [T, 2I]
         expert_out = self.down_proj(gated_activation(gate_up, self.activation))
         if self.gate is None:

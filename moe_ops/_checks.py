@@ -1,13 +1,16 @@
-"""Checks of operator arguments. They read metadata only and never compare symbolic sizes, so they add no guards.
+"""Checks of operator arguments. They read metadata only.
 
-Every message names the argument, what it is, and what was expected.
+Every message names the argument, what it is, and what was expected. Two symbolic sizes that must be equal are guarded
+to be so: otherwise other sizes would give a wrong answer. A symbolic size is never guarded to be a number.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.types import RoutingConfig
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -18,50 +21,86 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def expect_tensor(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a tensor."""
+    if not isinstance(value, Tensor):
+        type_error("{}={}: expected a torch.Tensor", name, describe(value))
+
+
 def expect_floating(name: str, tensor: Tensor) -> None:
     """Raises TypeError unless `tensor` is a floating point tensor."""
+    expect_tensor(name, tensor)
     if not tensor.dtype.is_floating_point:
-        raise TypeError(f"{name} has dtype {tensor.dtype}: expected a floating point dtype")
+        type_error("{} has dtype {}: expected a floating point dtype", name, tensor.dtype)
 
 
 def expect_index(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = INDEX_DTYPES) -> None:
     """Raises TypeError unless `tensor` has one of the index `dtypes`."""
+    expect_tensor(name, tensor)
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {' or '.join(map(str, dtypes))}")
+        type_error("{} has dtype {}: expected {}", name, tensor.dtype, " or ".join(map(str, dtypes)))
 
 
 def expect_shape(name: str, tensor: Tensor, expected: Sequence[int | torch.SymInt | str]) -> None:
     """Raises ValueError unless `tensor` has the rank and sizes of `expected`; a string there is a free dimension."""
+    expect_tensor(name, tensor)
     shape = tensor.shape
-    if len(shape) != len(expected) or any(map(_differ, shape, expected)):
-        wanted = ", ".join(map(str, expected))
-        raise ValueError(f"{name} has shape {list(shape)}: expected [{wanted}]")
+    if len(shape) != len(expected) or not all(map(_fits, shape, expected)):
+        value_error("{} has shape {}: expected {}", name, list(shape), list(expected))
 
 
-def _differ(size: int | torch.SymInt, wanted: int | torch.SymInt | str) -> bool:
-    return isinstance(size, int) and isinstance(wanted, int) and size != wanted
+def _fits(size: int | torch.SymInt, wanted: int | torch.SymInt | str) -> bool:
+    return isinstance(wanted, str) or are_equal(size, wanted)
+
+
+def are_equal(size: int | torch.SymInt, wanted: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal, as far as a tracer can know; two symbols are taken for equal from here on."""
+    if torch.compiler.is_compiling():
+        return _are_equal_symbols(size, wanted)  # Dynamo takes symbols for int
+    if isinstance(size, int) and isinstance(wanted, int):
+        return size == wanted
+    if isinstance(size, int) or isinstance(wanted, int):
+        return not _is_known_to_differ(size, wanted)
+    return _are_equal_symbols(size, wanted)
+
+
+def _is_known_to_differ(size: int | torch.SymInt, wanted: int | torch.SymInt) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(size != wanted)
+
+
+def _are_equal_symbols(size: int | torch.SymInt, wanted: int | torch.SymInt) -> bool:
+    # Imported where something is symbolic: it takes 0.4 s.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true
+
+    if not guard_or_true(size == wanted):
+        return False
+    if not statically_known_true(size == wanted):
+        torch._check(size == wanted)  # unbacked: only the run can tell
+    return True
 
 
 def expect_same_dtype(dtype: torch.dtype, reference: str, **tensors: Tensor | None) -> None:
     """Raises TypeError unless every tensor has `dtype`, the dtype of the argument called `reference`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}: expected {dtype}, the dtype of {reference}")
+            type_error("{} has dtype {}: expected {}, the dtype of {}", name, tensor.dtype, dtype, reference)
 
 
 def expect_same_device(device: torch.device, reference: str, **tensors: Tensor | None) -> None:
     """Raises ValueError unless every tensor is on `device`, the device of the argument called `reference`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {device}, the device of {reference}")
+            value_error("{} is on {}: expected {}, the device of {}", name, tensor.device, device, reference)
 
 
 def expect_weight_strides(name: str, weight: Tensor) -> None:
     """Raises ValueError unless a [E, B, A] weight has stride 1 in one of its last two dimensions."""
     if weight.numel() == 0 or any(size == 1 or step == 1 for size, step in _last_two(weight)):
         return
-    raise ValueError(
-        f"{name} has strides {list(weight.stride())}: expected stride 1 in one of the last two dimensions"
+    value_error(
+        "{} has strides {}: expected stride 1 in one of the last two dimensions", name, list(weight.stride())
     )
 
 
@@ -74,16 +113,19 @@ def expect_routing(routing: RoutingConfig, num_experts: int | torch.SymInt) -> N
     if not isinstance(num_experts, int):
         return
     if routing.top_k > num_experts:
-        raise ValueError(f"top_k={routing.top_k}: expected at most num_experts={num_experts}")
+        value_error("top_k={}: expected at most num_experts={}", routing.top_k, num_experts)
     if num_experts % routing.num_groups:
-        raise ValueError(f"num_groups={routing.num_groups}: expected a divisor of num_experts={num_experts}")
+        value_error("num_groups={}: expected a divisor of num_experts={}", routing.num_groups, num_experts)
     group_size = num_experts // routing.num_groups
     if routing.group_score == "top2_sum" and routing.num_groups > 1 and group_size < 2:
-        raise ValueError(
-            f"group_score='top2_sum' with groups of {group_size} expert: expected at least 2 in a group"
+        value_error(
+            "group_score='top2_sum' with groups of {} expert: expected at least 2 in a group", group_size
         )
     if routing.top_k > routing.topk_groups * group_size:
-        raise ValueError(
-            f"top_k={routing.top_k}: expected at most {routing.topk_groups * group_size}, "
-            f"the experts in topk_groups={routing.topk_groups} groups of {group_size}"
+        value_error(
+            "top_k={}: expected at most {}, the experts in topk_groups={} groups of {}",
+            routing.top_k,
+            routing.topk_groups * group_size,
+            routing.topk_groups,
+            group_size,
         )

@@ -1,4 +1,4 @@
-"""How every operator of the library is registered: schema, checks, implementations, gradients, vmap.
+"""How every operator of the library is registered: schema, checks, implementations, vmap; gradients in `_autograd`.
 
 `Library.define` rather than `torch.library.custom_op`: it costs 2 us a call instead of 7 (measured on torch 2.13)
 and lets one schema have a CPU and a CUDA kernel. Each implementation runs the operator's checks first, so a
@@ -6,21 +6,22 @@ direct `torch.ops.moe.*` call is as safe as a public function.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from moe_ops import _checks, errors
+from moe_ops._cache_key import tag_compile_caches
 
 NAMESPACE = "moe"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 Op = Callable[..., Any]
-SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
-Backward = Callable[..., Any]
 VmapRule = Callable[..., tuple[Any, Any]]
-
-_FORMULAS: dict[str, tuple[SetupContext, Backward]] = {}
 
 
 def define(schema: str, *, check: Op, cpu: Op, cuda: Op, fake: Op) -> None:
@@ -32,10 +33,10 @@ def define(schema: str, *, check: Op, cpu: Op, cuda: Op, fake: Op) -> None:
     name = schema[: schema.index("(")]
     if hasattr(getattr(torch.ops, NAMESPACE), name):
         raise RuntimeError(f"{NAMESPACE}::{name} is already registered: moe_ops was imported under two names")
-    _LIBRARY.define(schema, tags=_TAGS)
-    _LIBRARY.impl(name, _checked(check, _plain(cpu)), "CPU")
-    _LIBRARY.impl(name, _checked(check, cuda), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", _checked(check, fake), lib=_LIBRARY)
+    LIBRARY.define(schema, tags=_TAGS)
+    LIBRARY.impl(name, _checked(check, _plain(cpu)), "CPU")
+    LIBRARY.impl(name, _checked(check, cuda), "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", _traced(_checked(check, fake)), lib=LIBRARY)
 
 
 def _checked(check: Op, implementation: Op) -> Op:
@@ -46,8 +47,29 @@ def _checked(check: Op, implementation: Op) -> Op:
     return checked
 
 
+def _traced(fake: Op) -> Op:
+    """A fake runs while a compiler traces, before it computes the key of what it compiles.
+
+    So here our part of that key is put back should the user have set another since the import; and what the fake
+    raises is shown where the compiler's traceback ends.
+    """
+
+    def traced(*args: Any) -> Any:
+        tag_compile_caches()
+        errors.forget()
+        try:
+            return fake(*args)
+        except (TypeError, ValueError) as error:
+            errors.show(error)
+            raise
+
+    return traced
+
+
 def _plain(reference: Op) -> Op:
     """Runs a reference without gradients or autocast: recorded inner operations would hide a missing formula.
+
+    Outputs are made contiguous, as fakes promise and kernels write them: elementwise PyTorch keeps its input's strides.
 
     Leaving inference mode, even where nobody entered it, undoes the dispatch state of the operator call: below
     autograd `grouped_mm` takes a fifth longer on the CPU (121 against 99 us for 32 small experts).
@@ -57,85 +79,29 @@ def _plain(reference: Op) -> Op:
         with torch.inference_mode(False), torch.no_grad():
             if torch.is_autocast_enabled("cpu"):
                 with torch.autocast("cpu", enabled=False):
-                    return reference(*args)
-            return reference(*args)
+                    return _contiguous(reference(*args))
+            return _contiguous(reference(*args))
 
     return plain
 
 
-def define_gradient(name: str, setup_context: SetupContext, backward: Backward) -> None:
-    """Registers `name`'s backward formula, for autograd on the operator and for `call` under `torch.func`."""
-    _FORMULAS[name] = (setup_context, backward)
-    torch.library.register_autograd(
-        f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
-    )
+def _contiguous(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs.contiguous()
+    return tuple(output.contiguous() for output in outputs)
 
 
-def define_no_gradient(name: str) -> None:
-    """Registers `name` as not differentiable (all its outputs are integers)."""
-    inputs = _arguments(name)
-    define_gradient(name, lambda ctx, inputs, output: None, lambda ctx, *grads: (None,) * len(inputs))
+def define_flops(name: str, formula: Callable[..., int]) -> None:
+    """Registers what `torch.utils.flop_counter.FlopCounterMode` counts for `name`: two per multiplication.
 
-
-def define_gradient_of_formula(name: str, formula: Op, differentiable: Sequence[str]) -> None:
-    """Registers `name`'s backward as the derivative of `formula`, plain PyTorch that computes the same thing.
-
-    For backward operators: it makes the operators they belong to twice differentiable. `differentiable` names the
-    arguments that have a gradient.
-    """
-    names = _arguments(name)
-    positions = [names.index(argument) for argument in differentiable]
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.options = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.options, strict=True)
-        inputs = [option if tensor is None else tensor for tensor, option in pairs]
-
-        def of_differentiable(*values: Tensor) -> Any:
-            replaced = dict(zip(positions, values, strict=True))
-            return formula(*(replaced.get(index, value) for index, value in enumerate(inputs)))
-
-        pullback = torch.func.vjp(of_differentiable, *(inputs[index] for index in positions))[1]
-        results = dict(zip(positions, pullback(grads[0] if len(grads) == 1 else grads), strict=True))
-        return tuple(results.get(index) for index in range(len(inputs)))
-
-    define_gradient(name, setup_context, backward)
-
-
-class _OpFunction(torch.autograd.Function):
-    """Any operator of ours as an autograd.Function: `torch.func` needs setup_context and a vmap rule.
-
-    The operator's name comes last, so that `needs_input_grad` lines up with the operator's arguments.
+    `formula` gets the operator's arguments with shapes in the place of tensors. Shapes are all it sees: dropped
+    slots count too. What a fused operator's backward multiplies again counts again.
     """
 
-    generate_vmap_rule = True
+    def count(*shapes: Any, out_val: Any = None, **_: Any) -> int:
+        return formula(*shapes)
 
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        *inputs, name = args
-        return operator(name)(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        ctx.mark_non_differentiable(*(out for out in outputs if not out.dtype.is_floating_point))
-        ctx.name = inputs[-1]
-        if any(ctx.needs_input_grad):
-            _FORMULAS[ctx.name][0](ctx, inputs[:-1], output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # type: ignore[override]
-        result = _FORMULAS[ctx.name][1](ctx, *grads)
-        return *(result if isinstance(result, tuple) else (result,)), None
-
-
-@torch.compiler.allow_in_graph
-def _apply(*args: Any) -> Any:
-    # Dynamo must not look inside: an autograd.Function it traces itself yields silent zero gradients here.
-    return _OpFunction.apply(*args)
+    register_flop_formula(operator(name).overloadpacket, get_raw=False)(count)
 
 
 def operator(name: str) -> Any:
@@ -144,23 +110,51 @@ def operator(name: str) -> Any:
 
 
 def call(name: str, *args: Any) -> Any:
-    """Calls an operator so that `torch.func` transforms, autograd and Dynamo all see its gradient.
+    """Calls an operator for a public function.
 
-    Without grad mode it is the plain operator. With it the Function is used even if no argument requires grad:
-    inside `vmap`, and inside a compiled `torch.func.grad`, a tensor does not say whether it will.
-
-    Raises TypeError for a DTensor: operators work on local shards, which only the caller can name.
+    Raises TypeError for something else in a tensor's place, and for a DTensor: operators work on local shards, which
+    only the caller can name.
     """
     if not torch.compiler.is_compiling():
-        _refuse_dtensors(name, args)
-    return _apply(*args, name) if torch.is_grad_enabled() else operator(name)(*args)
+        errors.forget()
+        for argument, arg in zip(_tensor_arguments(name), args, strict=False):
+            if argument is not None and type(arg) not in _ORDINARY:
+                _expect_tensor(argument, arg)
+    return errors.invoke(operator(name), *args)
 
 
-def _refuse_dtensors(name: str, args: tuple[Any, ...]) -> None:
-    for index, arg in enumerate(args):
-        if isinstance(arg, Tensor) and hasattr(arg, "placements"):
-            argument = _arguments(name)[index]
-            raise TypeError(f"{argument} is a DTensor: expected a plain tensor, such as its to_local() shard")
+def autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do: all but float64."""
+    like = tensors[0]
+    if not isinstance(like, Tensor) or like.is_meta or not torch.is_autocast_enabled(like.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(like.device.type)
+    return tuple(_cast(tensor, dtype) for tensor in tensors)
+
+
+def _cast(tensor: Any, dtype: torch.dtype) -> Any:
+    is_eligible = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_eligible else tensor
+
+
+_ORDINARY = frozenset({Tensor, torch.nn.Parameter})
+
+
+@lru_cache(maxsize=None)
+def _tensor_arguments(name: str) -> tuple[Any, ...]:
+    """The schema's argument where it is a tensor, None where it is an option."""
+    arguments = operator(name)._schema.arguments
+    return tuple(argument if "Tensor" in str(argument.type) else None for argument in arguments)
+
+
+def _expect_tensor(argument: Any, value: Any) -> None:
+    is_absent = value is None and "Optional" in str(argument.type)
+    if not is_absent:
+        _checks.expect_tensor(argument.name, value)
+    if hasattr(value, "placements"):
+        errors.type_error(
+            "{} is a DTensor: expected a plain tensor, such as its to_local() shard", argument.name
+        )
 
 
 def define_vmap(name: str, token_args: Sequence[str] = ()) -> None:
@@ -170,22 +164,23 @@ def define_vmap(name: str, token_args: Sequence[str] = ()) -> None:
     operator treats tokens one by one. Otherwise it runs once per batch element. A batched expert_map or
     correction_bias raises ValueError.
     """
-    names = _arguments(name)
+    names = argument_names(name)
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         batched = {arg for arg, dim in zip(names, in_dims, strict=True) if dim is not None}
         for arg in batched & {"expert_map", "correction_bias"}:
-            raise ValueError(
-                f"vmap over {arg} of {NAMESPACE}::{name}: expected it unbatched, one for the whole batch"
+            errors.value_error(
+                "vmap over {} of {}::{}: expected it unbatched, one for the whole batch", arg, NAMESPACE, name
             )
         if batched <= set(token_args):
             return _vmap_tokens(name, info.batch_size, [arg in token_args for arg in names], in_dims, args)
         return _vmap_loop(name, info.batch_size, in_dims, args)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=_LIBRARY)
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", rule, lib=LIBRARY)
 
 
-def _arguments(name: str) -> list[str]:
+def argument_names(name: str) -> list[str]:
+    """Names of the operator's arguments, in order."""
     return [argument.name for argument in operator(name)._schema.arguments]
 
 

@@ -7,13 +7,14 @@ order, so repeated runs agree bit for bit; rounded once. A slot with inverse -1 
 is the output of shared experts, or a residual, and enters after the routed sum. Static shapes, no host sync.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 
 
 def combine(
@@ -87,7 +88,7 @@ def reference(expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared:
 
 def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """[T, H], the dtype of weights: sum over k of weights[t, k] * expert_out[rows[t, k]]; row -1 is skipped."""
-    if rows.numel() == 0 or int(rows.min()) < 0:
+    if rows.numel() == 0 or expert_out.shape[1] == 0 or int(rows.min()) < 0:
         return _sum_kept_slots(expert_out, weights, rows)
     # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
     return F.embedding_bag(rows, expert_out.to(weights.dtype), per_sample_weights=weights, mode="sum")
@@ -200,7 +201,24 @@ def _double_backward(ctx: Any, to_out: Tensor, to_weights: Tensor) -> tuple[Tens
     return to_grad, to_expert_out, to_topk_weights, None
 
 
-_library.define_gradient("combine", _setup_context, _backward)
-_library.define_gradient("combine_backward", _setup_context_backward, _double_backward)
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    expert_out, topk_weights, inverse, _ = inputs
+    to_out, to_weights, _, to_shared = tangents
+    through_out = combine(_autograd.or_zeros(to_out, expert_out), topk_weights, inverse, to_shared)
+    if to_weights is None:
+        return (through_out,)
+    return (through_out + combine(expert_out, to_weights, inverse),)
+
+
+def _tangent_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    grad, expert_out, topk_weights, inverse = inputs
+    to_grad, to_out, to_weights = map(_autograd.or_zeros, tangents[:3], inputs[:3])
+    out_by_grad, weights_by_grad = combine_gradient(to_grad, expert_out, topk_weights, inverse)
+    out_by_weights, weights_by_out = combine_gradient(grad, to_out, to_weights, inverse)
+    return out_by_grad + out_by_weights, weights_by_grad + weights_by_out
+
+
+_autograd.define_gradient("combine", _setup_context, _backward, _tangent)
+_autograd.define_gradient("combine_backward", _setup_context_backward, _double_backward, _tangent_backward)
 _library.define_vmap("combine")
 _library.define_vmap("combine_backward")

@@ -9,10 +9,13 @@ T tokens, K experts per token, S = T*K slots, E experts held here. `permute`, `g
 the plan. All outputs are integers of static shape: no gradient, no host sync.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.types import DispatchPlan
 
 
@@ -39,12 +42,18 @@ def build_dispatch(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None
     return DispatchPlan(*_library.call("build_dispatch", topk_ids, expert_map, num_experts))
 
 
+def expect_plan(plan: Any) -> None:
+    """Raises TypeError unless `plan` is a DispatchPlan."""
+    if not isinstance(plan, DispatchPlan):
+        type_error("plan={}: expected a DispatchPlan", describe(plan))
+
+
 def check_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> None:
     """The checks every operator that takes expert ids shares."""
     _checks.expect_index("topk_ids", topk_ids)
     _checks.expect_shape("topk_ids", topk_ids, ("T", "K"))
     if isinstance(topk_ids.shape[1], int) and topk_ids.shape[1] < 1:
-        raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}: expected at least one expert per token")
+        value_error("topk_ids has shape {}: expected at least one expert per token", list(topk_ids.shape))
     check_map(expert_map, num_experts)
     _checks.expect_same_device(topk_ids.device, "topk_ids", topk_ids=topk_ids, expert_map=expert_map)
 
@@ -52,7 +61,7 @@ def check_ids(topk_ids: Tensor, expert_map: Tensor | None, num_experts: int) -> 
 def check_map(expert_map: Tensor | None, num_experts: int) -> None:
     """The checks of an expert map and a local expert count."""
     if num_experts < 1:
-        raise ValueError(f"num_experts={num_experts}: expected at least 1")
+        value_error("num_experts={}: expected at least 1", num_experts)
     if expert_map is not None:
         _checks.expect_index("expert_map", expert_map, (torch.int32,))
         _checks.expect_shape("expert_map", expert_map, ("E_global",))
@@ -108,5 +117,5 @@ _library.define(
     cuda=_cuda,
     fake=fake,
 )
-_library.define_no_gradient("build_dispatch")
+_autograd.define_no_gradient("build_dispatch")
 _library.define_vmap("build_dispatch")

@@ -8,12 +8,13 @@ operator, which picks its kernels on the host from the token count. The operator
 its gradient and recomputes the rest.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops._cpu_experts import ExpertWeights, run_experts
 from moe_ops.activation import (
     activation_gradient,
@@ -21,14 +22,17 @@ from moe_ops.activation import (
     gated_activation,
     out_features,
 )
-from moe_ops.combine import check_shared, combine, combine_gradient
+from moe_ops.combine import check_shared, combine
 from moe_ops.dispatch import build_dispatch, check_ids
+from moe_ops.errors import value_error
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
     gradients as gemm_gradients,
-    grouped_gemm,
     input_gradient as gemm_input_gradient,
+    product,
+    product_flops,
+    weight_gradient,
 )
 from moe_ops.permute import permute, permute_gradient
 from moe_ops.types import Activation, is_gated_spec
@@ -93,7 +97,7 @@ def fused_experts(
     Example:
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
     """
-    hidden_states, w13, w2, w13_bias, w2_bias, shared = autocast(
+    hidden_states, w13, w2, w13_bias, w2_bias, shared = _library.autocast(
         hidden_states, w13, w2, w13_bias, w2_bias, shared
     )
     if apply_router_weight_on_input:
@@ -110,24 +114,15 @@ def emits_stages(emit: Emit) -> bool:
     if emit == "auto":
         return torch.compiler.is_compiling()
     if emit not in ("stages", "fused"):
-        raise ValueError(f"emit={emit!r}: expected 'auto', 'stages' or 'fused'")
+        value_error("emit={!r}: expected 'auto', 'stages' or 'fused'", emit)
     return emit == "stages"
-
-
-def autocast(hidden_states: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do."""
-    device_type = hidden_states.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return hidden_states, *tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in (hidden_states, *tensors))
 
 
 def _weigh_input(hidden_states: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
     if topk_weights.dim() != 2 or topk_weights.shape[1] != 1:
-        shape = list(topk_weights.shape)
-        raise ValueError(
-            f"apply_router_weight_on_input=True with topk_weights of shape {shape}: expected [T, 1]"
+        value_error(
+            "apply_router_weight_on_input=True with topk_weights of shape {}: expected [T, 1]",
+            list(topk_weights.shape),
         )
     return hidden_states * topk_weights.to(hidden_states.dtype), torch.ones_like(topk_weights)
 
@@ -139,9 +134,9 @@ def _expert_stages(arguments: _Arguments) -> Tensor:
     )
     plan = build_dispatch(topk_ids, w13.shape[0], expert_map)
     rows = permute(hidden_states, plan.sorted_slots)
-    gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)
+    gate_up = product(rows, w13, plan.expert_offsets, w13_bias)
     activated = gated_activation(gate_up, activation)
-    expert_out = grouped_gemm(activated, w2, plan.expert_offsets, w2_bias)
+    expert_out = product(activated, w2, plan.expert_offsets, w2_bias)
     return combine(expert_out, topk_weights, plan.inverse, shared)
 
 
@@ -153,8 +148,8 @@ def _check_in_callers_names(arguments: _Arguments) -> None:
     _checks.expect_shape("w13", w13, ("E", "2I", hidden_states.shape[1]))
     gated = is_gated_spec(activation)
     if gated and isinstance(w13.shape[1], int) and w13.shape[1] % 2:
-        raise ValueError(
-            f"w13 has {w13.shape[1]} gate and up features: expected an even number for {activation!r}"
+        value_error(
+            "w13 has {} gate and up features: expected an even number for {!r}", w13.shape[1], activation
         )
     features = w13.shape[1] // 2 if gated else w13.shape[1]
     _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
@@ -198,7 +193,7 @@ def check_expert_weights(
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
     check_weight("w13", w13, hidden_states.shape[1], None)
     if w13.shape[0] < 1:
-        raise ValueError(f"w13 has shape {list(w13.shape)}: expected at least one expert")
+        value_error("w13 has shape {}: expected at least one expert", list(w13.shape))
     features = out_features(w13.shape[1], Activation.from_spec(activation), "w13")
     _checks.expect_shape("w2", w2, (w13.shape[0], hidden_states.shape[1], features))
     _checks.expect_weight_strides("w2", w2)
@@ -253,34 +248,72 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad
+    to_hidden, to_w13, to_w2, to_weights, _, to_b13, to_b2, *_ = ctx.needs_input_grad
+    needs = Needs(to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2)
     to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
-        grad, ctx.saved_tensors, ctx.activation, (needs[0], needs[1], needs[2], needs[5], needs[6])
+        grad, ctx.saved_tensors, ctx.activation, needs
     )
     to_shared = grad if ctx.has_shared else None
     return to_hidden, to_w13, to_w2, to_weights, None, to_b13, to_b2, None, to_shared, None
 
 
-def expert_gradients(
-    grad: Tensor, saved: tuple[Any, ...], activation: str, needs: tuple[bool, bool, bool, bool, bool]
-) -> tuple[Any, ...]:
-    """Gradients to (hidden_states, w13, w2, topk_weights, w13_bias, w2_bias), through the stages run again."""
-    hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, inverse, offsets = saved
-    needs_hidden, needs_w13, needs_w2, needs_b13, needs_b2 = needs
+class Needs(NamedTuple):
+    """Which gradients of a layer are asked for."""
+
+    hidden_states: bool
+    w13: bool
+    w2: bool
+    topk_weights: bool
+    w13_bias: bool
+    w2_bias: bool
+
+    @property
+    def up(self) -> bool:
+        """Whether anything before the activation has a gradient."""
+        return self.hidden_states or self.w13 or self.w13_bias
+
+
+def expert_gradients(grad: Tensor, saved: tuple[Any, ...], activation: str, needs: Needs) -> tuple[Any, ...]:
+    """The gradients of `Needs`, in its order. Recomputes the first product of the layer, not the second.
+
+    With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
+    <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
+    (SonicMoE, arXiv 2512.14080).
+    """
+    hidden_states, w13, w2, topk_weights, w13_bias, w2_bias, slots, _, offsets = saved
     rows = permute(hidden_states, slots)
-    gate_up = grouped_gemm(rows, w13, offsets, w13_bias)
+    gate_up = product(rows, w13, offsets, w13_bias)
     activated = gated_activation(gate_up, activation)
-    expert_out = grouped_gemm(activated, w2, offsets, w2_bias)
-    to_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
-    to_activated = gemm_input_gradient(to_out.contiguous(), w2, offsets)
-    _, to_w2, to_b2 = gemm_gradients(to_out, activated, w2, offsets, (False, needs_w2, needs_b2))
-    to_gate_up = activation_gradient(to_activated, gate_up, activation)
-    to_rows, to_w13, to_b13 = gemm_gradients(
-        to_gate_up, rows, w13, offsets, (needs_hidden, needs_w13, needs_b13)
-    )
-    to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, hidden_states.shape[0])
+    grad_rows, scale = permute(grad.contiguous(), slots), topk_weights.flatten()[slots].unsqueeze(1)
+    back = gemm_input_gradient(grad_rows, w2, offsets)
+    to_weights = to_hidden = to_w13 = to_b13 = None
+    if needs.topk_weights:
+        dots = (back * activated).sum(1, dtype=topk_weights.dtype)
+        if w2_bias is not None:
+            dots = dots + product(grad_rows, w2_bias.unsqueeze(1), offsets).squeeze(1).to(dots.dtype)
+        to_weights = torch.zeros_like(dots).index_copy(0, slots.long(), dots).view(topk_weights.shape)
+    scale = scale.to(grad_rows.dtype)
+    to_w2 = weight_gradient(grad_rows, activated * scale, offsets) if needs.w2 else None
+    to_b2 = weight_gradient(grad_rows, scale, offsets).squeeze(2) if needs.w2_bias else None
+    if needs.up:
+        to_gate_up = activation_gradient(back * scale, gate_up, activation)
+        wanted = needs.hidden_states, needs.w13, needs.w13_bias
+        to_rows, to_w13, to_b13 = gemm_gradients(to_gate_up, rows, w13, offsets, wanted)
+        to_hidden = None if to_rows is None else permute_gradient(to_rows, slots, hidden_states.shape[0])
     return to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2
 
 
-_library.define_gradient("fused_experts", _setup_context, _backward)
+def _stages(*args: Any) -> Tensor:
+    return _expert_stages(_Arguments(*args))
+
+
+_autograd.define_gradient("fused_experts", _setup_context, _backward, _autograd.tangent_of(_stages))
+
+
+def layer_flops(num_slots: int, w13: Sequence[int], w2: Sequence[int]) -> int:
+    """Of both products of a layer."""
+    return product_flops(num_slots, w13) + product_flops(num_slots, w2)
+
+
+_library.define_flops("fused_experts", lambda x, w13, w2, _, ids, *__: layer_flops(ids[0] * ids[1], w13, w2))
 _library.define_vmap("fused_experts", token_args=("hidden_states", "topk_weights", "topk_ids", "shared"))

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import activation_spec
 from moe_ops.dispatch import check_map
 from moe_ops.fused_experts import (
     Emit,
-    autocast,
+    Needs,
     check_expert_weights,
     emits_stages,
     expert_gradients,
     fake,
     fused_experts,
+    layer_flops,
     reference as experts_reference,
 )
 from moe_ops.routing import (
@@ -69,7 +70,7 @@ def fused_moe(
             hidden_states, w13, w2, topk_weights, topk_ids, activation,
             w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, shared=shared, emit=emit,
         )  # fmt: skip
-    hidden_states, w13, w2, w13_bias, w2_bias, _ = autocast(hidden_states, w13, w2, w13_bias, w2_bias, None)
+    hidden_states, w13, w2, w13_bias, w2_bias = _library.autocast(hidden_states, w13, w2, w13_bias, w2_bias)
     specs = routing_spec(routing), activation_spec(activation)
     return _library.call(
         "fused_moe",
@@ -157,13 +158,32 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     logits, correction_bias, ids, *saved = ctx.saved_tensors
     if torch.is_grad_enabled():  # For second derivatives the weights must depend on the logits again.
         saved[3], _ = _library.call("topk_routing", logits, correction_bias, ctx.routing)
-    needs = ctx.needs_input_grad
+    to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, *_ = ctx.needs_input_grad
+    needs = Needs(to_hidden, to_w13, to_w2, to_logits, to_b13, to_b2)
     to_hidden, to_w13, to_w2, to_weights, to_b13, to_b2 = expert_gradients(
-        grad, tuple(saved), ctx.activation, (needs[0], needs[2], needs[3], needs[4], needs[5])
+        grad, tuple(saved), ctx.activation, needs
     )
-    to_logits = routing_gradient(to_weights, logits, ids, ctx.routing) if needs[1] else None
+    to_logits = (
+        routing_gradient(to_weights, logits, saved[3], ids, ctx.routing) if needs.topk_weights else None
+    )
     return to_hidden, to_logits, to_w13, to_w2, to_b13, to_b2, None, None, None, None
 
 
-_library.define_gradient("fused_moe", _setup_context, _backward)
+def _stages(*args: Any) -> Tensor:
+    hidden_states, logits, w13, w2, w13_bias, w2_bias, correction_bias, expert_map, routing, activation = args
+    topk_weights, topk_ids = topk_routing(logits, RoutingConfig.from_spec(routing), correction_bias)
+    return fused_experts(
+        hidden_states, w13, w2, topk_weights, topk_ids, activation,
+        w13_bias=w13_bias, w2_bias=w2_bias, expert_map=expert_map, emit="stages",
+    )  # fmt: skip
+
+
+_autograd.define_gradient("fused_moe", _setup_context, _backward, _autograd.tangent_of(_stages))
+
+
+def _flops(hidden_states: Any, logits: Any, w13: Any, w2: Any, *args: Any) -> int:
+    return layer_flops(logits[0] * RoutingConfig.from_spec(args[-2]).top_k, w13, w2)
+
+
+_library.define_flops("fused_moe", _flops)
 _library.define_vmap("fused_moe", token_args=("hidden_states", "router_logits"))

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import (
     activation_gradient,
     activation_spec,
+    gated_activation,
     out_features,
     reference as activation_reference,
 )
+from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check_bias,
     check_weight,
     gradients as gemm_gradients,
-    grouped_gemm,
+    product,
+    product_flops,
     reference as gemm_reference,
 )
 from moe_ops.permute import permute, permute_gradient
@@ -54,6 +57,8 @@ def gather_gemm_act(
     Example:
         >>> up = moe_ops.gather_gemm_act(hidden_states, w13, plan)
     """
+    expect_plan(plan)
+    hidden_states, w13, bias = _library.autocast(hidden_states, w13, bias)
     spec = activation_spec(activation)
     return _library.call(
         "gather_gemm_act", hidden_states, w13, plan.sorted_slots, plan.expert_offsets, bias, spec
@@ -148,7 +153,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     hidden_states, w13, sorted_slots, expert_offsets, bias = ctx.saved_tensors
     rows = permute(hidden_states, sorted_slots)
-    gate_up = grouped_gemm(rows, w13, expert_offsets, bias)
+    gate_up = product(rows, w13, expert_offsets, bias)
     grad_gate_up = activation_gradient(grad.contiguous(), gate_up, ctx.activation)
     needs = ctx.needs_input_grad
     to_rows, to_weight, to_bias = gemm_gradients(
@@ -158,5 +163,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return to_hidden, to_weight, None, None, to_bias, None
 
 
-_library.define_gradient("gather_gemm_act", _setup_context, _backward)
+def _stages(
+    hidden_states: Tensor,
+    w13: Tensor,
+    sorted_slots: Tensor,
+    expert_offsets: Tensor,
+    w13_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    gate_up = product(permute(hidden_states, sorted_slots), w13, expert_offsets, w13_bias)
+    return gated_activation(gate_up, activation)
+
+
+_autograd.define_gradient("gather_gemm_act", _setup_context, _backward, _autograd.tangent_of(_stages))
+_library.define_flops("gather_gemm_act", lambda hidden_states, w13, slots, *_: product_flops(slots[0], w13))
 _library.define_vmap("gather_gemm_act")

@@ -10,17 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.combine import (
     check_shared,
     check_weights as check_topk_weights,
+    combine,
     combine_gradient,
     reference as combine_reference,
 )
+from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check as check_gemm,
     gradients as gemm_gradients,
-    grouped_gemm,
+    product,
+    product_flops,
     reference as gemm_reference,
 )
 from moe_ops.types import DispatchPlan
@@ -53,6 +56,8 @@ def gemm_combine(
     Example:
         >>> out = moe_ops.gemm_combine(up, w2, topk_weights, plan)
     """
+    expect_plan(plan)
+    x, w2, bias, shared = _library.autocast(x, w2, bias, shared)
     return _library.call("gemm_combine", x, w2, plan.expert_offsets, bias, topk_weights, plan.inverse, shared)
 
 
@@ -132,7 +137,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w2, expert_offsets, bias, topk_weights, inverse = ctx.saved_tensors
-    expert_out = grouped_gemm(x, w2, expert_offsets, bias)
+    expert_out = product(x, w2, expert_offsets, bias)
     grad_out, to_weights = combine_gradient(grad, expert_out, topk_weights, inverse)
     needs = ctx.needs_input_grad
     to_x, to_w2, to_bias = gemm_gradients(
@@ -141,5 +146,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return to_x, to_w2, None, to_bias, to_weights, None, grad if ctx.has_shared else None
 
 
-_library.define_gradient("gemm_combine", _setup_context, _backward)
+def _stages(
+    x: Tensor,
+    w2: Tensor,
+    expert_offsets: Tensor,
+    w2_bias: Tensor | None,
+    topk_weights: Tensor,
+    inverse: Tensor,
+    shared: Tensor | None,
+) -> Tensor:
+    return combine(product(x, w2, expert_offsets, w2_bias), topk_weights, inverse, shared)
+
+
+_autograd.define_gradient("gemm_combine", _setup_context, _backward, _autograd.tangent_of(_stages))
+_library.define_flops("gemm_combine", lambda x, w2, *_: product_flops(x[0], w2))
 _library.define_vmap("gemm_combine")

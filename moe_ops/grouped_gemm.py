@@ -8,13 +8,14 @@ input gradient is a grouped_gemm with the weight transposed as a view; the weigh
 own, in which rows of dropped slots take no part. Static shapes, no host sync on CUDA.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -33,11 +34,18 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor
         ValueError: ranks, sizes, devices that do not fit, or a weight with no dimension of stride 1.
         TypeError: dtypes that differ.
 
-    Gradient: to x, weight and bias; twice differentiable.
+    Under `torch.autocast` x, weight and bias are cast as `torch.mm` would cast them. Gradient: to x, weight and bias;
+    twice differentiable.
 
     Example:
         >>> gate_up = moe_ops.grouped_gemm(rows, w13, plan.expert_offsets)
     """
+    x, weight, bias = _library.autocast(x, weight, bias)
+    return product(x, weight, expert_offsets, bias)
+
+
+def product(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`grouped_gemm` in the dtypes given: a gradient has those of its forward, also where autocast is on by now."""
     return _library.call("grouped_gemm", x, weight, expert_offsets, bias)
 
 
@@ -125,7 +133,7 @@ def _suits_torch_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     ):
         return False
     lanes = 16 // x.element_size()
-    aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0
+    aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0 and weight.numel() > 0
     dense = weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
     return aligned and dense and x.is_contiguous() and x.shape[0] > 0
 
@@ -157,8 +165,16 @@ def _reference_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) 
     sizes = _group_sizes(expert_offsets, x.shape[0])
     for rows, grad_rows, expert_out in zip(x.split(sizes), grad.split(sizes), out.unbind(0), strict=False):
         if rows.shape[0]:
-            expert_out.copy_(expert_linear(grad_rows.t(), rows.t(), None))
+            _outer(grad_rows, rows, expert_out)
     return out
+
+
+def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    """out [B, A] = grad [m, B].T @ x [m, A]."""
+    if x.dtype == torch.float16:
+        out.copy_(torch.mm(grad.t().float(), x.float()))
+    else:
+        torch.mm(grad.t(), x, out=out)
 
 
 def _cuda_weight_backward(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -203,7 +219,7 @@ def gradients(
 
 def input_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:
     """[S, B] and [E, B, A] to [S, A]: the product with the transposed weight, as a view."""
-    return grouped_gemm(grad, weight.transpose(1, 2), expert_offsets)
+    return product(grad, weight.transpose(1, 2), expert_offsets)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -238,11 +254,37 @@ def _setup_context_weight_backward(ctx: Any, inputs: tuple[Any, ...], output: Te
 def _double_backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor, Tensor, None]:
     grad, x, expert_offsets = ctx.saved_tensors
     grad_weight = grad_weight.contiguous()
-    to_grad = grouped_gemm(x, grad_weight, expert_offsets)
+    to_grad = product(x, grad_weight, expert_offsets)
     return to_grad, input_gradient(grad, grad_weight, expert_offsets), None
 
 
-_library.define_gradient("grouped_gemm", _setup_context, _backward)
-_library.define_gradient("grouped_gemm_weight_backward", _setup_context_weight_backward, _double_backward)
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    x, weight, expert_offsets, _ = inputs
+    to_x, to_weight, _, to_bias = tangents
+    through_x = product(_autograd.or_zeros(to_x, x), weight, expert_offsets, to_bias)
+    if to_weight is None:
+        return (through_x,)
+    return (through_x + product(x, to_weight, expert_offsets),)
+
+
+def _tangent_weight_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    grad, x, expert_offsets = inputs
+    to_grad, to_x = map(_autograd.or_zeros, tangents[:2], inputs[:2])
+    return (weight_gradient(to_grad, x, expert_offsets) + weight_gradient(grad, to_x, expert_offsets),)
+
+
+_autograd.define_gradient("grouped_gemm", _setup_context, _backward, _tangent)
+_autograd.define_gradient(
+    "grouped_gemm_weight_backward", _setup_context_weight_backward, _double_backward, _tangent_weight_backward
+)
+
+
+def product_flops(num_slots: int, weight: Sequence[int]) -> int:
+    """Of `num_slots` rows times a weight [E, B, A]."""
+    return 2 * num_slots * weight[1] * weight[2]
+
+
+_library.define_flops("grouped_gemm", lambda x, weight, *_: product_flops(x[0], weight))
+_library.define_flops("grouped_gemm_weight_backward", lambda grad, x, _: 2 * x[0] * x[1] * grad[1])
 _library.define_vmap("grouped_gemm")
 _library.define_vmap("grouped_gemm_weight_backward")

@@ -7,12 +7,15 @@ static output shape, no host sync, capturable. Its gradient sums a token's K row
 deterministic.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import value_error
 
 
 def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
@@ -48,7 +51,7 @@ def _check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
     _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
     num_slots = sorted_slots.shape[0]
     if isinstance(num_slots, int) and isinstance(num_tokens, int) and num_slots % max(num_tokens, 1):
-        raise ValueError(f"sorted_slots has {num_slots} rows: expected a multiple of the {num_tokens} tokens")
+        value_error("sorted_slots has {} rows: expected a multiple of the {} tokens", num_slots, num_tokens)
 
 
 def _tokens(sorted_slots: Tensor, num_tokens: int) -> Tensor:
@@ -79,10 +82,12 @@ def _check_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> None
 
 
 def _reference_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
-    by_slot = torch.empty_like(grad, dtype=_checks.compute_dtype(grad.dtype))
-    by_slot[sorted_slots] = grad.to(by_slot.dtype)
-    top_k = sorted_slots.shape[0] // max(num_tokens, 1)
-    return by_slot.view(num_tokens, top_k, grad.shape[1]).sum(1).to(grad.dtype)
+    if grad.numel() == 0:
+        return grad.new_zeros((num_tokens, grad.shape[1]))
+    rows = torch.empty_like(sorted_slots)
+    rows[sorted_slots] = torch.arange(rows.shape[0], dtype=rows.dtype, device=rows.device)
+    # One pass over the rows, accumulated in float32 for half precision too.
+    return F.embedding_bag(rows.view(num_tokens, -1), grad, mode="sum")
 
 
 def _cuda_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> Tensor:
@@ -138,7 +143,15 @@ def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return permute(grad, sorted_slots), None, None
 
 
-_library.define_gradient("permute", _setup_context, _backward)
-_library.define_gradient("permute_backward", _setup_context_backward, _double_backward)
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    return (permute(tangents[0], inputs[1]),)
+
+
+def _tangent_backward(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    return (permute_gradient(tangents[0], *inputs[1:]),)
+
+
+_autograd.define_gradient("permute", _setup_context, _backward, _tangent)
+_autograd.define_gradient("permute_backward", _setup_context_backward, _double_backward, _tangent_backward)
 _library.define_vmap("permute")
 _library.define_vmap("permute_backward")

@@ -13,12 +13,14 @@ zero sum divides by 1. Sources: Mixtral and Qwen-MoE (softmax, renormalised), gp
 Static output shapes, no host sync.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import describe, type_error
 from moe_ops.types import RoutingConfig
 
 _NEG_INF = float("-inf")
@@ -54,7 +56,7 @@ def topk_routing(
 def routing_spec(routing: RoutingConfig) -> str:
     """The canonical string of `routing`. Raises TypeError when it is not a RoutingConfig."""
     if not isinstance(routing, RoutingConfig):
-        raise TypeError(f"routing={routing!r}: expected a RoutingConfig")
+        type_error("routing={}: expected a RoutingConfig", describe(routing))
     return routing.spec
 
 
@@ -76,7 +78,7 @@ def reference(router_logits: Tensor, correction_bias: Tensor | None, routing: st
     """The definition of `topk_routing`, in plain PyTorch."""
     config = RoutingConfig.from_spec(routing)
     logits = router_logits.to(_checks.compute_dtype(router_logits.dtype))
-    scores = logits if config.order == "topk_then_score" else _score(logits, config)
+    scores = _scores(logits, config)
     selection = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
     unusable = ~selection.isfinite()
     selection = selection.masked_fill(unusable, _NEG_INF)
@@ -85,8 +87,12 @@ def reference(router_logits: Tensor, correction_bias: Tensor | None, routing: st
     # A stable sort, not topk: ties must go to the lowest id.
     ranked, ids = selection.sort(dim=-1, descending=True, stable=True)
     ids, valid = ids[:, : config.top_k], ranked[:, : config.top_k].isfinite()
-    chosen = scores.gather(1, ids).masked_fill(~valid, 0.0)
-    return _weigh(chosen, valid, config), ids.to(torch.int32)
+    return _weigh(scores.gather(1, ids), valid, config), ids.to(torch.int32)
+
+
+def _scores(logits: Tensor, config: RoutingConfig) -> Tensor:
+    """What experts are selected by: scores, or the logits themselves."""
+    return logits if config.order == "topk_then_score" else _score(logits, config)
 
 
 def _score(logits: Tensor, config: RoutingConfig) -> Tensor:
@@ -101,27 +107,31 @@ def _keep_best_groups(selection: Tensor, config: RoutingConfig) -> Tensor:
     return grouped.masked_fill(~kept.unsqueeze(-1), config.group_fill).flatten(-2)
 
 
-def _weigh(chosen: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
+def _weigh(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
+    chosen = picked.masked_fill(~valid, 0.0)
     if config.order == "topk_then_score":
-        chosen = _score(chosen.masked_fill(~valid, _NEG_INF), config).masked_fill(~valid, 0.0)
+        chosen = _score_chosen(picked, valid, config)
     if config.renormalize:
         total = chosen.sum(-1, keepdim=True) + config.renorm_eps
         chosen = chosen / total.masked_fill(total == 0, 1.0)
     return chosen * config.scale
 
 
+def _score_chosen(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
+    return _score(picked.masked_fill(~valid, _NEG_INF), config).masked_fill(~valid, 0.0)
+
+
 def _reference_backward(
-    grad_weights: Tensor, router_logits: Tensor, topk_ids: Tensor, routing: str
+    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
 ) -> Tensor:
     config = RoutingConfig.from_spec(routing)
     logits = router_logits.to(_checks.compute_dtype(router_logits.dtype))
     ids = topk_ids.long()
-    scores = _score(logits, config) if config.order == "score_then_topk" else logits
-    picked = scores.gather(1, ids)
-    valid = picked.isfinite()
+    scores = _scores(logits, config)
+    picked, valid = scores.gather(1, ids), topk_weights != 0
     chosen = picked.masked_fill(~valid, 0.0)
     if config.order == "topk_then_score":
-        chosen = _score(picked.masked_fill(~valid, _NEG_INF), config).masked_fill(~valid, 0.0)
+        chosen = _score_chosen(picked, valid, config)
     grad = _weigh_backward(grad_weights.to(logits.dtype), chosen, config).masked_fill(~valid, 0.0)
     if config.score_fn == "sigmoid":
         grad = grad * chosen * (1 - chosen)
@@ -160,27 +170,34 @@ def fake(router_logits: Tensor, correction_bias: Tensor | None, routing: str) ->
     return weights, router_logits.new_empty(shape, dtype=torch.int32)
 
 
-def _check_backward(grad_weights: Tensor, router_logits: Tensor, topk_ids: Tensor, routing: str) -> None:
+def _check_backward(
+    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
+) -> None:
     check_router(router_logits, None, routing)
     _checks.expect_floating("grad_weights", grad_weights)
+    _checks.expect_floating("topk_weights", topk_weights)
     _checks.expect_index("topk_ids", topk_ids, (torch.int32,))
     shape = (router_logits.shape[0], RoutingConfig.from_spec(routing).top_k)
-    _checks.expect_shape("grad_weights", grad_weights, shape)
-    _checks.expect_shape("topk_ids", topk_ids, shape)
-    _checks.expect_same_device(
-        router_logits.device, "router_logits", grad_weights=grad_weights, topk_ids=topk_ids
-    )
+    tensors = {"grad_weights": grad_weights, "topk_weights": topk_weights, "topk_ids": topk_ids}
+    for name, tensor in tensors.items():
+        _checks.expect_shape(name, tensor, shape)
+    _checks.expect_same_device(router_logits.device, "router_logits", **tensors)
 
 
-def _cuda_backward(grad_weights: Tensor, router_logits: Tensor, topk_ids: Tensor, routing: str) -> Tensor:
+def _cuda_backward(
+    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
+) -> Tensor:
     if router_logits.shape[0] == 0:
-        return _fake_backward(grad_weights, router_logits, topk_ids, routing)
+        return _fake_backward(grad_weights, router_logits, topk_weights, topk_ids, routing)
     from moe_ops.kernels import routing as kernels
 
-    return kernels.launch_backward(grad_weights, router_logits, topk_ids, RoutingConfig.from_spec(routing))
+    config = RoutingConfig.from_spec(routing)
+    return kernels.launch_backward(grad_weights, router_logits, topk_weights, topk_ids, config)
 
 
-def _fake_backward(grad_weights: Tensor, router_logits: Tensor, topk_ids: Tensor, routing: str) -> Tensor:
+def _fake_backward(
+    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
+) -> Tensor:
     return router_logits.new_empty(router_logits.shape)
 
 
@@ -193,7 +210,8 @@ _library.define(
     fake=fake,
 )
 _library.define(
-    "topk_routing_backward(Tensor grad_weights, Tensor router_logits, Tensor topk_ids, str routing) -> Tensor",
+    "topk_routing_backward(Tensor grad_weights, Tensor router_logits, Tensor topk_weights, Tensor topk_ids, "
+    "str routing) -> Tensor",
     check=_check_backward,
     cpu=_reference_backward,
     cuda=_cuda_backward,
@@ -203,22 +221,53 @@ _library.define(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     router_logits, _, ctx.routing = inputs
-    ctx.save_for_backward(router_logits, output[1])
+    ctx.save_for_backward(router_logits, *output)
 
 
 def _backward(ctx: Any, grad_weights: Tensor, grad_ids: Tensor | None) -> tuple[Tensor, None, None]:
-    router_logits, topk_ids = ctx.saved_tensors
-    return routing_gradient(grad_weights, router_logits, topk_ids, ctx.routing), None, None
+    logits, topk_weights, topk_ids = ctx.saved_tensors
+    return routing_gradient(grad_weights, logits, topk_weights, topk_ids, ctx.routing), None, None
 
 
-def routing_gradient(grad_weights: Tensor, router_logits: Tensor, topk_ids: Tensor, routing: str) -> Tensor:
-    """Gradient of `topk_routing` to router_logits [T, E]."""
-    return _library.call("topk_routing_backward", grad_weights.contiguous(), router_logits, topk_ids, routing)
+def routing_gradient(
+    grad_weights: Tensor, router_logits: Tensor, topk_weights: Tensor, topk_ids: Tensor, routing: str
+) -> Tensor:
+    """Gradient of `topk_routing` to router_logits [T, E], from its outputs.
+
+    A weight of exactly zero marks a slot whose selection was not finite: it is constant, whatever its score. Where
+    a valid score underflows to zero the derivative does, too.
+    """
+    return _library.call(
+        "topk_routing_backward", grad_weights.contiguous(), router_logits, topk_weights, topk_ids, routing
+    )
 
 
-_library.define_gradient("topk_routing", _setup_context, _backward)
-_library.define_gradient_of_formula(
+def routing_tangent(
+    router_logits: Tensor, to_logits: Tensor | None, outputs: tuple[Tensor, Tensor], routing: str
+) -> Tensor | None:
+    """Tangent of topk_weights [T, K] along `to_logits` [T, E], from the outputs of `topk_routing`."""
+    if to_logits is None:
+        return None
+    config, (topk_weights, topk_ids) = RoutingConfig.from_spec(routing), outputs
+
+    def weights_of(logits: Tensor) -> Tensor:
+        picked = _scores(logits.to(topk_weights.dtype), config).gather(1, topk_ids.long())
+        return _weigh(picked, topk_weights != 0, config)
+
+    return _autograd.tangent_of(weights_of)((router_logits,), (to_logits,))[0]
+
+
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    router_logits, _, routing = inputs
+    outputs = _library.operator("topk_routing")(*inputs)
+    return routing_tangent(router_logits, tangents[0], outputs, routing), None
+
+
+_autograd.define_gradient("topk_routing", _setup_context, _backward, _tangent)
+_autograd.define_gradient_of_formula(
     "topk_routing_backward", _reference_backward, ("grad_weights", "router_logits")
 )
 _library.define_vmap("topk_routing", token_args=("router_logits",))
-_library.define_vmap("topk_routing_backward", token_args=("grad_weights", "router_logits", "topk_ids"))
+_library.define_vmap(
+    "topk_routing_backward", token_args=("grad_weights", "router_logits", "topk_weights", "topk_ids")
+)

@@ -4,11 +4,12 @@ The fusion target of the router and the counting sort that follows it; on CUDA i
 gradient and rules are those of the two stages. Static output shapes, no host sync.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _autograd, _checks, _library
 from moe_ops.dispatch import check_map, fake as dispatch_fake, reference as dispatch_reference
 from moe_ops.routing import (
     check_router,
@@ -16,6 +17,7 @@ from moe_ops.routing import (
     reference as routing_reference,
     routing_gradient,
     routing_spec,
+    routing_tangent,
 )
 from moe_ops.types import DispatchPlan, RoutingConfig
 
@@ -118,13 +120,20 @@ _library.define(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.routing = inputs[-1]
-    ctx.save_for_backward(inputs[0], output[1])
+    ctx.save_for_backward(inputs[0], *output[:2])
 
 
 def _backward(ctx: Any, grad_weights: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    router_logits, topk_ids = ctx.saved_tensors
-    return routing_gradient(grad_weights, router_logits, topk_ids, ctx.routing), None, None, None, None
+    logits, topk_weights, topk_ids = ctx.saved_tensors
+    to_logits = routing_gradient(grad_weights, logits, topk_weights, topk_ids, ctx.routing)
+    return to_logits, None, None, None, None
 
 
-_library.define_gradient("routing_dispatch", _setup_context, _backward)
+def _tangent(inputs: Sequence[Any], tangents: Sequence[Any]) -> _autograd.Tangents:
+    weights, ids, *plan = _library.operator("routing_dispatch")(*inputs)
+    to_weights = routing_tangent(inputs[0], tangents[0], (weights, ids), inputs[-1])
+    return to_weights, *(None for _ in (ids, *plan))
+
+
+_autograd.define_gradient("routing_dispatch", _setup_context, _backward, _tangent)
 _library.define_vmap("routing_dispatch")

@@ -19,8 +19,7 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
 _UNGATED = frozenset({"relu2"})
 _TAKES_ALPHA = frozenset({"swiglu_oai"})
 _TAKES_LIMIT = frozenset({"silu", "swiglu_oai"})
-_SWIGLU_OAI_ALPHA = 1.702  # gpt-oss reference implementation
-_SWIGLU_OAI_LIMIT = 7.0
+_SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}  # gpt-oss reference implementation
 
 _Options = TypeVar("_Options", "RoutingConfig", "Activation")
 
@@ -52,6 +51,19 @@ def _require_positive_int(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name}={value}: expected at least 1")
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected True or False, got {type(value).__name__}")
+
+
+def _as_float(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
+    if value != value:
+        raise ValueError(f"{name}={value}: expected a number")
+    return float(value)
 
 
 def _spec_items(options: object, skip: tuple[str, ...] = ()) -> list[str]:
@@ -129,12 +141,13 @@ class RoutingConfig:
         _require_choice("score_fn", self.score_fn, ScoreFn)
         _require_choice("order", self.order, RoutingOrder)
         _require_choice("group_score", self.group_score, GroupScore)
+        _require_bool("renormalize", self.renormalize)
+        for name in ("renorm_eps", "group_fill", "scale"):
+            object.__setattr__(self, name, _as_float(name, getattr(self, name)))
         if self.topk_groups > self.num_groups:
             raise ValueError(f"topk_groups={self.topk_groups}: expected at most num_groups={self.num_groups}")
-        if not self.renorm_eps >= 0.0:
+        if self.renorm_eps < 0.0:
             raise ValueError(f"renorm_eps={self.renorm_eps}: expected a number >= 0")
-        for name in ("renorm_eps", "group_fill", "scale"):
-            object.__setattr__(self, name, float(getattr(self, name)))
         items = [f"top_k={self.top_k}", *_spec_items(self, skip=("top_k",))]
         object.__setattr__(self, "spec", ";".join(items))
 
@@ -158,6 +171,7 @@ class Activation:
 
     Raises:
         ValueError: unknown name, an option the activation does not have, or a limit that is not positive.
+        TypeError: alpha or limit is not a number, interleaved not a bool.
     """
 
     name: ActivationName = "silu"
@@ -168,9 +182,12 @@ class Activation:
 
     def __post_init__(self) -> None:
         _require_choice("activation", self.name, ActivationName)
-        if self.name == "swiglu_oai":
-            object.__setattr__(self, "alpha", _SWIGLU_OAI_ALPHA if self.alpha is None else float(self.alpha))
-            object.__setattr__(self, "limit", _SWIGLU_OAI_LIMIT if self.limit is None else float(self.limit))
+        _require_bool("interleaved", self.interleaved)
+        defaults = _SWIGLU_OAI if self.name == "swiglu_oai" else {}
+        for name in ("alpha", "limit"):  # as floats, so that equal activations have equal specs
+            value = getattr(self, name)
+            value = defaults.get(name) if value is None else _as_float(name, value)
+            object.__setattr__(self, name, value)
         self._check_options()
         items = [self.name, *self._options_spec()]
         object.__setattr__(self, "spec", ";".join(items))
@@ -189,9 +206,7 @@ class Activation:
 
     def _options_spec(self) -> list[str]:
         # Defaults stay out, so that the bare name "swiglu_oai" is already canonical.
-        defaults = (
-            {"alpha": _SWIGLU_OAI_ALPHA, "limit": _SWIGLU_OAI_LIMIT} if self.name == "swiglu_oai" else {}
-        )
+        defaults = _SWIGLU_OAI if self.name == "swiglu_oai" else {}
         numbers = [(name, getattr(self, name)) for name in ("alpha", "limit")]
         items = [
             f"{name}={value}" for name, value in numbers if value is not None and value != defaults.get(name)

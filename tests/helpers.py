@@ -2,7 +2,14 @@
 
 import torch
 
-RELATIVE_NORM = {torch.float64: 1e-12, torch.float32: 1e-5}
+# Relative to a float64 oracle of the same rounded inputs, by norm. float64 and float32: the contract. Half precision:
+# a layer rounds at most four times (gate_up, activation, expert output, sum), each time by at most half an epsilon.
+RELATIVE_NORM = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps / 2,
+    torch.float16: 4 * torch.finfo(torch.float16).eps / 2,
+}
 
 
 def relative_error(actual, expected):
@@ -14,15 +21,12 @@ def relative_error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-3)).item()
 
 
-def assert_matches_oracle(actual, oracle, stage=None):
-    """float64 and float32 by the contract's bounds; lower precision by at most twice the stage reference's error."""
+def assert_matches_oracle(actual, oracle):
+    """Within what `actual`'s dtype allows, a number that depends on no path under test."""
     assert actual.shape == oracle.shape, f"shape {tuple(actual.shape)}, oracle {tuple(oracle.shape)}"
     if actual.numel() == 0:
         return
-    error = relative_error(actual, oracle)
-    bound = RELATIVE_NORM.get(actual.dtype)
-    if bound is None:
-        bound = 2 * relative_error(stage, oracle) + 1e-6
+    error, bound = relative_error(actual, oracle), RELATIVE_NORM[actual.dtype]
     assert error <= bound, f"relative error {error:.3e} of {actual.dtype}, allowed {bound:.3e}"
 
 

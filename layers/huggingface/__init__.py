@@ -1,23 +1,31 @@
 """Our operators inside Hugging Face transformers models.
 
-`register()` adds the experts implementation "moe_ops" to transformers, for `from_pretrained(...,
-experts_implementation="moe_ops")` and `model.set_experts_implementation("moe_ops")`. `patch(model)` does more
-for one loaded model: experts *and* routers, so that a compiler sees the layer from logits to output, and a
-report of what was left alone. Importing this module does not import transformers.
+Importing this module is enough for the experts implementation "moe_ops" in `from_pretrained(...,
+experts_implementation="moe_ops")` and `model.set_experts_implementation("moe_ops")`. `patch(model)` does more for
+one loaded model: experts *and* routers, so that a compiler sees the layer from logits to output, and a report of
+what was left alone; `unpatch(model)` brings the stock model back. None of it imports transformers before you do.
 """
 
 from typing import TYPE_CHECKING
 
+from layers.huggingface.registration import register_with_transformers
 from layers.huggingface.report import PatchReport
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PatchReport", "patch", "register"]
+    from layers.config import Emit, SaveForBackward
+
+__all__ = ["PatchReport", "patch", "register", "unpatch"]
+
+register_with_transformers()
 
 
 def register() -> None:
     """Makes `experts_implementation="moe_ops"` known to transformers. Calling it again changes nothing.
+
+    Importing `layers.huggingface` does the same as soon as a model of transformers can be built; call it only
+    for experts modules used without one.
 
     Raises:
         ImportError: transformers is not installed.
@@ -27,25 +35,46 @@ def register() -> None:
     experts.register()
 
 
-def patch(model: "nn.Module") -> PatchReport:
+def patch(
+    model: "nn.Module", *, emit: "Emit" = "auto", save_for_backward: "SaveForBackward" = "auto"
+) -> PatchReport:
     """Runs the experts and routers of `model` on `moe_ops`, in place, without copying a weight.
 
     Every experts module that transformers dispatches gets our implementation, in the layout its own flags
     declare; every router whose code we know gets `moe_ops.topk_routing`, and keeps returning its family's
-    tuple, so `output_router_logits` and the auxiliary loss work as before. Other models are not affected, not
+    tuple, so `output_router_logits` and the auxiliary loss work as before. Wrappers (PEFT before or after) and
+    accelerate's hooks (`device_map`, offloading) stay in force around them. Other models are not affected, not
     even those built from the same config object: the patched model gets its own copy of the config, so change
-    options on `model.config` afterwards, not on the object it was built from.
+    options on `model.config` afterwards, not on the object it was built from. Patching again changes the options;
+    `unpatch` brings the stock model back.
 
     Patched routers return routing weights in float32 (stock Qwen, OLMoE and gpt-oss round them to the model's
-    dtype) and int32 expert ids. That is closer to exact arithmetic and saves the casts between routing and
-    experts; it also means that transformers' own "eager" experts, whose loop needs int64 ids, no longer fit
-    behind a patched router ("grouped_mm" and "batched_mm" do).
+    dtype), and int32 expert ids to our experts. That is closer to exact arithmetic and saves the casts between
+    routing and experts. Logits that a family computes in float32 (DeepSeek-V3, GLM-4) are float32 inside
+    `torch.autocast` too. transformers' own implementations work behind patched routers, which hand them int64 ids.
 
     Args:
         model: a loaded transformers model, or a module of one.
+        emit, save_for_backward: as in `layers.MoEConfig`, for all its experts. Experts with a gate of their own
+            always run stage by stage; with "inputs" they are checkpointed.
 
     Returns:
         The names of what was changed, and of every MoE block left alone with the reason.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: `model` is not a module, or an option is not one; nothing has been changed then.
+    """
+    from layers.huggingface import patching
+
+    return patching.patch(model, emit, save_for_backward)
+
+
+def unpatch(model: "nn.Module") -> None:
+    """Undoes `patch`: forwards, attributes and the config's experts implementation are as before the first one.
+
+    That holds for copies and pickles of a patched model as well, and whatever implementation was set since. The
+    config stays the model's own. A model that was not patched is left as it is.
 
     Raises:
         ImportError: transformers is not installed.
@@ -53,4 +82,4 @@ def patch(model: "nn.Module") -> PatchReport:
     """
     from layers.huggingface import patching
 
-    return patching.patch(model)
+    patching.unpatch(model)

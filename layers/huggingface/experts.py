@@ -5,16 +5,20 @@ class decorated with `use_experts_implementation`. The module says how its weigh
 `is_concatenated`, `has_bias`, `has_gate`); we take them as views. An id equal to the local expert count is
 transformers' sentinel for "not here", and our operators drop ids out of range anyway.
 
-The function is traced by Dynamo, so it only compares and looks up: no option is built or formatted in it.
+The function is traced by Dynamo, so it only compares and looks up: no option is built or formatted in it. `patch`
+settles `ExpertsOptions` on the module beforehand; a module that was only registered for has none.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from layers.config import Emit, SaveForBackward, emitted
 from moe_ops import Activation, build_dispatch, combine, fused_experts, grouped_gemm, permute
 
 NAME = "moe_ops"
@@ -27,6 +31,20 @@ _GATED = {
     activations.NewGELUActivation: "gelu_tanh",
 }
 _SWIGLU_OAI = Activation("swiglu_oai", interleaved=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsOptions:
+    """What `patch` settles for one experts module, as its attribute `moe_ops_options`.
+
+    Attributes:
+        activation: spec of what the experts compute between their products; None if only the module itself can.
+        emit, save_for_backward: see `layers.MoEConfig`.
+    """
+
+    activation: str | None
+    emit: Emit
+    save_for_backward: SaveForBackward
 
 
 def register() -> None:
@@ -46,42 +64,54 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H] in the dtype of `hidden_states`.
     """
-    activation = known_activation(self)
-    if activation is None:
-        return _run_stages(self, hidden_states, top_k_index, top_k_weights)
+    options = getattr(self, "moe_ops_options", None)
+    activation = known_activation(self) if options is None else options.activation
+    emit = "auto" if options is None else emitted(options.emit, options.save_for_backward)
     w13, w2, w13_bias, w2_bias = _weights(self)
-    return fused_experts(
-        hidden_states, w13, w2, top_k_weights, top_k_index, activation, w13_bias=w13_bias, w2_bias=w2_bias
-    )
+    if activation is not None:
+        return fused_experts(
+            hidden_states, w13, w2, top_k_weights, top_k_index, activation,
+            w13_bias=w13_bias, w2_bias=w2_bias, emit=emit,
+        )  # fmt: skip
+    tensors = (hidden_states, top_k_index, top_k_weights, w13, w2, w13_bias, w2_bias)
+    if options is not None and options.save_for_backward == "inputs" and torch.is_grad_enabled():
+        return checkpoint(_run_stages, self, *tensors, use_reentrant=False)
+    return _run_stages(self, *tensors)
+
+
+def settled_activation(experts: Any) -> str | None:
+    """The spec of the experts' activation, or None when only the module itself can compute it.
+
+    For use outside any trace: unlike `known_activation` it can also build an `Activation`.
+    """
+    if _has_gpt_oss_gate(experts):
+        return Activation("swiglu_oai", alpha=experts.alpha, limit=experts.limit, interleaved=True).spec
+    return known_activation(experts)
 
 
 def known_activation(experts: Any) -> str | None:
-    """The spec of the experts' activation, or None when only the module itself can compute it."""
+    """The spec of the experts' activation, or None when it has to be built or only the module can compute it."""
     if getattr(experts, "has_post_expert_norm", False):
         return None
     if not getattr(experts, "has_gate", True):
         return "relu2" if type(experts.act_fn) is activations.ReLUSquaredActivation else None
-    gate = type(experts)._apply_gate
-    if gate is _default_apply_gate:  # act_fn(first half) * second half, whatever is_concatenated says
+    if type(experts)._apply_gate is _default_apply_gate:
+        # act_fn(first half) * second half, whatever is_concatenated says
         return _GATED.get(type(experts.act_fn))
-    if gate is GptOssExperts._apply_gate:
-        return _swiglu_oai(experts)
-    return None
-
-
-def _swiglu_oai(experts: Any) -> str | None:
-    # Another alpha or limit needs an Activation built outside the traced function: patch() leaves it here.
-    if hasattr(experts, "moe_ops_activation"):
-        return experts.moe_ops_activation
+    if not _has_gpt_oss_gate(experts):
+        return None
     is_default = experts.alpha == _SWIGLU_OAI.alpha and experts.limit == _SWIGLU_OAI.limit
     return _SWIGLU_OAI.spec if is_default else None
 
 
-def prepare(experts: Any) -> None:
-    """Settles, outside any trace, the options that `experts_forward` cannot build while being traced."""
-    if type(experts)._apply_gate is GptOssExperts._apply_gate:
-        options = Activation("swiglu_oai", alpha=experts.alpha, limit=experts.limit, interleaved=True)
-        experts.moe_ops_activation = options.spec
+def _has_gpt_oss_gate(experts: Any) -> bool:
+    if getattr(experts, "is_concatenated", True):
+        return False
+    # Imported here, where its only interleaved family is at hand: on top it would come in the midst of
+    # transformers' own imports.
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    return type(experts)._apply_gate is GptOssExperts._apply_gate
 
 
 def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -95,15 +125,27 @@ def _weights(experts: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None
     return w13, w2, w13_bias, experts.down_proj_bias if has_bias else None
 
 
-def _run_stages(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Our stages around the module's own activation and post-expert norm."""
-    w13, w2, w13_bias, w2_bias = _weights(self)
+def _run_stages(
+    experts: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+) -> Tensor:
+    """Our stages around the module's own activation and post-expert norm.
+
+    Weights come as arguments: run again in backward, a module may have others by then (PEFT adds its adapters to
+    them for the time of a forward).
+    """
     plan = build_dispatch(top_k_index, w13.shape[0])
     rows = permute(hidden_states, plan.sorted_slots)  # [S, H]
     gate_up = grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)  # [S, 2I]
-    has_gate = getattr(self, "has_gate", True)
-    activated = self._apply_gate(gate_up) if has_gate else self.act_fn(gate_up)  # [S, I]
+    has_gate = getattr(experts, "has_gate", True)
+    activated = experts._apply_gate(gate_up) if has_gate else experts.act_fn(gate_up)  # [S, I]
     expert_out = grouped_gemm(activated, w2, plan.expert_offsets, w2_bias)  # [S, H]
-    if getattr(self, "has_post_expert_norm", False):
-        expert_out = self.post_expert_norm(expert_out)
+    if getattr(experts, "has_post_expert_norm", False):
+        expert_out = experts.post_expert_norm(expert_out)
     return combine(expert_out, top_k_weights, plan.inverse)

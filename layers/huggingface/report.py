@@ -10,7 +10,8 @@ class PatchReport:
     Attributes:
         experts: experts modules that now run on `moe_ops`.
         routers: routers that now run on `moe_ops.topk_routing`.
-        left: (module name, reason) of every MoE module that still runs transformers' own code.
+        left: (module name, reason) of every MoE module that still runs transformers' own code, and of experts whose
+            router was not found.
     """
 
     experts: tuple[str, ...]

@@ -3,17 +3,23 @@
 A router is known by its code: families whose router runs the same bytecode as one of the reference classes
 below route alike, whatever they are called, and a class that a newer transformers changed is left alone
 rather than guessed. All of them return (router_logits[T, E], weights[T, K], ids[T, K]), in that order.
+
+Logits that a family computes in float32 are float32 inside `torch.autocast` too, where its own code gets the
+autocast dtype after all: rounded logits pick other experts than the model was trained to pick.
 """
 
 from functools import cache
 from inspect import unwrap
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from layers.huggingface import forwards
+from layers.huggingface.experts import NAME
+from layers.router import linear_in
 from moe_ops import RoutingConfig, topk_routing
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
@@ -37,29 +43,30 @@ def known_kind(router: nn.Module) -> type[RouterKind] | None:
     return _kinds().get(_code(type(router)))
 
 
-def install(router: Any, kind: type[RouterKind]) -> None:
-    """Replaces the forward of this one module; its weights, hooks and class stay.
+def install(router: Any, kind: type[RouterKind], routing: RoutingConfig, config: Any) -> None:
+    """Replaces the forward of this one module. `config` is that of the experts behind it."""
+    router.moe_ops_routing = routing
+    router.moe_ops_config = config
+    forwards.replace(router, kind.forward)
 
-    A bound method, because Dynamo then gives identical layers one graph. Unpickled, it resolves to the class's
-    own forward: a pickled model comes back with stock routers, to be patched again.
-    """
-    router.moe_ops_routing = kind.routing(router)
-    router.forward = MethodType(kind.forward, router)
+
+def uninstall(router: nn.Module) -> None:
+    """Undoes `install`, also on a module that was copied or pickled since; others are left as they are."""
+    if "moe_ops_routing" not in vars(router):
+        return
+    forwards.restore(router)
+    del router.moe_ops_routing, router.moe_ops_config
 
 
 def is_installed(router: nn.Module) -> bool:
     """Whether the forward of this module is ours."""
-    return _own_forward(router) in {kind.forward for kind in _kinds().values()}
+    return forwards.current(router) in {kind.forward for kind in _kinds().values()}
 
 
-def is_replaced(router: nn.Module) -> bool:
-    """Whether somebody (a hook of accelerate, say) gave this module a forward that its class does not have."""
-    return _own_forward(router) not in (None, type(router).forward)
-
-
-def _own_forward(router: nn.Module) -> object:
-    forward = vars(router).get("forward")
-    return getattr(forward, "__func__", forward)
+def _output(router: Any, router_logits: Tensor, weights: Tensor, ids: Tensor) -> RouterOutput:
+    """Our experts take the ids as they are; transformers' own count on int64, as its routers return them."""
+    is_ours = router.moe_ops_config._experts_implementation == NAME
+    return router_logits, weights, ids if is_ours else ids.long()
 
 
 class _Softmax:
@@ -71,8 +78,7 @@ class _Softmax:
 
     def forward(self: Any, hidden_states: Tensor) -> RouterOutput:
         router_logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)  # [T, E]
-        weights, ids = topk_routing(router_logits, self.moe_ops_routing)
-        return router_logits, weights, ids
+        return _output(self, router_logits, *topk_routing(router_logits, self.moe_ops_routing))
 
 
 class _TopkSoftmax:
@@ -85,8 +91,7 @@ class _TopkSoftmax:
 
     def forward(self: Any, hidden_states: Tensor) -> RouterOutput:
         router_logits = F.linear(hidden_states, self.weight, self.bias)  # [T, E]
-        weights, ids = topk_routing(router_logits, self.moe_ops_routing)
-        return router_logits, weights, ids
+        return _output(self, router_logits, *topk_routing(router_logits, self.moe_ops_routing))
 
 
 class _GroupedSigmoid:
@@ -106,14 +111,14 @@ class _GroupedSigmoid:
         )
 
     def forward(self: Any, hidden_states: Tensor) -> RouterOutput:
-        tokens = hidden_states.reshape(-1, self.hidden_dim).to(torch.float32)
-        router_logits = F.linear(tokens, self.weight.to(torch.float32))  # [T, E]
-        weights, ids = topk_routing(router_logits, self.moe_ops_routing, self.e_score_correction_bias)
-        return router_logits, weights, ids
+        tokens = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = linear_in(torch.float32, tokens, self.weight)  # [T, E]
+        chosen = topk_routing(router_logits, self.moe_ops_routing, self.e_score_correction_bias)
+        return _output(self, router_logits, *chosen)
 
 
 @cache
-def _kinds() -> dict[tuple[object, ...], type[RouterKind]]:
+def _kinds() -> dict[tuple[object, ...] | None, type[RouterKind]]:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -127,6 +132,8 @@ def _kinds() -> dict[tuple[object, ...], type[RouterKind]]:
     }
 
 
-def _code(router_class: type[nn.Module]) -> tuple[object, ...]:
-    code: CodeType = unwrap(router_class.forward).__code__
-    return code.co_code, code.co_names, code.co_consts
+def _code(router_class: type[nn.Module]) -> tuple[object, ...] | None:
+    code: CodeType | None = getattr(
+        unwrap(router_class.forward), "__code__", None
+    )  # a scripted forward has none
+    return None if code is None else (code.co_code, code.co_names, code.co_consts)

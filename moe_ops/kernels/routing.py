@@ -135,8 +135,9 @@ def _topk_routing_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _topk_routing_backward_kernel(
-    grad_ptr, logits_ptr, ids_ptr, out_ptr,
-    num_tokens, grad_stride_t, grad_stride_k, stride_t, stride_e, ids_stride_t, ids_stride_k,
+    grad_ptr, logits_ptr, weights_ptr, ids_ptr, out_ptr,
+    num_tokens, grad_stride_t, grad_stride_k, stride_t, stride_e, weight_stride_t, weight_stride_k,
+    ids_stride_t, ids_stride_k,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr,
     RENORMALIZE: tl.constexpr, RENORM_EPS: tl.constexpr, SCALE: tl.constexpr,
     F64: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -154,6 +155,9 @@ def _topk_routing_backward_kernel(
     picked = tl.load(row_ptr + offset(ids, stride_e), mask=mask, other=0.0).to(ACC)
     grad_ptrs = grad_ptr + offset(tokens, grad_stride_t) + offset(columns, grad_stride_k)
     grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
+    # A weight of zero: the selection was not finite, so the slot is constant; or the score underflowed, so it is flat.
+    weight_ptrs = weights_ptr + offset(tokens, weight_stride_t) + offset(columns, weight_stride_k)
+    valid = mask & (tl.load(weight_ptrs, mask=mask, other=0.0) != 0)
     experts = tl.arange(0, BLOCK_E)[None, :]
     expert_mask = present & (experts < NUM_EXPERTS)
     score = tl.zeros((ROWS, BLOCK_E), ACC)
@@ -168,10 +172,8 @@ def _topk_routing_backward_kernel(
             picked = tl.exp(picked - largest) / total
         else:
             picked = tl.sigmoid(picked)
-        valid = mask & _is_finite(picked)
         chosen = tl.where(valid, picked, 0.0)
     else:
-        valid = mask & _is_finite(picked)
         chosen = _score_chosen(tl.where(valid, picked, 0.0), valid, SOFTMAX)
     grad = grad * SCALE
     if RENORMALIZE:
@@ -261,7 +263,11 @@ def _program(
 
 @lru_cache(maxsize=1024)
 def _backward_program(
-    grad_weights: TensorMeta, router_logits: TensorMeta, topk_ids: TensorMeta, routing: RoutingConfig
+    grad_weights: TensorMeta,
+    router_logits: TensorMeta,
+    topk_weights: TensorMeta,
+    topk_ids: TensorMeta,
+    routing: RoutingConfig,
 ) -> Program:
     num_tokens, num_experts = router_logits.shape
     block_e = next_power_of_2(num_experts)
@@ -269,6 +275,7 @@ def _backward_program(
     args = {
         "grad_ptr": Ref("grad_weights"),
         "logits_ptr": Ref("router_logits"),
+        "weights_ptr": Ref("topk_weights"),
         "ids_ptr": Ref("topk_ids"),
         "out_ptr": Ref("grad_logits"),
         "num_tokens": num_tokens,
@@ -276,6 +283,8 @@ def _backward_program(
         "grad_stride_k": grad_weights.strides[1],
         "stride_t": router_logits.strides[0],
         "stride_e": router_logits.strides[1],
+        "weight_stride_t": topk_weights.strides[0],
+        "weight_stride_k": topk_weights.strides[1],
         "ids_stride_t": topk_ids.strides[0],
         "ids_stride_k": topk_ids.strides[1],
         "NUM_EXPERTS": num_experts,
@@ -295,9 +304,12 @@ def topk_routing_program(router_logits, correction_bias, routing: RoutingConfig)
     return _program(describe(router_logits), describe_optional(correction_bias), routing)
 
 
-def topk_routing_backward_program(grad_weights, router_logits, topk_ids, routing: RoutingConfig) -> Program:
+def topk_routing_backward_program(
+    grad_weights, router_logits, topk_weights, topk_ids, routing: RoutingConfig
+) -> Program:
     """The program of `moe.topk_routing_backward` for tensors with this metadata."""
-    return _backward_program(describe(grad_weights), describe(router_logits), describe(topk_ids), routing)
+    metas = map(describe, (grad_weights, router_logits, topk_weights, topk_ids))
+    return _backward_program(*metas, routing)
 
 
 def launch(
@@ -310,9 +322,17 @@ def launch(
 
 
 def launch_backward(
-    grad_weights: torch.Tensor, router_logits: torch.Tensor, topk_ids: torch.Tensor, routing: RoutingConfig
+    grad_weights: torch.Tensor,
+    router_logits: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    routing: RoutingConfig,
 ) -> torch.Tensor:
-    """grad_weights [T, K] -> gradient of router_logits [T, E], in its dtype."""
-    program = topk_routing_backward_program(grad_weights, router_logits, topk_ids, routing)
-    tensors = {"grad_weights": grad_weights, "router_logits": router_logits, "topk_ids": topk_ids}
-    return program.run(tensors)[0]
+    """grad_weights, topk_weights, topk_ids [T, K] -> gradient of router_logits [T, E], in its dtype."""
+    tensors = {
+        "grad_weights": grad_weights,
+        "router_logits": router_logits,
+        "topk_weights": topk_weights,
+        "topk_ids": topk_ids,
+    }
+    return topk_routing_backward_program(**tensors, routing=routing).run(tensors)[0]

@@ -45,6 +45,47 @@ print(json.dumps(result))
 """
 
 
+# A user's pass in a module of its own, with a helper in another: it multiplies what a gate gives.
+USER_PASS = """
+from torch.ops import aten
+from user_helpers import factor
+from inductor_passes.graph_tools import find
+
+
+class Scale:
+    name = "scale"
+    requires = ("gated_activation",)
+    inference_only = False
+
+    def run(self, graph, log):
+        for gate in find(graph, "gated_activation"):
+            with graph.inserting_after(gate):
+                scaled = graph.call_function(aten.mul.Tensor, (gate, factor() * 1))
+            scaled.meta["val"] = gate.meta["val"]
+            gate.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+"""
+USER_HELPERS = "def factor():\n    return 2\n"
+IMPORT_SCALE = "from user_pass import Scale"
+
+# Prints the compiled value with the user's pass, the eager one, and what the caches did. The class is imported, or
+# typed in as at a prompt.
+USER_PROBE = """
+import json, sys, torch, moe_ops
+from inductor_passes.pipeline import PIPELINE, MoEPasses
+from torch._dynamo.utils import counters
+exec(sys.argv[1])
+x = torch.ones(2, 4)
+options = {"post_grad_custom_pre_pass": MoEPasses(passes=(Scale(), *PIPELINE))}
+with torch.no_grad():
+    value = torch.compile(lambda x: moe_ops.gated_activation(x, "silu"), options=options)(x)[0, 0].item()
+found = {**counters["inductor"], **counters["aot_autograd"]}
+print(json.dumps({
+    "factor": value / moe_ops.gated_activation(x, "silu")[0, 0].item(),
+    "caches": {name: count for name, count in found.items() if "cache" in name},
+}))
+"""
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A copy of the packages and an empty compile cache."""
@@ -70,15 +111,17 @@ class Workspace:
         for package in PACKAGES:
             shutil.rmtree(self.root / package, ignore_errors=True)
             shutil.copytree(self.root / "pristine" / package, self.root / package)
+        (self.root / "user_pass.py").write_text(USER_PASS)
+        (self.root / "user_helpers.py").write_text(USER_HELPERS)
 
-    def run(self, *flags):
+    def run(self, *flags, probe=PROBE):
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.root),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.root / "cache"),
         }
-        command = [sys.executable, "-c", PROBE, *flags]
+        command = [sys.executable, "-c", probe, *flags]
         done = subprocess.run(
             command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=300
         )
@@ -154,3 +197,36 @@ def test_a_process_without_the_passes_gets_its_own_right_code(filled, workspace)
     without = workspace.run()
     assert without["gradient"] == filled[1]["gradient"]
     assert without["plain_caches"]["fxgraph_cache_hit"] >= 1
+
+
+@pytest.fixture(scope="module")
+def scaled(filled):
+    """What the first process with the user's pass saw."""
+    return filled[0].run(IMPORT_SCALE, probe=USER_PROBE)
+
+
+def test_a_users_pass_is_cached(scaled, workspace):
+    again = workspace.run(IMPORT_SCALE, probe=USER_PROBE)
+    assert _missed(scaled["caches"]) and again["caches"]["fxgraph_cache_hit"] >= 1
+    assert scaled["factor"] == again["factor"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "factor"),
+    [
+        ("user_pass.py", "factor() * 1", "factor() * 5", 10),
+        ("user_helpers.py", "return 2", "return 7", 7),
+    ],
+    ids=["the pass", "what it calls in another module"],
+)
+def test_a_changed_users_pass_misses_and_gives_the_new_result(scaled, workspace, path, old, new, factor):
+    changed = workspace.edit(path, old, new).run(IMPORT_SCALE, probe=USER_PROBE)
+    assert changed["factor"] == factor
+    assert _missed(changed["caches"])
+
+
+def test_a_users_pass_without_a_source_file_is_not_cached(scaled, workspace):
+    typed = workspace.run(USER_PASS.replace("factor() *", "9 *"), probe=USER_PROBE)
+    assert typed["factor"] == 9
+    assert typed["caches"]["fxgraph_cache_bypass"] >= 1
+    assert not typed["caches"].get("fxgraph_cache_hit") and not typed["caches"].get("fxgraph_cache_miss")

@@ -88,6 +88,24 @@ def aot(compiler):
 
 
 @torch.no_grad()
+def test_a_clamp_of_another_limit_is_one_of_our_activations():
+    stock, ours = pair("gpt_oss", num_hidden_layers=1)
+    for model in (stock, ours):
+        model.model.layers[0].mlp.experts.limit = 0.5  # instead of 7.0, so that it clamps
+    huggingface.patch(ours)
+    graphs = []
+
+    def capture(graph_module, example_inputs):
+        graphs.append(graph_module)
+        return graph_module
+
+    hidden = torch.randn(2, 9, HIDDEN)
+    block = torch.compile(ours.model.layers[0].mlp, backend=aot(capture), fullgraph=True)
+    torch.testing.assert_close(block(hidden)[0], stock.model.layers[0].mlp(hidden)[0])
+    assert names(stage_nodes(graphs[0])) == STAGES
+
+
+@torch.no_grad()
 def test_identical_blocks_share_one_graph():
     _, ours = pair("deepseek_v3", num_hidden_layers=6)
     huggingface.patch(ours)

@@ -92,7 +92,7 @@ def programs() -> list[Program]:
         activation.gated_activation_program(_strided(1024, 128), HALVES),
         activation.gated_activation_backward_program(rows, _strided(1024, 128), INTERLEAVED),
         routing.topk_routing_program(logits, _strided(8, dtype=torch.float32), _ROUTING),
-        routing.topk_routing_backward_program(weights, logits, ids, _ROUTING),
+        routing.topk_routing_backward_program(weights, logits, weights, ids, _ROUTING),
         dispatch.build_dispatch_program(ids, _index(16), 8),
         dispatch.build_dispatch_program(_strided(8, 2, dtype=torch.int32), None, 8),
         grouped_gemm.grouped_gemm_weight_backward_program(_strided(1024, 128), rows, _index(9)),

@@ -185,7 +185,7 @@ def routes(gpu: Gpu, size: Range) -> Iterator[Planned]:
         weights, ids = meta(512, top_k, dtype=torch.float32), meta(512, top_k, dtype=torch.int32)
         for config in _routings(experts, top_k, wide):
             forward = routing.topk_routing_program(logits, bias, config)
-            backward = routing.topk_routing_backward_program(weights, logits, ids, config)
+            backward = routing.topk_routing_backward_program(weights, logits, weights, ids, config)
             yield from _programs(f"{dtype} E={experts} {config.spec}", dtype, forward, backward)
     for (experts, top_k), slots in itertools.product(
         sizes if wide else sizes[3::4], (1, 100, 500, 4096, 1 << 19)

@@ -156,7 +156,8 @@ def test_routing(wide: Wide, device: str) -> None:
     assert_close(weights, expected)
     grad = _random(5, 3)
     (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
-    assert_close(routing.launch_backward(wide.place(grad), logits, ids, config), expected_grad)
+    placed = wide.place(grad), logits, wide.place(weights.bfloat16()), ids
+    assert_close(routing.launch_backward(*placed, config), expected_grad)
 
 
 @pytest.mark.parametrize("tokens", [5, 300])

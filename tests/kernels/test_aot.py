@@ -127,7 +127,7 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
         combine.combine_backward_program(tokens, rows, weights, slots),
         activation.gated_activation_program(gate_up, Activation()),
         activation.gated_activation_backward_program(rows, gate_up, GPT_OSS),
-        routing_kernels.topk_routing_backward_program(weights, logits, ids, RoutingConfig(top_k=4)),
+        routing_kernels.topk_routing_backward_program(weights, logits, weights, ids, RoutingConfig(top_k=4)),
     ]
     floating = ("grad", "x", "hidden_states", "expert_out", "gate_up", "router_logits")
     dtypes = dict.fromkeys(floating, dtype) | dict.fromkeys(("topk_weights", "grad_weights"), torch.float32)

@@ -109,9 +109,9 @@ def test_gradient_matches_autograd(config: RoutingConfig, device: str) -> None:
     grad = torch.randn(7, config.top_k, dtype=torch.float64)
     weights, ids = definition.reference(logits, None, config.spec)
     (expected,) = torch.autograd.grad(weights, logits, grad)
-    args = grad.to(device), logits.detach().to(device), ids.to(device)
+    args = grad.to(device), logits.detach().to(device), weights.detach().to(device), ids.to(device)
     assert_close(kernels.launch_backward(*args, config), expected)
-    single = kernels.launch_backward(args[0].float(), args[1].float(), args[2], config)
+    single = kernels.launch_backward(*(arg.float() for arg in args[:3]), args[3], config)
     assert single.dtype == torch.float32
     assert_close(single, expected)
 
@@ -121,9 +121,27 @@ def test_gradient_of_non_finite_logits_is_finite(device: str) -> None:
     logits[0, 2] = float("-inf")
     logits[1, :] = float("nan")
     for config in (RoutingConfig(top_k=3), RoutingConfig(top_k=3, order="topk_then_score")):
-        _, ids = _reference(logits, None, config)
-        grad = torch.randn(4, 3)
-        out = kernels.launch_backward(grad.to(device), logits.to(device), ids.to(device), config)
-        expected = definition._reference_backward(grad, logits, ids, config.spec)
+        weights, ids = _reference(logits, None, config)
+        args = torch.randn(4, 3), logits, weights, ids
+        out = kernels.launch_backward(*(arg.to(device) for arg in args), config)
+        expected = definition._reference_backward(*args, config.spec)
         assert out.isfinite().all()
         assert_close(out, expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.spec)
+def test_gradient_leaves_out_slots_that_were_not_selected(config: RoutingConfig, device: str) -> None:
+    """A bias of -inf, a NaN logit, ties: what the forward made constant has no gradient, though its score is finite."""
+    experts = _experts(config)
+    logits = torch.randn(7, experts, dtype=torch.float64)
+    logits[1, ::2], logits[2] = float("nan"), 0.0
+    bias = torch.randn(experts, dtype=torch.float64)
+    bias[config.top_k - 1 :] = float("-inf")
+    leaf = logits.clone().requires_grad_()
+    weights, ids = definition.reference(leaf, bias, config.spec)
+    grad = torch.randn_like(weights)
+    (expected,) = torch.autograd.grad(weights, leaf, grad)
+    args = grad, logits, weights.detach(), ids
+    assert_close(
+        kernels.launch_backward(*(arg.to(device) for arg in args), config), expected.nan_to_num(nan=0.0)
+    )

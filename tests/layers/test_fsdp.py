@@ -58,6 +58,32 @@ def test_fully_sharded_block_trains_like_a_plain_one(mesh, wrap):
         torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name))
 
 
+def to_empty(block, state):
+    block.to_empty(device="cpu")
+    for name, parameter in block.named_parameters():
+        parameter.data.copy_(distribute_tensor(state[name], parameter.device_mesh, parameter.placements))
+    block.experts.e_score_correction_bias.copy_(state["experts.e_score_correction_bias"])
+
+
+def assign(block, state):
+    shards = {
+        name: distribute_tensor(state[name], parameter.device_mesh, parameter.placements)
+        for name, parameter in block.named_parameters()
+    }
+    block.load_state_dict({**state, **shards}, assign=True)
+
+
+@pytest.mark.parametrize("load", [to_empty, assign])
+def test_a_sharded_block_from_the_meta_device_has_its_map(mesh, load, poisoned_empty):
+    expert_map = torch.tensor([0, -1, 1, -1, 2, -1, 3, -1])
+    whole = MoEBlock(make_block().config, expert_map)
+    block = MoEBlock(whole.config, expert_map, device="meta")
+    fully_shard(block, mesh=mesh)
+    load(block, whole.state_dict())
+    hidden = torch.randn(9, H)
+    torch.testing.assert_close(block(hidden), whole(hidden))
+
+
 def test_a_dtensor_is_refused_clearly(mesh):
     module = FusedMoE(MoEConfig(E, K, H, I))
     module.w13_weight = torch.nn.Parameter(distribute_tensor(module.w13_weight.data, mesh, [Shard(0)]))

@@ -7,47 +7,9 @@ import pytest
 import torch
 
 import moe_ops
+from tests.ops.samples import LAYOUTS, empty_samples, laid_out, samples
 
 OPS = torch.ops.moe
-OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-SLOTS = torch.tensor([3, 0, 1, 2, 4, 5], dtype=torch.int32)
-INVERSE = torch.tensor([1, 2, 3, 0, 4, -1], dtype=torch.int32)
-IDS = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
-
-
-def t(*shape, dtype=torch.float32):
-    return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-def samples():
-    """One or more argument tuples for every operator; tensors that may require grad do."""
-    moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3, 8), t(3, 4), t(3), None, "top_k=2", "silu")
-    return {
-        "topk_routing": [
-            (t(5, 8), None, "top_k=2"),
-            (t(5, 8), torch.randn(8), "top_k=3;score_fn=sigmoid;scale=2.0"),
-        ],
-        "topk_routing_backward": [(t(3, 8), t(3, 8), torch.randint(8, (3, 8)).int(), "top_k=8")],
-        "build_dispatch": [(IDS, None, 3), (IDS.long(), torch.tensor([1, -1, 0], dtype=torch.int32), 2)],
-        "permute": [(t(3, 4), SLOTS)],
-        "permute_backward": [(t(6, 4), SLOTS, 3)],
-        "grouped_gemm": [
-            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5)),
-            (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None),
-        ],
-        "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
-        "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")],
-        "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu")],
-        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(6, 4), t(3, 2), INVERSE, None)],
-        "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
-        "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
-        "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
-        "gemm_combine": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5), t(3, 2), INVERSE, t(3, 5))],
-        "fused_experts": [
-            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), "silu")
-        ],
-        "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
-    }
 
 
 def all_operators():
@@ -60,17 +22,27 @@ def all_operators():
 
 
 @pytest.mark.parametrize("name", all_operators())
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(name, dtype):
+def test_opcheck(name, layout, dtype):
     for args in samples()[name]:
-        cast = [
-            a.detach().to(dtype).requires_grad_(a.requires_grad)
-            if isinstance(a, torch.Tensor) and a.is_floating_point()
-            else a
-            for a in args
-        ]
-        result = torch.library.opcheck(getattr(OPS, name).default, tuple(cast))
+        result = torch.library.opcheck(getattr(OPS, name).default, laid_out(args, layout, dtype))
         assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", all_operators())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_real_and_fake_outputs_agree(name, layout):
+    """In shape, dtype and strides, whatever the layout of the inputs; torch 2.11's opcheck does not look at strides."""
+    for args in samples()[name]:
+        given = laid_out(args, layout, torch.float32)
+        outputs = getattr(OPS, name).default(*given)
+        fakes = getattr(OPS, name).default(
+            *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in given)
+        )
+        pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (outputs, fakes)), strict=True)
+        for out, fake in pairs:
+            assert (out.shape, out.dtype, out.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
 @pytest.mark.parametrize("name", all_operators())
@@ -87,29 +59,6 @@ def test_every_operator_has_an_autograd_kernel(name):
         kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"moe::{name}", key)
         assert kernel
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe::{name}", "Autograd")
-
-
-def empty_samples():
-    none, offsets, slots = t(0, 4), torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    w13, w2, weights, ids = t(3, 8, 4), t(3, 4, 4), t(0, 2), torch.zeros(0, 2, dtype=torch.int32)
-    return {
-        "topk_routing": (t(0, 8), None, "top_k=2"),
-        "topk_routing_backward": (t(0, 2), t(0, 8), ids, "top_k=2"),
-        "build_dispatch": (ids, None, 3),
-        "permute": (none, slots),
-        "permute_backward": (none, slots, 0),
-        "grouped_gemm": (none, w13, offsets, t(3, 8)),
-        "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
-        "gated_activation": (t(0, 8), "silu"),
-        "gated_activation_backward": (none, t(0, 8), "gelu"),
-        "combine": (none, weights, slots, t(0, 4)),
-        "combine_backward": (none, none, weights, slots),
-        "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
-        "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
-        "gemm_combine": (none, w2, offsets, None, weights, slots, None),
-        "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
-        "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
-    }
 
 
 @pytest.mark.parametrize("name", all_operators())
@@ -145,6 +94,23 @@ print(torch.compiler.config.cache_key_tag, moe_ops.source_hash())
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     tag, source_hash = result.stdout.split()
     assert tag == f"mine+moe-{source_hash}"
+
+
+def test_cache_key_tag_survives_one_set_later():
+    """Checked before the key of a compile is made, and again for the next compile."""
+    code = """
+import torch, moe_ops
+layer = lambda x: moe_ops.gated_activation(x, "silu")
+for tag in ("mine", "other"):
+    torch.compiler.config.cache_key_tag = tag
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager")(torch.randn(3, 4))
+    print(torch.compiler.config.cache_key_tag)
+print(moe_ops.source_hash())
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *tags, source_hash = result.stdout.split()
+    assert tags == [f"mine+moe-{source_hash}", f"other+moe-{source_hash}"]
 
 
 def test_imports_without_triton():

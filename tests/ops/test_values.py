@@ -32,10 +32,9 @@ def test_fused_moe(case, dtype, emit, poisoned_empty):
     problem = make(case, dtype)
     weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
     expected = oracle(problem, weights, ids)
-    stages = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit="stages")
     out = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
     assert out.dtype == dtype
-    assert_matches_oracle(out, expected, stages)
+    assert_matches_oracle(out, expected)
 
 
 @cases
@@ -204,6 +203,18 @@ def test_grouped_gemm_zeroes_the_tail(poisoned_empty):
 
 
 @pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("tokens", [0, 3, 20])
+@pytest.mark.parametrize("hidden, intermediate", [(0, 5), (8, 0), (0, 0)])
+def test_sizes_of_zero(hidden, intermediate, tokens, emit):
+    problem = make(Case(tokens, 4, 2, hidden, intermediate, bias=True), torch.float32)
+    weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
+    out = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
+    expected = torch.einsum("tk,tkh->th", weights, problem.w2_bias[ids.long()]) if not intermediate else out
+    torch.testing.assert_close(out, expected)
+    assert out.shape == (tokens, hidden)
+
+
+@pytest.mark.parametrize("emit", ["fused", "stages"])
 def test_repeated_runs_agree_bit_for_bit(emit):
     problem = make(CASES[6], torch.bfloat16)
     first = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
@@ -211,21 +222,6 @@ def test_repeated_runs_agree_bit_for_bit(emit):
         torch.equal(first, moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit))
         for _ in range(3)
     )
-
-
-@pytest.mark.parametrize("emit", ["fused", "stages"])
-def test_autocast_casts_what_matrix_products_would(emit):
-    problem = make(CASES[2], torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
-    low = make(CASES[2], torch.float32)
-    cast = [t.bfloat16() for t in (problem.hidden_states, problem.w13, problem.w2)]
-    biases = {name: t.bfloat16() for name, t in problem.biases().items()}
-    expected = moe_ops.fused_moe(
-        cast[0], problem.router_logits, cast[1], cast[2], low.routing, low.activation, **biases, emit=emit
-    )
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("emit", ["fused", "stages"])

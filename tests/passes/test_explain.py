@@ -1,6 +1,8 @@
 """explain(): what it reports, and that it leaves everything as it was."""
 
 import dataclasses
+import inspect
+import os
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -52,7 +54,10 @@ def test_a_model_layer_by_layer(hidden):
     ]
     kinds = [each.kind for each in report.fused if each.layer == "layers.1"]
     assert kinds == ["routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_moe"]
-    assert "layers.0: 7 -> 1" in str(report) and "graph breaks: none" in str(report)
+    assert "layers.0-1 (2 layers): 7 -> 1 operator calls" in str(report) and "graph breaks: none" in str(
+        report
+    )
+    assert not report.remarks and not report.unfused
 
 
 @torch.no_grad()
@@ -90,6 +95,8 @@ def test_training_graph_is_said_and_refused(hidden):
         ("layers.0", TRAINING_REASON),
         ("layers.1", TRAINING_REASON),
     ]
+    assert len(report.remarks) == 1 and "torch.no_grad()" in report.remarks[0]
+    assert str(report).startswith("1 training graph, 2 MoE layers, none fused")
 
 
 @torch.no_grad()
@@ -104,9 +111,55 @@ def test_graph_breaks_and_hazards(hidden):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         report = inductor_passes.explain(broken, hidden)
     assert len(report.graph_breaks) == 1 and "graph_break" in report.graph_breaks[0].reason
-    assert "test_explain.py" in report.graph_breaks[0].location
+    assert report.graph_breaks[0].location == _line_of(broken, "graph_break()")
     assert [each.reason for each in report.capture_hazards] == [
         "its output size is known only after running it"
+    ]
+
+
+def _line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    (offset,) = [number for number, line in enumerate(lines) if text in line]
+    return f"{__file__}:{first + offset} in {function.__name__}"
+
+
+def _prints_first(hidden):
+    print("before any graph")
+    return hidden + 1
+
+
+def _reads(hidden):
+    hidden = hidden * 2
+    return hidden + 1 if hidden.sum().item() > 0 else hidden
+
+
+def _opens(hidden):
+    with open(os.devnull) as file:
+        return hidden + len(file.read())
+
+
+@pytest.mark.parametrize(
+    ("function", "text"), [(_prints_first, "print("), (_reads, ".item()"), (_opens, "open(")]
+)
+@torch.no_grad()
+def test_every_graph_break_has_its_line(hidden, function, text):
+    (found,) = inductor_passes.explain(lambda x: function(x) * 1, hidden).graph_breaks
+    assert found.location == _line_of(function, text)
+    assert f"({found.location})" in str(inductor_passes.explain(function, hidden))
+
+
+@torch.no_grad()
+def test_two_breaks_for_one_reason_are_two(hidden):
+    def twice(hidden):
+        print("first")
+        hidden = hidden + 1
+        print("second")
+        return hidden * 2
+
+    report = inductor_passes.explain(twice, hidden)
+    assert [each.location for each in report.graph_breaks] == [
+        _line_of(twice, "first"),
+        _line_of(twice, "second"),
     ]
 
 

@@ -116,6 +116,20 @@ def test_refuses_something_between_gather_and_gemm():
     assert reason.startswith("the input of grouped_gemm comes from prims.convert_element_type")
 
 
+def test_the_gate_of_a_dense_layer_is_no_candidate():
+    def dense(hidden, logits, w13, w2):
+        return moe_ops.gated_activation(hidden @ w13[0].t()), up(hidden, w13, routed(logits)[2]).tanh()
+
+    assert _refused(dense, *inputs()) == ["gate_up is read by aten.tanh, not by gated_activation"]
+
+
+def test_refuses_a_delta_on_gate_up():
+    def adapted(hidden, logits, w13, w2):
+        return moe_ops.gated_activation(up(hidden, w13, routed(logits)[2]) + 1)
+
+    assert _refused(adapted, *inputs()) == ["gate_up is read by aten.add.Tensor, not by gated_activation"]
+
+
 def test_refuses_a_custom_gate():
     def custom(hidden, logits, w13, w2):
         return up(hidden, w13, routed(logits)[2]).tanh()

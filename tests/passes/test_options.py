@@ -1,13 +1,22 @@
 """options() and what it makes of modes, unknown names and passes already in the slot."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import inductor_passes
-from inductor_passes.pipeline import MoEPasses
+from inductor_passes import _compat
+from inductor_passes.backend import moe_inductor
+from inductor_passes.pipeline import PIPELINE, MoEPasses
+from tests.passes.moe import inputs, layer
 
 SLOT = "post_grad_custom_pre_pass"
+TAKES_LISTS = hasattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass")  # torch 2.13
 
 
 def _first(graph):
@@ -66,3 +75,211 @@ def test_ours_is_never_wrapped_twice():
 
 def test_several_passes_in_the_slot_are_all_chained():
     assert inductor_passes.options(**{SLOT: [_first, _second]})[SLOT] == MoEPasses((_first, _second))
+
+
+def test_custom_passes_of_ours_in_the_slot_are_kept():
+    class Mine:
+        name, requires, inference_only = "mine", (), False
+
+    own = MoEPasses(passes=(Mine(), *PIPELINE))
+    assert inductor_passes.options(**{SLOT: own})[SLOT] == own != MoEPasses()
+    beside = inductor_passes.options(**{SLOT: [own, MoEPasses(), _first]})[SLOT]
+    assert (beside.passes, beside.chained) == (own.passes, (_first,))
+
+
+def test_a_name_with_dashes_is_the_same_option():
+    made = inductor_passes.options(**{SLOT.replace("_", "-"): _first, "max-autotune": False})
+    assert made == {SLOT: MoEPasses((_first,)), "max_autotune": False}
+
+
+def test_copies_are_equal():
+    class Mine:
+        name, requires, inference_only = "mine", (), False
+
+        def __init__(self, size):
+            self.size = size
+
+    for made in (inductor_passes.options(), inductor_passes.options("max-autotune", **{SLOT: _first})):
+        assert copy.deepcopy(made) == made
+        assert pickle.loads(pickle.dumps(made)) == made
+    held = MoEPasses(passes=(Mine(torch.ones(2)),))
+    assert copy.deepcopy(held) is held == held
+    assert MoEPasses(passes=(Mine(1),)) == MoEPasses(passes=(Mine(1),)) != MoEPasses(passes=(Mine(2),))
+    assert MoEPasses(passes=(Mine(torch.ones(2)),)) != MoEPasses(passes=(Mine(torch.ones(2)),))
+
+
+class Observer(_compat.CustomGraphPass):
+    """A user's pass that notes which of our operators are in the graph it gets."""
+
+    def __init__(self, key="observer"):
+        self.key, self.seen = key, []
+
+    def __call__(self, graph):
+        self.seen.append(
+            [str(n.target).split(".")[1] for n in graph.nodes if str(n.target).startswith("moe.")]
+        )
+
+    def uuid(self):
+        return self.key
+
+
+@torch.no_grad()
+def _compile(**how):
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, **how)(*inputs()), layer(*inputs()))
+
+
+def test_copied_and_fresh_options_share_a_compiled_graph():
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    with torch.no_grad(), fresh_cache():
+        for made in (
+            inductor_passes.options(),
+            copy.deepcopy(inductor_passes.options()),
+            inductor_passes.options(),
+        ):
+            torch.compile(layer, options=made)(*inputs())
+    assert counters["stats"]["unique_graphs"] - before == 1
+
+
+@pytest.mark.parametrize("form", ["options", "backend", "backend with options"])
+def test_a_global_pass_set_after_options_runs_once_after_ours(form):
+    made = inductor_passes.options()
+    how = {"options": made} if "options" in form else {}
+    how |= {"backend": moe_inductor} if "backend" in form else {}
+    observer = Observer()
+    with fresh_cache(), inductor_config.patch({SLOT: observer}):
+        _compile(**how)
+    assert observer.seen == [["fused_moe"]]
+    with fresh_cache():
+        _compile(**how)
+    assert observer.seen == [["fused_moe"]], "it is not in the slot any more"
+
+
+def test_a_global_pass_set_after_options_sees_the_backward_too():
+    made, observer = inductor_passes.options(), Observer()
+    torch._dynamo.reset()
+    with fresh_cache(), inductor_config.patch({SLOT: observer}):
+        given = [tensor.requires_grad_() for tensor in inputs()]
+        torch.compile(layer, options=made)(*given).sum().backward()
+    assert len(observer.seen) == 2 and "combine_backward" in observer.seen[1]
+
+
+def test_a_global_pass_enters_the_key():
+    made, with_uuid, without = inductor_passes.options(), Observer(), lambda graph: None
+    keys = [made[SLOT].uuid()]
+    for user_pass in (with_uuid, Observer("other"), without):
+        with inductor_config.patch({SLOT: user_pass}):
+            keys.append(made[SLOT].uuid())
+    assert keys[-1] is None and len(set(keys)) == 4 and made[SLOT].uuid() == keys[0]
+
+
+def test_a_global_pass_set_between_two_compiles_misses_the_cache():
+    made, observer = inductor_passes.options(), Observer()
+    with fresh_cache():
+        _compile(options=made)
+        with inductor_config.patch({SLOT: observer}):
+            _compile(options=made)
+            assert len(observer.seen) == 1
+            _compile(options=made)
+    assert len(observer.seen) == 1, "the second time it comes from the cache"
+
+
+def test_a_pass_given_to_options_wins_over_the_global_one():
+    given, globally = Observer(), Observer()
+    with fresh_cache(), inductor_config.patch({SLOT: globally}):
+        _compile(options=inductor_passes.options(**{SLOT: given}))
+        _compile(backend=moe_inductor, options=inductor_passes.options(**{SLOT: given}))
+    assert len(given.seen) <= 2 and given.seen[0] == ["fused_moe"] and globally.seen == []
+
+
+@pytest.mark.parametrize("in_options", [None, MoEPasses(), MoEPasses(passes=PIPELINE[:1])])
+def test_ours_globally_and_in_options_runs_once_with_the_users(in_options):
+    observer, runs = Observer(), []
+
+    class Counted:
+        name, requires, inference_only = "counted", ("routing_dispatch", "fused_moe"), False
+
+        def run(self, graph, log):
+            runs.append(graph)
+
+    options = {SLOT: in_options} if in_options else inductor_passes.options()
+    ours = {SLOT: MoEPasses(passes=(*PIPELINE, Counted()))}
+    with fresh_cache(), inductor_config.patch({SLOT: observer}), inductor_config.patch(ours):
+        _compile(options=options)
+    assert len(observer.seen) == len(runs) == 1
+
+
+def test_a_pass_taken_out_of_the_slot_does_not_run():
+    observer = Observer()
+    before = inductor_config.post_grad_custom_pre_pass
+    try:
+        inductor_config.post_grad_custom_pre_pass = observer
+        inductor_config.post_grad_custom_pre_pass = None
+        with fresh_cache():
+            _compile(options=inductor_passes.options())
+            with inductor_config.patch({SLOT: observer}), inductor_config.patch({SLOT: MoEPasses(())}):
+                _compile(options=inductor_passes.options())
+    finally:
+        inductor_config.post_grad_custom_pre_pass = before
+    assert observer.seen == []
+
+
+def test_what_a_patch_inside_another_left_behind_does_not_run():
+    observer, gone = Observer(), Observer()
+    with (
+        fresh_cache(),
+        inductor_config.patch({SLOT: observer}),
+        inductor_config.patch(inductor_passes.options()),
+    ):
+        with inductor_config.patch({SLOT: gone}):
+            pass
+        _compile()
+    assert (len(observer.seen), len(gone.seen)) == (1, 0)
+
+
+@pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
+def test_sequences_in_the_slot():
+    first, second = Observer(), Observer("second")
+    with fresh_cache(), inductor_config.patch({SLOT: [first, second]}):
+        _compile(options=inductor_passes.options())
+    with fresh_cache():
+        _compile(options={SLOT: [MoEPasses(), first]})
+    with fresh_cache(), inductor_config.patch({SLOT: second}):
+        _compile(options={SLOT: [MoEPasses(), first]})
+    assert (len(first.seen), len(second.seen)) == (3, 1)
+
+
+@pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
+def test_ours_twice_in_a_sequence():
+    with fresh_cache(), inductor_config.patch({SLOT: [MoEPasses(), MoEPasses(), Observer()]}):
+        assert MoEPasses() == MoEPasses()
+        _compile(options=inductor_passes.options())
+
+
+@pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 has no passes that are told")
+@pytest.mark.parametrize("training", [False, True])
+def test_a_users_pass_is_told_the_kind_of_graph_in_subgraphs_too(training):
+    told = []
+
+    class Aware(_compat.InferenceAwareGraphPass):
+        def __call__(self, graph, is_inference):
+            told.append(is_inference)
+
+        def uuid(self):
+            return None
+
+    def model(*given):
+        return torch.cond(given[0].sum() > 0, layer, lambda *given: layer(*given) * 2, given)
+
+    torch._dynamo.reset()
+    with fresh_cache(), torch.set_grad_enabled(training):
+        given = [tensor.requires_grad_(training) for tensor in inputs()]
+        torch.compile(model, options=inductor_passes.options(**{SLOT: Aware()}))(*given)
+    assert len(told) >= 3 and set(told) == {not training}
+
+
+@pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
+def test_a_sequence_with_a_plain_function_is_not_cached():
+    with inductor_config.patch({SLOT: [Observer(), lambda graph: None]}):
+        assert inductor_passes.options()[SLOT].uuid() is None

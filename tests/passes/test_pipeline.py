@@ -67,6 +67,31 @@ def test_uuid_depends_on_sources_passes_and_chained_passes(monkeypatch):
     assert ours != MoEPasses().uuid()
 
 
+def test_the_key_of_a_chained_pass_is_its_own_and_not_its_address():
+    keys = {MoEPasses((_Named(("a", size)),)).uuid() for size in (1, 1, 2)}
+    assert len(keys) == 2 and all(("a", 1) in key[-1][0] or ("a", 2) in key[-1][0] for key in keys)
+    assert all(MoEPasses((_Named(nothing),)).uuid() is None for nothing in ("", None))
+
+
+def test_a_pass_of_a_users_counts_by_its_source_or_its_uuid():
+    class Mine:
+        name, requires, inference_only = "mine", (), False
+
+        def __init__(self, held):
+            self.held = held
+
+    class Named(Mine):
+        def uuid(self):
+            return "named"
+
+    def key(*passes):
+        return MoEPasses(passes=(*passes, *PIPELINE)).uuid()
+
+    assert len({key(), key(Mine(1)), key(Mine(2)), key(Named(torch.ones(1)))}) == 4
+    assert key(Mine(1)) == key(Mine(1)) and None not in (key(Mine(1)), key(Named(torch.ones(1))))
+    assert key(Mine(torch.ones(1))) is None
+
+
 def test_a_chained_pass_without_uuid_turns_caching_off():
     assert MoEPasses((lambda graph: None,)).uuid() is None
 

@@ -1,0 +1,45 @@
+"""Checks of what a user hands to a layer. Of tensors they read metadata and static sizes only, so they add no guards.
+
+Every message names the argument, what it is, and what was expected.
+"""
+
+from typing import get_args
+
+from torch import Tensor
+
+from moe_ops.errors import describe, type_error, value_error
+
+
+def expect_type(name: str, value: object, expected: type | tuple[type, ...]) -> None:
+    """Raises TypeError unless `value` is an instance of `expected`."""
+    if not isinstance(value, expected):
+        options = expected if isinstance(expected, tuple) else (expected,)
+        names = " or ".join(option.__name__ for option in options)
+        raise TypeError(f"{name}={value!r}: expected {names}, got {type(value).__name__}")
+
+
+def expect_positive(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is an int of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}={value}: expected at least 1")
+
+
+def expect_choice(name: str, value: object, choices: object) -> None:
+    """Raises ValueError unless `value` is one of the strings of the Literal `choices`."""
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def expect_features(name: str, value: object, size: int) -> None:
+    """Raises TypeError or ValueError unless `value` is a floating point tensor [..., size]."""
+    if not isinstance(value, Tensor):
+        type_error("{}={}: expected a torch.Tensor", name, describe(value))
+    if not value.dtype.is_floating_point:
+        type_error("{} has dtype {}: expected a floating point dtype", name, value.dtype)
+    if value.dim() == 0:
+        value_error("{} has shape []: expected [..., {}]", name, size)
+    if value.shape[-1] != size:
+        value_error("{} has last dimension {}: expected {}", name, value.shape[-1], size)

@@ -1,0 +1,180 @@
+"""The MoE modules of a model: what `patch` can change, and what it must leave with the reason. Changes nothing.
+
+Modules are known by what they are, not by where they sit: PEFT, `torch.compile`, FSDP and others put wrappers
+between a block and its experts or its router, and these are looked through.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from layers.huggingface import forwards, routers
+from moe_ops import RoutingConfig
+
+Left = list[tuple[str, str]]
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ROUTER_NAMES = ("gate", "router")
+_BLOCK_SUFFIXES = ("MoE", "Moe", "MoA", "MoeBlock", "SparseMLP", "Experts")
+_WHY_NO_ROUTER = "no router called gate or router beside it: what routes to it keeps its own code"
+_WHY_UNDECORATED = {
+    "Llama4TextMoe": "llama4 scales the experts' input and runs every expert outside transformers' experts interface",
+    "DbrxFFN": "dbrx stores its experts flat and runs them outside transformers' experts interface",
+    "JetMoeMoE": "jetmoe adds one bias to all experts' output and runs them outside transformers' experts interface",
+    "JetMoeMoA": "jetmoe's mixture of attention heads is not a mixture of feed-forward experts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRouter:
+    """A router we know, how it is rebuilt, and the experts that it routes to."""
+
+    module: nn.Module
+    kind: type[routers.RouterKind]
+    routing: RoutingConfig
+    experts: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """By name: experts and routers to change; (name, reason) of every MoE module to leave."""
+
+    experts: dict[str, nn.Module]
+    routers: dict[str, FoundRouter]
+    left: tuple[tuple[str, str], ...]
+
+
+def find(model: nn.Module) -> Found:
+    """Looks at every module of the model."""
+    modules = dict(model.named_modules())
+    dispatched = {name: module for name, module in modules.items() if _is_dispatched(module)}
+    left: Left = _refused_experts(dispatched)
+    refused = {name for name, _ in left}
+    experts = {name: module for name, module in dispatched.items() if name not in refused}
+    found = _find_routers(experts, modules, left)
+    left.extend(_undispatched_blocks(modules, dispatched))
+    return Found(experts, found, tuple(dict.fromkeys(left)))
+
+
+def _is_dispatched(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` decorates the module's class."""
+    return hasattr(type(module), "_apply_gate") and isinstance(getattr(module, "has_gate", None), bool)
+
+
+def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
+    reasons = {name: why for name, module in dispatched.items() if (why := _why_not_experts(module))}
+    refused_by_config = {id(getattr(dispatched[name], "config", None)): name for name in reversed(reasons)}
+    left: Left = []
+    for name, module in dispatched.items():
+        sharer = refused_by_config.get(id(getattr(module, "config", None)))
+        if name in reasons:
+            left.append((name, reasons[name]))
+        elif sharer is not None:  # they read the same config, and our implementation is not for them
+            left.append((name, f"shares its config with {sharer}"))
+    return left
+
+
+def _why_not_experts(module: nn.Module) -> str | None:
+    for parameter in module.parameters(recurse=False):
+        if _is_foreign(parameter):
+            return f"experts of type {type(parameter).__name__}: expected plain tensors, or DTensor shards of them"
+        if parameter.dtype not in _WEIGHT_DTYPES:
+            return f"quantised experts ({parameter.dtype}): expected weights in float16, bfloat16, float32 or float64"
+    if forwards.is_replaced(module):
+        return "its forward has been replaced on the instance"
+    if not isinstance(getattr(module, "config", None), PreTrainedConfig):
+        return "it has no transformers config to name an experts implementation"
+    return None
+
+
+def _is_foreign(parameter: Tensor) -> bool:
+    """Whether the tensor has arithmetic of its own, as quantised ones do. FSDP2 unshards its DTensors in time."""
+    if hasattr(parameter, "placements") or hasattr(parameter, "fake_mode"):
+        return False
+    own_classes = [base for base in type(parameter).__mro__ if base not in (*Tensor.__mro__, nn.Parameter)]
+    return any(vars(base).keys() & {"__torch_dispatch__", "__torch_function__"} for base in own_classes)
+
+
+def _find_routers(
+    experts: dict[str, nn.Module], modules: dict[str, nn.Module], left: Left
+) -> dict[str, FoundRouter]:
+    found: dict[str, FoundRouter] = {}
+    for experts_name, module in experts.items():
+        candidates = list(_routers_beside(experts_name, modules))
+        if not candidates:
+            left.append((experts_name, _WHY_NO_ROUTER))
+        for name, router in candidates:
+            known = _known_router(router, module)
+            if isinstance(known, FoundRouter):
+                found[name] = known
+            else:
+                left.append((name, known))
+    return found
+
+
+def _known_router(router: nn.Module, experts: nn.Module) -> FoundRouter | str:
+    """How to rebuild the router, or why it is left alone."""
+    kind = routers.known_kind(router)
+    if kind is None:
+        return f"{type(router).__name__} is not a router we know: it keeps its own code"
+    if forwards.is_replaced(router) and not routers.is_installed(router):
+        return "its forward has been replaced on the instance"
+    try:
+        return FoundRouter(router, kind, kind.routing(router), experts)
+    except (TypeError, ValueError) as error:
+        return f"its options are not ours: {error}"
+
+
+def _routers_beside(experts_name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The routers of the nearest module around the experts that has any; a list of layers is too far."""
+    block_name = experts_name
+    while block_name:
+        block_name = block_name.rpartition(".")[0]
+        block = modules[block_name]
+        if isinstance(block, nn.ModuleList):
+            return
+        if names := [name for name, _ in block.named_children() if name in _ROUTER_NAMES]:
+            for name in names:
+                full_name, router = f"{block_name}.{name}".lstrip("."), block.get_submodule(name)
+                yield from list(_unwrapped(full_name, router)) or [(full_name, router)]
+            return
+
+
+def _unwrapped(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The routers inside a wrapper, or the module itself; PEFT may hold a trained copy beside the original."""
+    if routers.known_kind(module) is not None or _is_of_a_model(module):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _unwrapped(f"{name}.{child_name}", child)
+
+
+def _is_of_a_model(module: nn.Module) -> bool:
+    return type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
+
+
+def _undispatched_blocks(
+    modules: dict[str, nn.Module], dispatched: dict[str, nn.Module]
+) -> Iterator[tuple[str, str]]:
+    """The outermost MoE modules that transformers runs without its experts interface."""
+    reported: list[str] = []
+    for name, module in modules.items():
+        is_inside = any(name.startswith(f"{outer}.") for outer in [*reported, *dispatched])
+        has_dispatched = any(name in (inner, "") or inner.startswith(f"{name}.") for inner in dispatched)
+        if _looks_like_experts(module) and not is_inside and not has_dispatched:
+            reported.append(name)
+            yield name, _why_undecorated(module)
+
+
+def _looks_like_experts(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    has_parts = "experts" in children and any(name in children for name in _ROUTER_NAMES)
+    return has_parts or type(module).__name__.endswith(_BLOCK_SUFFIXES)
+
+
+def _why_undecorated(module: nn.Module) -> str:
+    name = type(module).__name__
+    return _WHY_UNDECORATED.get(name, f"{name} does not use transformers' experts interface")

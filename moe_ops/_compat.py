@@ -1,0 +1,74 @@
+"""Every private torch API the operators use; `inductor_passes/_compat.py` holds those of the passes.
+
+torch offers no public way to write an autograd kernel that serves `torch.func` and forward mode too:
+`torch.library.register_autograd` raises under `torch.func.grad` and drops tangents without a word. Tested on torch 2.11
+and 2.13.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Context: an operator called inside goes past its autograd kernel."""
+
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+"""An autograd.Function that records at the innermost `torch.func` level only, as an operator's autograd kernel does."""
+
+_functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  # pybind, without stubs
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_LEVEL = 0  # torch supports one level of dual numbers; torch.func nests them in wrappers
+
+
+@contextmanager
+def single_level() -> Iterator[None]:
+    """Lets a `SingleLevelFunction` run while a `torch.func` transform is active."""
+    was_allowed = _functorch.get_single_level_autograd_function_allowed()
+    _functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        _functorch.set_single_level_autograd_function_allowed(was_allowed)
+
+
+@contextmanager
+def all_modes_recorded() -> Iterator[None]:
+    """Both modes of differentiation on: running a Function turned them off, also for the levels further out."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def may_be_dual(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of `tensors` could carry a tangent: cheap, false in everyday eager code, and leaves no trace.
+
+    A traced graph enters its dual level in C++, where Python does not see it. There tensors are subclasses or wrapped,
+    and entering a level once more tells: torch refuses to nest them.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    is_wrapped = _functorch.maybe_current_level() is not None
+    return (is_wrapped or not _PLAIN_TYPES.issuperset(map(type, tensors))) and _has_dual_level()
+
+
+def _has_dual_level() -> bool:
+    try:
+        torch._C._exit_dual_level(level=torch._C._enter_dual_level())
+    except RuntimeError:
+        return True
+    return False
+
+
+def unpack_dual(value: Any) -> tuple[Any, Tensor | None]:
+    """(primal, tangent) of a tensor; (value, None) of anything else."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value, None
+    return forward_ad.unpack_dual(value, level=_LEVEL)
+
+
+def make_dual(primal: Tensor, tangent: Tensor | None) -> Tensor:
+    """`primal` with a tangent, if there is one."""
+    return primal if tangent is None else forward_ad.make_dual(primal, tangent, level=_LEVEL)

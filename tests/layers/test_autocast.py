@@ -1,0 +1,72 @@
+"""The gate inside torch.autocast: its own dtype when it has one, autocast's when it has none."""
+
+import pytest
+import torch
+
+from layers import MoEBlock, MoEConfig, RouterConfig
+from layers.router import Router
+
+H, I, E, K, T = 64, 8, 64, 4, 2000
+
+
+def make_block(gate_dtype, **options) -> MoEBlock:
+    torch.manual_seed(1)
+    config = MoEConfig(E, K, H, I, router=RouterConfig(has_bias=True, gate_dtype=gate_dtype), **options)
+    return MoEBlock(config)
+
+
+def exact_ids(gate: Router, hidden: torch.Tensor) -> torch.Tensor:
+    logits = hidden.double() @ gate.weight.double().T + gate.bias.double()
+    return logits.topk(K).indices.sort(-1).values
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def routed(request):
+    """The routing of a forward inside autocast."""
+
+    def run(block, hidden):
+        forward = block.forward_with_routing
+        if request.param == "compiled":
+            forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            return forward(hidden)[1]
+
+    return run
+
+
+def test_a_float32_gate_picks_the_exact_experts(routed):
+    block, hidden = make_block(torch.float32), torch.randn(T, H)
+    routing = routed(block, hidden)
+    assert routing.router_logits.dtype == torch.float32
+    assert torch.equal(routing.topk_ids.long().sort(-1).values, exact_ids(block.gate, hidden))
+
+
+def test_a_float64_gate_is_float64(routed):
+    block, hidden = make_block(torch.float64), torch.randn(5, H)
+    logits = routed(block, hidden).router_logits
+    expected = hidden.double() @ block.gate.weight.double().T + block.gate.bias.double()
+    assert logits.dtype == torch.float64
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_gate_of_no_dtype_follows_autocast(routed):
+    block, hidden = make_block(None), torch.randn(T, H)
+    routing = routed(block, hidden)
+    assert routing.router_logits.dtype == torch.bfloat16
+    others = (routing.topk_ids.long().sort(-1).values != exact_ids(block.gate, hidden)).any(-1)
+    assert others.float().mean() > 0.01  # what a float32 gate is for
+
+
+def test_gradients_of_a_float32_gate():
+    block, hidden = make_block(torch.float32), torch.randn(9, H)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = block.gate(hidden)
+    cotangent = torch.randn(9, E)
+    (gradient,) = torch.autograd.grad(logits, block.gate.weight, cotangent)
+    torch.testing.assert_close(gradient, cotangent.T @ hidden)
+
+
+def test_meta_tensors_inside_autocast():
+    gate = Router(make_block(torch.float32).config, device="meta")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gate(torch.empty(3, H, device="meta")).dtype == torch.float32

@@ -1,0 +1,105 @@
+"""Argument tuples for every operator, and the layouts they may come in."""
+
+import torch
+
+OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+SLOTS = torch.tensor([3, 0, 1, 2, 4, 5], dtype=torch.int32)
+INVERSE = torch.tensor([1, 2, 3, 0, 4, -1], dtype=torch.int32)
+IDS = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
+
+
+def t(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def samples():
+    """One or more argument tuples for every operator; tensors that may require grad do."""
+    moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3, 8), t(3, 4), t(3), None, "top_k=2", "silu")
+    weights, ids = torch.rand(3, 8), torch.randint(8, (3, 8)).int()
+    return {
+        "topk_routing": [
+            (t(5, 8), None, "top_k=2"),
+            (t(5, 8), torch.randn(8), "top_k=3;score_fn=sigmoid;scale=2.0"),
+        ],
+        "topk_routing_backward": [(t(3, 8), t(3, 8), weights, ids, "top_k=8")],
+        "build_dispatch": [(IDS, None, 3), (IDS.long(), torch.tensor([1, -1, 0], dtype=torch.int32), 2)],
+        "permute": [(t(3, 4), SLOTS)],
+        "permute_backward": [(t(6, 4), SLOTS, 3)],
+        "grouped_gemm": [
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5)),
+            (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None),
+        ],
+        "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
+        "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")],
+        "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
+        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(6, 4), t(3, 2), INVERSE, None)],
+        "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
+        "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
+        "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
+        "gemm_combine": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5), t(3, 2), INVERSE, t(3, 5))],
+        "fused_experts": [
+            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), "silu")
+        ],
+        "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
+    }
+
+
+def empty_samples():
+    """The same without a token."""
+    none, offsets, slots = t(0, 4), torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    w13, w2, weights, ids = t(3, 8, 4), t(3, 4, 4), t(0, 2), torch.zeros(0, 2, dtype=torch.int32)
+    return {
+        "topk_routing": (t(0, 8), None, "top_k=2"),
+        "topk_routing_backward": (t(0, 2), t(0, 8), t(0, 2), ids, "top_k=2"),
+        "build_dispatch": (ids, None, 3),
+        "permute": (none, slots),
+        "permute_backward": (none, slots, 0),
+        "grouped_gemm": (none, w13, offsets, t(3, 8)),
+        "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
+        "gated_activation": (t(0, 8), "silu"),
+        "gated_activation_backward": (none, t(0, 8), "gelu"),
+        "combine": (none, weights, slots, t(0, 4)),
+        "combine_backward": (none, none, weights, slots),
+        "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
+        "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
+        "gemm_combine": (none, w2, offsets, None, weights, slots, None),
+        "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
+        "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
+    }
+
+
+def _column_major(tensor):
+    return tensor.mT.contiguous().mT if tensor.dim() > 1 else _every_other(tensor)
+
+
+def _expanded(tensor):
+    return tensor[:1].expand_as(tensor)
+
+
+def _every_other(tensor):
+    """Stride 2 in the last dimension; not for weights, which need a dimension of stride 1."""
+    if tensor.dim() == 3:
+        return tensor
+    return tensor.unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
+
+
+LAYOUTS = {
+    "dense": lambda t: t,
+    "column major": _column_major,
+    "expanded": _expanded,
+    "strided": _every_other,
+}
+
+
+def laid_out(args, layout, dtype):
+    """`args` with floating tensors in `dtype` and every tensor in `layout`."""
+
+    def change(arg):
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        if arg.is_floating_point():
+            cast = LAYOUTS[layout](arg.detach().to(dtype))
+            return cast.detach().requires_grad_(arg.requires_grad)
+        return arg if layout == "expanded" else LAYOUTS[layout](arg)
+
+    return tuple(map(change, args))

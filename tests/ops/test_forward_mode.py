@@ -1,0 +1,212 @@
+"""Forward-mode derivatives: right, never silently zero. Public functions and operators, eager and compiled, nested."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import hessian, jacfwd, jacrev, jvp, vmap
+
+import moe_ops
+from moe_ops import Activation, RoutingConfig
+from tests.cases import ROUTINGS
+from tests.helpers import assert_same
+
+OPS = torch.ops.moe
+SLOTS = torch.tensor([3, 0, 1, 2, 5, 4], dtype=torch.int32)
+INVERSE = torch.tensor([1, 2, -1, 0, 4, 3], dtype=torch.int32)
+OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+IDS = torch.tensor([[0, 2], [1, -1], [2, 0]], dtype=torch.int32)
+TOP2 = RoutingConfig(top_k=2)
+
+
+def double(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def topk_gradient(grad, logits):
+    weights, ids = moe_ops.topk_routing(logits.detach(), TOP2)
+    return OPS.topk_routing_backward(grad, logits, weights, ids, TOP2.spec)
+
+
+def dispatched_weights(logits):
+    return moe_ops.routing_dispatch(logits, TOP2)[0]
+
+
+PLAN = moe_ops.DispatchPlan(SLOTS, INVERSE, OFFSETS)
+W13, W2, B13, B2 = (3, 10, 4), (3, 4, 5), (3, 10), (3, 4)
+# Every operator that has a derivative, called with its differentiable arguments.
+CALLS = {
+    "topk_routing": (lambda x: moe_ops.topk_routing(x, TOP2)[0], [(3, 6)]),
+    "topk_routing_backward": (topk_gradient, [(3, 2), (3, 6)]),
+    "routing_dispatch": (dispatched_weights, [(3, 6)]),
+    "permute": (lambda x: moe_ops.permute(x, SLOTS), [(3, 4)]),
+    "permute_backward": (lambda g: OPS.permute_backward(g, SLOTS, 3), [(6, 4)]),
+    "grouped_gemm": (lambda x, w, b: moe_ops.grouped_gemm(x, w, OFFSETS, b), [(6, 4), (3, 5, 4), (3, 5)]),
+    "grouped_gemm_weight_backward": (
+        lambda g, x: OPS.grouped_gemm_weight_backward(g, x, OFFSETS),
+        [(6, 5), (6, 4)],
+    ),
+    "gated_activation": (lambda x: moe_ops.gated_activation(x, "silu"), [(2, 6)]),
+    "gated_activation_backward": (
+        lambda g, x: OPS.gated_activation_backward(g, x, "gelu_tanh"),
+        [(2, 3), (2, 6)],
+    ),
+    "combine": (lambda y, w, s: moe_ops.combine(y, w, INVERSE, s), [(6, 4), (3, 2), (3, 4)]),
+    "combine_backward": (
+        lambda g, y, w: OPS.combine_backward(g, y, w, INVERSE),
+        [(3, 4), (6, 4), (3, 2)],
+    ),
+    "gather_gemm_act": (lambda x, w, b: moe_ops.gather_gemm_act(x, w, PLAN, "silu", b), [(3, 4), W13, B13]),
+    "gemm_combine": (
+        lambda x, w, t, b, s: moe_ops.gemm_combine(x, w, t, PLAN, b, s),
+        [(6, 5), W2, (3, 2), B2, (3, 4)],
+    ),
+    "fused_experts": (
+        lambda x, w13, w2, t, b13, b2, s: moe_ops.fused_experts(
+            x, w13, w2, t, IDS, w13_bias=b13, w2_bias=b2, shared=s
+        ),
+        [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4)],
+    ),
+    "fused_moe": (
+        lambda x, logits, w13, w2, b13, b2: moe_ops.fused_moe(
+            x, logits, w13, w2, TOP2, w13_bias=b13, w2_bias=b2
+        ),
+        [(3, 4), (3, 3), W13, W2, B13, B2],
+    ),
+}
+
+
+def test_every_operator_with_a_derivative_is_listed():
+    names = {name[5:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe::")}
+    assert names == {*CALLS, "build_dispatch"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_first_and_second_derivatives(name):
+    """Both modes against finite differences, and forward over reverse."""
+    function, shapes = CALLS[name]
+    inputs = tuple(double(*shape) for shape in shapes)
+    assert gradcheck(function, inputs, check_forward_ad=True)
+    if sum(tensor.numel() for tensor in inputs) < 120:
+        assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.spec)
+def test_routing_with_a_correction_bias(routing):
+    bias = torch.randn(16, dtype=torch.float64)
+    bias[2], bias[5] = float("-inf"), float("nan")
+    assert gradcheck(
+        lambda x: moe_ops.topk_routing(x, routing, bias)[0], (double(5, 16),), check_forward_ad=True
+    )
+
+
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", Activation("silu", limit=0.5)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(activation):
+    function = lambda x: moe_ops.gated_activation(x, activation)  # noqa: E731
+    assert gradcheck(function, (double(5, 8),), check_forward_ad=True)
+    assert gradgradcheck(function, (double(2, 4),), check_fwd_over_rev=True)
+
+
+def plain_layer(x, logits, w13, w2):
+    """A softmax top-2 layer in plain PyTorch, which torch differentiates by itself."""
+    weights, ids = logits.softmax(-1).topk(2)
+    weights = weights / weights.sum(-1, keepdim=True)
+    gate, up = torch.einsum("tki,ti->tk", w13[ids].flatten(1, 2), x).unflatten(1, (2, -1)).chunk(2, -1)
+    return torch.einsum("tkhi,tki,tk->th", w2[ids], torch.nn.functional.silu(gate) * up, weights)
+
+
+def problem(tokens):
+    torch.manual_seed(1)
+    shapes = [(tokens, 4), (tokens, 3), (3, 6, 4), (3, 4, 3)]
+    primals, tangents = ([torch.randn(s, dtype=torch.float64) for s in shapes] for _ in range(2))
+    return tuple(primals), tuple(tangents)
+
+
+def our_layer(emit):
+    return lambda x, logits, w13, w2: moe_ops.fused_moe(x, logits, w13, w2, TOP2, emit=emit)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("emit", ["auto", "stages", "fused"])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_jvp_of_a_layer(tokens, emit, recorded, compiled):
+    primals, tangents = problem(tokens)
+    expected = jvp(plain_layer, primals, tangents)
+
+    def ours(primals, tangents):
+        return jvp(our_layer(emit), primals, tangents)
+
+    run = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    with torch.set_grad_enabled(recorded):
+        assert_same(run(primals, tangents), expected)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
+def test_dual_numbers_through_direct_operator_calls(recorded):
+    (x, logits, w13, w2), tangents = problem(5)
+    expected = jvp(plain_layer, (x, logits, w13, w2), tangents)[1]
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        duals = map(forward_ad.make_dual, (x, logits, w13, w2), tangents)
+        x, logits, w13, w2 = duals
+        out = OPS.fused_moe(x, logits, w13, w2, None, None, None, None, TOP2.spec, "silu")
+        assert_same([forward_ad.unpack_dual(out).tangent], [expected])
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, 3])
+def test_one_tangent_alone(argnums):
+    primals, tangents = problem(5)
+
+    def only(layer):
+        vary = lambda value: layer(*primals[:argnums], value, *primals[argnums + 1 :])  # noqa: E731
+        return jvp(vary, (primals[argnums],), (tangents[argnums],))
+
+    assert_same(only(our_layer("auto")), only(plain_layer))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, args: jacfwd(f, argnums=(0, 1))(*args),
+        lambda f, args: hessian(lambda *a: f(*a).sin().sum(), argnums=(0, 1))(*args),
+        lambda f, args: jacrev(jacfwd(lambda x, *a: f(x, *a).sin().sum()))(*args),
+        lambda f, args: jacfwd(jacfwd(lambda x, *a: f(x, *a).sin().sum()))(*args),
+        lambda f, args: vmap(lambda x: jvp(lambda y: f(y, *args[1:]), (x,), (x,))[1])(
+            torch.stack([args[0], -args[0]])
+        ),
+    ],
+    ids=["jacfwd", "hessian", "jacrev of jacfwd", "jacfwd of jacfwd", "vmap of jvp"],
+)
+@pytest.mark.parametrize("emit", ["stages", "fused"])
+def test_nested_transforms(transform, emit):
+    primals, _ = problem(3)
+    leaves = torch.utils._pytree.tree_leaves
+    assert_same(leaves(transform(our_layer(emit), primals)), leaves(transform(plain_layer, primals)), 1e-11)
+
+
+def test_reverse_mode_of_direct_operator_calls_under_torch_func():
+    (x, logits, w13, w2), _ = problem(5)
+
+    def ours(x, w13):
+        return OPS.fused_moe(x, logits, w13, w2, None, None, None, None, TOP2.spec, "silu").sin().sum()
+
+    plain = lambda x, w13: plain_layer(x, logits, w13, w2).sin().sum()  # noqa: E731
+    assert_same(torch.func.grad(ours, (0, 1))(x, w13), torch.func.grad(plain, (0, 1))(x, w13))
+
+
+def test_a_compiled_hessian():
+    primals, _ = problem(2)
+    scalar = lambda layer: lambda x: layer(x, *primals[1:]).sin().sum()  # noqa: E731
+    compiled = torch.compile(hessian(scalar(our_layer("auto"))), fullgraph=True, backend="aot_eager")
+    assert_same([compiled(primals[0])], [hessian(scalar(plain_layer))(primals[0])], 1e-11)
+
+
+@pytest.mark.parametrize("layout", ["expanded", "column major"])
+def test_tangents_of_any_layout(layout):
+    primals, tangents = problem(5)
+    laid_out = {"expanded": lambda t: t[:1].expand_as(t), "column major": lambda t: t.mT.contiguous().mT}
+    tangents = tuple(map(laid_out[layout], tangents))
+    for emit in ("stages", "fused"):
+        assert_same(jvp(our_layer(emit), primals, tangents), jvp(plain_layer, primals, tangents))

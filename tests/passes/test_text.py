@@ -1,0 +1,133 @@
+"""The words of a report: names in short, alike layers once, nothing lost."""
+
+import pytest
+import torch
+
+from inductor_passes import text
+from inductor_passes.base import Fusion, Refused
+from inductor_passes.hazards import Hazard
+from inductor_passes.records import Break, GraphView, LayerGraph, Unfused
+from inductor_passes.report import Report
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        ([f"model.layers.{i}.mlp" for i in range(12)], "model.layers.0-11.mlp"),
+        ([f"model.layers.{i}.mlp" for i in (1, 3, 4, 5, 9)], "model.layers.1,3-5,9.mlp"),
+        ([f"layers.{i}.experts.{i + 1}" for i in range(2)], "layers.0.experts.1, layers.1.experts.2"),
+        ([f"moe_{i}" for i in range(3)], "moe_0-2"),
+        (["encoder.0.moe", "encoder.1.moe", "decoder.0.moe"], "encoder.0-1.moe, decoder.0.moe"),
+        (["mlp", "mlp#2"], "mlp, mlp#2"),
+        (["block2.mlp", "block3.mlp"], "block2.mlp, block3.mlp"),
+        ([f"a.{i} in true_graph_{i} of cond" for i in range(3)], "a.0-2 in true_graph_* of cond"),
+        (["a.0 in x_0 of cond", "a.1 in x_0 of cond"], "a.0-1 in x_0 of cond"),
+        (["a in t_0 of cond", "a in f_0 of cond"], "a in t_0 of cond, a in f_0 of cond"),
+        ([], ""),
+    ],
+)
+def test_name_ranges(names, short):
+    assert text.name_ranges(names) == short
+
+
+def _report(layers, **more):
+    empty = dict.fromkeys(
+        ("graph_breaks", "fused", "refused", "capture_hazards", "lowered", "kept", "graphs"), ()
+    )
+    return Report(**{**empty, "layers": tuple(layers), "is_training": False, **more})
+
+
+def test_alike_layers_are_told_once_and_others_apart():
+    names = [f"layers.{i}.mlp" for i in range(12)]
+    fused = [
+        Fusion(name, kind, (f"{kind}_{i}",)) for i, name in enumerate(names) for kind in ("a", "fused_moe")
+    ]
+    refused = [Refused(names[5], "grouped_gemm_11", "gate_up has another user: add_3")]
+    lowered = [Fusion(name, "ATen", (f"permute_{i}", f"combine_{i}")) for i, name in enumerate(names[:4])]
+    kept = [
+        Refused(name, f"fused_moe_default_{i}", "symbolic sizes of arg7_1")
+        for i, name in enumerate(names[8:])
+    ]
+    layers = [LayerGraph(name, 7, 1, 0) for name in names]
+    lines = str(_report(layers, fused=fused, refused=refused, lowered=lowered, kept=kept)).splitlines()[1:-2]
+    assert lines == [
+        "layers.0-3.mlp (4 layers): 7 -> 1 operator calls",
+        "  fused: a, fused_moe",
+        "  written out: permute, combine as ATen",
+        "layers.4,6-7.mlp (3 layers): 7 -> 1 operator calls",
+        "  fused: a, fused_moe",
+        "layers.5.mlp: 7 -> 1 operator calls",
+        "  fused: a, fused_moe",
+        "  refused: grouped_gemm_11: gate_up has another user: add_3",
+        "layers.8-11.mlp (4 layers): 7 -> 1 operator calls",
+        "  fused: a, fused_moe",
+        "  kept as a call: fused_moe_default: symbolic sizes of arg",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other", [LayerGraph("l.1", 7, 2, 0), LayerGraph("l.1", 6, 1, 0), LayerGraph("l.1", 7, 1, 3)]
+)
+def test_layers_of_another_size_are_not_alike(other):
+    lines = str(_report([LayerGraph("l.0", 7, 1, 0), other])).splitlines()
+    assert len([line for line in lines if line.startswith("l.")]) == 2
+
+
+def test_reasons_that_differ_are_not_alike():
+    reasons = ("17 experts per token are too many", "18 experts per token are too many")
+    kept = [Refused(f"l.{i}", "combine", reason) for i, reason in enumerate(reasons)]
+    told = str(_report([LayerGraph(f"l.{i}", 7, 7, 0) for i in range(2)], kept=kept))
+    assert all(reason in told for reason in reasons)
+
+
+def test_what_belongs_to_no_layer_is_told_too():
+    lowered = [Fusion("?", "ATen", (f"gated_activation{number}",)) for number in ("", "_1", "_12")]
+    kept = [Refused("?", f"combine_{number}", "why") for number in range(3)]
+    told = str(_report([], lowered=lowered, kept=kept))
+    assert (
+        "operators outside a layer:\n"
+        "  written out: gated_activation x3 as ATen\n"
+        "  kept as a call: combine: why (3 times)\n"
+    ) in told
+
+
+def test_the_whole_text():
+    shared = LayerGraph("l.0 in sub0 of invoke_subgraph", 7, 1, 4, "sub0 of invoke_subgraph", 12)
+    report = _report(
+        [shared, LayerGraph("l.12", 7, 5, 0), LayerGraph("l.13", 7, 7, 0)],
+        graphs=(GraphView((), ()), GraphView((), (), shared.where)),
+        fused=(Fusion(shared.name, "fused_moe", ()), Fusion("l.12", "gemm_combine", ())),
+        refused=(Refused("l.12", "grouped_gemm", "no"),),
+        graph_breaks=(Break("why\nmore", "a.py:3 in f"), Break("unplaced", "")),
+        capture_hazards=(
+            *(Hazard(f"item_{i}", "aten.item", "read") for i in range(3)),
+            Hazard("c", "t", "r"),
+        ),
+        unfused=(Unfused("l.14", "Moe"),),
+        remarks=("do this",),
+    )
+    head, *rest = str(report).splitlines()
+    assert head == (
+        "1 inference graph, 14 MoE layers, 12 fused, 1 in part; 12 in sub0 of invoke_subgraph "
+        f"(torch {torch.__version__})"
+    )
+    assert rest == [
+        "note: do this",
+        "l.0 in sub0 of invoke_subgraph, called 12 times: 7 -> 1 operator calls, 4 Triton launches",
+        "  fused: fused_moe",
+        "l.12: 7 -> 5 operator calls",
+        "  fused: gemm_combine",
+        "  refused: grouped_gemm: no",
+        "l.13: 7 -> 7 operator calls",
+        "graph breaks: 2",
+        "  why (a.py:3 in f)",
+        "  unplaced",
+        "capture hazards: 4",
+        "  item_0 (aten.item): read, and 2 more like it",
+        "  c (t): r",
+    ]
+
+
+def test_modules_are_told_by_class():
+    seen = [*(Unfused(f"l.{i}", "Moe") for i in range(3)), Unfused("", "Whole")]
+    assert text.unfused_lines(seen) == ["l.0-2 (Moe)", "the model (Whole)"]
