@@ -10,9 +10,8 @@ from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import ALIGNMENT, TensorMeta
 
 _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
-_DEEP = (
-    4096  # beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert
-)
+# Beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert.
+_DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
@@ -96,10 +95,10 @@ def weight_gradient_config(dtype: torch.dtype, features: int, depth: int, gpu: G
 
 
 def persistent_programs(num_tiles: int, config: LaunchConfig, gpu: Gpu) -> int:
-    """CTAs of the persistent kernel: what the GPU holds at once, never more than there can be tiles."""
+    """CTAs of the persistent kernel: what the GPU holds at once, never more than there can be tiles, so 0 for none."""
     # Two have room where there is as much memory as the blocks were made for.
     per_multiprocessor = config.ctas_per_sm if gpu.shared_memory >= H200.shared_memory else 1
-    return max(min(num_tiles, gpu.multiprocessors * per_multiprocessor), 1)
+    return min(num_tiles, gpu.multiprocessors * per_multiprocessor)
 
 
 def column_blocks(gemm: Gemm, config: LaunchConfig) -> int:

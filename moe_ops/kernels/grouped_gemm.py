@@ -123,7 +123,7 @@ def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
         "weight_stride_k": weight.strides[2],
         "F64": weight.dtype == torch.float64,
     }
-    grid = (max(_num_tiles(gemm, config), 1),)
+    grid = (_num_tiles(gemm, config),)
     return Launch(grouped_gemm_generic_kernel, grid, args, config.num_warps, config.num_stages)
 
 

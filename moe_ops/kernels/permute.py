@@ -110,7 +110,7 @@ def _backward_program(grad: TensorMeta, num_tokens: int) -> Program:
         "rows_ptr": Ref("slot_rows"),
         "slots_ptr": Ref("sorted_slots"),
         "out_ptr": Ref("grad_hidden"),
-        "top_k": num_slots // num_tokens,
+        "top_k": num_slots // max(num_tokens, 1),
         "num_slots": num_slots,
         "num_columns": columns,
         "stride_s": grad.strides[0],

@@ -102,7 +102,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Allocate `buffers`, run `launches` in order on the current stream, return the tensors named in `outputs`."""
+    """Allocate `buffers`, run `launches` in order on the current stream, return the tensors named in `outputs`.
+
+    A launch of no programs at all, over a tensor without elements, is left out.
+    """
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
@@ -110,6 +113,7 @@ class Program:
     _steps: tuple["_Step", ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "launches", tuple(launch for launch in self.launches if all(launch.grid)))
         object.__setattr__(self, "_steps", tuple(map(_compile_step, self.launches)))
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,8 @@ at which a box starts, so it is enough, and required, that
 2. the tensor starts on 16 bytes;
 3. the last dimension is contiguous, and every other stride is a multiple of 16 bytes;
 4. no elements overlap: a stride is at least as long as the whole dimension inside it, so none is 0;
-5. the boxes' first columns are multiples of 16 bytes, as the boxes themselves are.
+5. the boxes' first columns are multiples of 16 bytes, as the boxes themselves are;
+6. there are elements: no dimension is 0.
 """
 
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def allows(gpu: Gpu, source: TensorMeta, boxed: Boxed) -> bool:
         gpu.has_tma
         and source.dtype in _DTYPES
         and source.aligned
+        and all(boxed.shape)
         and last == 1
         and all(stride % in_16_bytes == 0 for stride in outer)
         and all(stride >= covered for stride, covered in zip(outer, inside, strict=True))

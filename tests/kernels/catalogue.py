@@ -6,6 +6,7 @@ from moe_ops.kernels import (
     activation,
     combine,
     decode,
+    decode_columns,
     dispatch,
     fused,
     gemm_generic,
@@ -20,7 +21,18 @@ from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
 
-_MODULES = (activation, combine, decode, dispatch, gemm_generic, gemm_tma, permute, routing, tiles)
+_MODULES = (
+    activation,
+    combine,
+    decode,
+    decode_columns,
+    dispatch,
+    gemm_generic,
+    gemm_tma,
+    permute,
+    routing,
+    tiles,
+)
 _STRIDE = 48  # of the last dimension; the others follow, none is 1
 HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
 _ROUTING = RoutingConfig(top_k=2, num_groups=2)

@@ -73,36 +73,32 @@ def _metas(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[TensorMeta]:
 
 
 def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
-    """The two launches of a token: all numbers of routes, depths on both sides of every limit."""
+    """The launches of a token: all numbers of routes, depths on both sides of every limit, even and odd widths."""
     wide = size is Range.WIDE
     top_ks = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128) if wide else (8, 128)
     deep = (5, 37, 64, 256, 512, 1000, 2048, 4096, 7168, 14336)
-    acts = ACTIVATIONS if wide else (GPT_OSS,)
-    layouts = list(itertools.product((False, True), deep))
-    for dtype, (transposed, depth) in itertools.product(
-        FLOATS, layouts if wide else ((False, 37), (False, 14336), (True, 14336))
-    ):
+    acts = ACTIVATIONS if wide else (HALVES, GPT_OSS)
+    layouts = [(False, depth, 64) for depth in deep] + list(itertools.product((True,), deep, (64, 37)))
+    few = ((False, 37, 64), (False, 14336, 64), (True, 14336, 64), (True, 14336, 37))
+    for dtype, (transposed, depth, width) in itertools.product(FLOATS, layouts if wide else few):
         for top_k in top_ks:
-            yield from _token(gpu, dtype, transposed, top_k, (64, depth), HALVES, None)
+            yield from _token(gpu, dtype, transposed, top_k, (width, depth), HALVES)[1:]
         for act in acts:
-            yield from _token(gpu, dtype, transposed, 1, (depth, 64), act, 0)
+            yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[:1]
 
 
-def _token(gpu, dtype, transposed, top_k, sizes, act, which) -> Iterator[Planned]:
+def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
     hidden, inner = sizes
     rows, experts = 2 * inner if act.is_gated else inner, 128
     x, shared = _metas(dtype, (1, hidden), (1, hidden))
     w13 = _weight(experts, rows, hidden, dtype, transposed)
     w2 = _weight(experts, hidden, inner, dtype, transposed)
-    (weights,), (ids, expert_map) = (
-        _metas(torch.float32, (1, top_k)),
-        _metas(torch.int32, (1, top_k), (experts,)),
-    )
+    (weights,) = _metas(torch.float32, (1, top_k))
+    ids, expert_map = _metas(torch.int32, (1, top_k), (experts,))
     biases = _metas(dtype, (experts, rows), (experts, hidden))
     tensors = ExpertTensors(x, w13, w2, weights, ids, *biases, expert_map, shared)
-    buffers, launches = gemv_launches(tensors, act, gpu)
     name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec}"
-    yield from _planned(name, buffers, launches[which or 0 : 1] if which == 0 else launches[1:], dtype)
+    return list(_planned(name, *gemv_launches(tensors, act, gpu), dtype))
 
 
 def products(gpu: Gpu, size: Range) -> Iterator[Planned]:
