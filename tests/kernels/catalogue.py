@@ -84,12 +84,11 @@ def _gemms(act: Activation) -> list[Program]:
     return [fused.gather_gemm_act_program(x, weight, *plans, act) for weight in weights]
 
 
-def _experts(tokens: int) -> Program:
-    routes = _strided(tokens, 2, dtype=torch.float32), _strided(tokens, 2, dtype=torch.int32)
+def _decode(*weights: torch.Tensor) -> Program:
+    routes = _strided(1, 2, dtype=torch.float32), _strided(1, 2, dtype=torch.int32)
     biases = _strided(8, 128), _strided(8, 64)
-    weights = _strided(8, 128, 64), _strided(8, 64, 64)
-    inputs = _strided(tokens, 64), *weights, *routes, *biases
-    return fused.fused_experts_program(*inputs, _index(16), _strided(tokens, 64), HALVES)
+    inputs = _strided(1, 64), *weights, *routes, *biases
+    return fused.fused_experts_program(*inputs, _index(16), _strided(1, 64), HALVES)
 
 
 def programs() -> list[Program]:
@@ -111,5 +110,6 @@ def programs() -> list[Program]:
         *_gemms(HALVES),
         *_gemms(INTERLEAVED),
         *_gemms(Activation("relu2")),
-        _experts(1),
+        _decode(_strided(8, 128, 64), _strided(8, 64, 64)),
+        _decode(meta(8, 128, 96)[:, :, :64], meta(8, 64, 96)[:, :, :64]),
     ]

@@ -1,4 +1,4 @@
-"""Odd sizes in every layout, one group a process: `python -m tests.kernels.layouts cuda float16 halves standard standard`.
+"""Odd sizes in every layout, one group a process: `python -m tests.kernels.layouts cpu float32 halves standard standard`.
 
 A kernel that is stopped by the GPU takes the process with it, so every case is named before it runs.
 """
