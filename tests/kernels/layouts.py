@@ -1,5 +1,6 @@
-"""Odd sizes in every layout, one group a process: `python -m tests.kernels.layouts cpu float32 halves standard standard`.
+"""Odd sizes in every layout against float64, one group a process.
 
+`python -m tests.kernels.layouts cuda bfloat16 halves standard transposed` runs that group.
 A kernel that is stopped by the GPU takes the process with it, so every case is named before it runs.
 """
 
