@@ -20,7 +20,7 @@ from tests.fuzz.levels import LEVELS, Mismatch, Problem, Tensors
 from tests.fuzz.tensors import Maker
 from tests.helpers import RELATIVE_NORM, nan_in_empty_memory
 
-DRAWS = 8
+DRAWS = 32
 
 
 @dataclass
