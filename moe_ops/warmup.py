@@ -102,7 +102,10 @@ def _sketches(
         "expert_map": None if expert_map is None else ((config.num_experts,), torch.int32),
         "shared": ((tokens, hidden), dtype),
     }
-    return {name: None if kind is None else TensorSketch(kind[0], kind[1], device) for name, kind in tensors.items()}
+    return {
+        name: None if kind is None else TensorSketch(kind[0], kind[1], device)
+        for name, kind in tensors.items()
+    }
 
 
 def _load(config: LayerSizes, tensors: dict[str, Any]) -> None:
