@@ -1,8 +1,11 @@
-"""Runs mutants: each in a copy of the tree, against its nearest tests, one process per mutant."""
+"""Runs mutants: each in a copy of the tree, against its nearest tests, in a process of its own."""
 
+import contextlib
+import json
 import os
 import queue
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -11,7 +14,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +41,7 @@ class Tree:
     def __init__(self, root: Path, source: Path) -> None:
         self.root = root / "tree"
         self.scratch = root
+        self.workers: dict[bool, subprocess.Popen[bytes]] = {}
         shutil.copytree(source, self.root, ignore=_NOT_COPIED)
 
     def expect_own_packages(self, packages: Iterable[str]) -> None:
@@ -46,7 +49,7 @@ class Tree:
         code = (
             "import importlib, sys\nfor name in sys.argv[1:]: print(importlib.import_module(name).__file__)"
         )
-        command = [sys.executable, "-c", code, *packages]
+        command = [sys.executable, "-P", "-c", code, *packages]
         found = subprocess.run(
             command, cwd=self.root, env=self._environment(), capture_output=True, text=True
         )
@@ -57,30 +60,39 @@ class Tree:
     def pytest(self, targets: Iterable[str], timeout_s: float) -> Run:
         """Runs tests of one kind until the first failure."""
         targets = list(targets)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--tb=line",
-            *targets,
-        ]
+        worker = self._worker(any(each.startswith(_INTERPRETED) for each in targets))
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        log = self.scratch / "log"
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", *targets]
         started = time.monotonic()
-        with subprocess.Popen(
-            command, cwd=self.root, env=self._environment(*targets), text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ) as process:  # fmt: skip
-            try:
-                output, _ = process.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # and what the tests started
-                return Run("timed out", f"after {timeout_s:.0f} s", timeout_s)
-        return _judged(process.returncode, output, time.monotonic() - started)
+        worker.stdin.write(json.dumps((arguments, str(log))).encode() + b"\n")
+        group = int(worker.stdout.readline())
+        is_over = bool(select.select([worker.stdout], [], [], timeout_s)[0])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)  # what is late, and what the tests left running
+        status = int(worker.stdout.readline())
+        if not is_over:
+            return Run("timed out", f"after {timeout_s:.0f} s", timeout_s)
+        return _judged(status, log.read_text(errors="replace"), time.monotonic() - started)
 
-    @contextmanager
+    def close(self) -> None:
+        """Ends the processes that run tests."""
+        for worker in self.workers.values():
+            worker.communicate()
+
+    def _worker(self, interpreted: bool) -> subprocess.Popen[bytes]:
+        if interpreted not in self.workers:
+            command = [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
+            environment = self._environment({"TRITON_INTERPRET": "1"} if interpreted else {})
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            # Without a buffer: `select` would not see an answer that has been read ahead.
+            self.workers[interpreted] = subprocess.Popen(
+                command, cwd=self.root, env=environment, bufsize=0, **pipes
+            )
+        return self.workers[interpreted]
+
+    @contextlib.contextmanager
     def edited(self, mutant: Mutant) -> Iterator[None]:
         """Within it the tree has the mutant's edit."""
         path = self.root / mutant.path
@@ -91,10 +103,7 @@ class Tree:
         finally:
             path.write_text(pristine)
 
-    def _environment(self, *targets: str) -> dict[str, str]:
-        interpreted = (
-            {"TRITON_INTERPRET": "1"} if any(each.startswith(_INTERPRETED) for each in targets) else {}
-        )
+    def _environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
             "PYTHONPATH": str(self.root),
@@ -102,7 +111,7 @@ class Tree:
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),
             "TRITON_CACHE_DIR": str(self.scratch / "triton"),
-            **interpreted,
+            **(more or {}),
         }
 
 
@@ -124,10 +133,13 @@ def run(
     Raises:
         RuntimeError: a test fails without any edit, or the copy is not what is imported.
     """
-    with TemporaryDirectory() as scratch, ThreadPoolExecutor(workers) as pool:
+    with TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         trees: queue.Queue[Tree] = queue.Queue()
         for index in range(workers):
-            trees.put(Tree(Path(scratch) / str(index), source))
+            tree = Tree(Path(scratch) / str(index), source)
+            stack.callback(tree.close)
+            trees.put(tree)
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
 
         def with_tree(function: Callable[[Tree, Any], Run], item: Any) -> Run:
             tree = trees.get()
@@ -145,7 +157,8 @@ def run(
             print(_told(mutant, result), flush=True)
             return result
 
-        trees.queue[0].expect_own_packages({Path(mutant.path).parts[0] for mutant in mutants})
+        packages = {Path(mutant.path).parts[0] for mutant in mutants}
+        tree.expect_own_packages(name for name in packages if (source / name / "__init__.py").exists())
         targets = _by_file(mutants)
         for name, result in zip(targets, pool.map(lambda each: with_tree(pristine, each), targets.values())):
             print(f"without an edit {name} {result.verdict} in {result.seconds:.0f} s", flush=True)
