@@ -24,13 +24,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @triton.jit
+def offset(index, stride):
+    """index * stride in 64 bits: columns of a column-major tensor lie 2**31 elements apart before it has 2**31 rows.
+
+    Every stride that a tensor of the caller has is multiplied here. A stride of 1 is a constant and costs nothing.
+    """
+    return tl.cast(index, tl.int64) * stride
+
+
+@triton.jit
+def source_row(slots_ptr, rows, mask, top_k, num_tokens):
+    """(token, whether there is one) of the slots in `rows`. Slots are the caller's and may be anything."""
+    slots = tl.load(slots_ptr + rows, mask=mask, other=-1)
+    token = slots // top_k
+    return token, (slots >= 0) & (token < num_tokens)
+
+
+@triton.jit
 def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts):
     """Local expert of each slot, `num_experts` where the slot is dropped or masked.
 
     The range is checked in the ids' own width, before narrowing; the map is read for valid ids only.
     """
-    token = (slots // top_k).to(tl.int64)
-    ids = tl.load(ids_ptr + token * stride_t + (slots % top_k) * stride_k, mask=mask, other=-1)
+    slot_ptr = ids_ptr + offset(slots // top_k, stride_t) + offset(slots % top_k, stride_k)
+    ids = tl.load(slot_ptr, mask=mask, other=-1)
     valid = (ids >= 0) & (ids < num_ids)
     local = tl.where(valid, ids, 0).to(tl.int32)
     if map_ptr is not None:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
+from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2, offset
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
 from moe_ops.types import RoutingConfig
 
@@ -84,8 +84,9 @@ def _topk_routing_kernel(
     experts = groups * MEMBERS + members
     one_row = (groups < NUM_GROUPS) & (members < MEMBERS)
     member = one_row & tl.full((ROWS, BLOCK_G, BLOCK_M), True, tl.int1)
-    rows_ptr = logits_ptr + tokens.to(tl.int64)[:, None, None] * stride_t
-    logits = tl.load(rows_ptr + experts * stride_e, mask=present[:, None, None] & one_row, other=0.0).to(ACC)
+    rows_ptr = logits_ptr + offset(tokens, stride_t)[:, None, None]
+    in_row = offset(experts, stride_e)
+    logits = tl.load(rows_ptr + in_row, mask=present[:, None, None] & one_row, other=0.0).to(ACC)
     score = logits
     if SCORE_FIRST:
         if SOFTMAX:
@@ -96,7 +97,7 @@ def _topk_routing_kernel(
             score = tl.sigmoid(logits)
     selection = score
     if bias_ptr is not None:
-        selection += tl.load(bias_ptr + experts * stride_b, mask=one_row, other=0.0).to(ACC)
+        selection += tl.load(bias_ptr + offset(experts, stride_b), mask=one_row, other=0.0).to(ACC)
     usable = member & _is_finite(selection)
     selection = tl.where(usable, selection, -float("inf"))
     if NUM_GROUPS > 1:  # A finite GROUP_FILL must not make an unusable score usable.
@@ -147,21 +148,22 @@ def _topk_routing_backward_kernel(
     tokens = tokens.to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :]
     mask = present & (columns < TOP_K)
-    ids = tl.load(ids_ptr + tokens * ids_stride_t + columns * ids_stride_k, mask=mask, other=-1)
+    id_ptrs = ids_ptr + offset(tokens, ids_stride_t) + offset(columns, ids_stride_k)
+    ids = tl.load(id_ptrs, mask=mask, other=-1)
     mask = mask & (ids >= 0) & (ids < NUM_EXPERTS)
-    picked = tl.load(logits_ptr + tokens * stride_t + ids * stride_e, mask=mask, other=0.0).to(ACC)
-    grad = tl.load(grad_ptr + tokens * grad_stride_t + columns * grad_stride_k, mask=mask, other=0.0).to(ACC)
+    row_ptr = logits_ptr + offset(tokens, stride_t)
+    picked = tl.load(row_ptr + offset(ids, stride_e), mask=mask, other=0.0).to(ACC)
+    grad_ptrs = grad_ptr + offset(tokens, grad_stride_t) + offset(columns, grad_stride_k)
+    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
     # A weight of zero: the selection was not finite, so the slot is constant; or the score underflowed, so it is flat.
-    weight = tl.load(weights_ptr + tokens * weight_stride_t + columns * weight_stride_k, mask=mask, other=0.0)
-    valid = mask & (weight != 0)
+    weight_ptrs = weights_ptr + offset(tokens, weight_stride_t) + offset(columns, weight_stride_k)
+    valid = mask & (tl.load(weight_ptrs, mask=mask, other=0.0) != 0)
     experts = tl.arange(0, BLOCK_E)[None, :]
     expert_mask = present & (experts < NUM_EXPERTS)
     score = tl.zeros((ROWS, BLOCK_E), ACC)
     if SCORE_FIRST:
         if SOFTMAX:
-            logits = tl.load(
-                logits_ptr + tokens * stride_t + experts * stride_e, mask=expert_mask, other=0.0
-            ).to(ACC)
+            logits = tl.load(row_ptr + offset(experts, stride_e), mask=expert_mask, other=0.0).to(ACC)
             logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
             largest = tl.max(logits, 1)[:, None]
             exps = tl.exp(logits - largest)

@@ -178,7 +178,7 @@ def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
 @pytest.mark.parametrize("sorts_first", [False, True])
 def test_rows_by_tma(sorts_first: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows take rows in order by TMA: those of the second product, and sorted ones of the first."""
-    monkeypatch.setattr(fused, "sorts_rows_first", lambda num_slots, w13: sorts_first)
+    monkeypatch.setattr(fused, "sorts_rows_first", lambda gemm: sorts_first)
     fused._fused_experts.cache_clear()
     monkeypatch.setitem(SIZES, "many", (150, 2, 2, 64, 136))
     tensors = _experts("many", torch.bfloat16, Activation(), biased=True)
