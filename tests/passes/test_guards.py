@@ -10,7 +10,7 @@ import moe_ops
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import expect_same_value
 from tests.passes.capture import rewrite
-from tests.passes.moe import EXPERTS, HIDDEN, ROUTING, inputs, routed
+from tests.passes.moe import EXPERTS, HIDDEN, ROUTING, TOKENS, inputs, routed
 
 HALVES = ["routing_dispatch", "gather_gemm_act", "gemm_combine"]
 
@@ -78,6 +78,15 @@ def test_offsets_of_another_plan_in_the_first_product():
         return moe_ops.gemm_combine(rows, w2, weights, plan)
 
     assert rewrite(mixed, *inputs()).reasons == ["the two grouped GEMMs use different expert_offsets"]
+
+
+def test_weights_from_elsewhere_keep_the_router_apart():
+    def given_weights(hidden, logits, w13, w2, weights):
+        _, ids = moe_ops.topk_routing(logits, ROUTING)
+        return moe_ops.fused_experts(hidden, w13, w2, weights, ids)
+
+    result = rewrite(given_weights, *inputs(), torch.rand(TOKENS, ROUTING.top_k))
+    assert result.ops() == ["topk_routing", "fused_experts"]
 
 
 def test_a_plan_that_others_read_stays_whole():

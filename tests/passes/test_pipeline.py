@@ -25,6 +25,11 @@ def test_every_node_has_a_value_and_the_graph_is_sound():
     assert all("val" in node.meta for node in result.graph.nodes if node.op == "call_function")
 
 
+def test_on_a_cpu_the_fused_operator_stays_a_call():
+    result = rewrite(layer, *inputs(), passes=PIPELINE)
+    assert result.ops() == ["fused_moe"] and not (result.log.lowered or result.log.kept)
+
+
 def test_new_operator_nodes_pin_the_strides_of_their_arguments():
     # Inductor drops needs_exact_strides for nodes without this entry.
     fused = next(n for n in rewrite(layer, *inputs()).graph.nodes if "fused_moe" in str(n.target))
@@ -50,6 +55,13 @@ def test_backward_graph_is_a_training_graph_too():
     backend = _compat.post_grad_backend(lambda gm, _: graphs.append(is_training(gm.graph)))
     torch.compile(lambda *args: layer(*args).sum(), backend=backend)(*_training_inputs()).backward()
     assert graphs == [True, True]
+
+
+def test_either_name_of_an_input_tells_a_training_graph():
+    for name, expected in (("primals_1", True), ("tangents_1", True), ("arg0_1", False)):
+        graph = torch.fx.Graph()
+        graph.placeholder(name)
+        assert is_training(graph) is expected
 
 
 def test_grad_mode_without_anything_to_train_is_inference():
