@@ -2,7 +2,8 @@
 
 import torch
 
-from inductor_passes import _compat
+import moe_ops
+from inductor_passes import _compat, cache_key
 from inductor_passes.pipeline import FUSIONS, PIPELINE, TRAINING_REASON, MoEPasses, is_training, run_passes
 from tests.passes.capture import post_grad, rewrite
 from tests.passes.moe import inputs, layer
@@ -77,6 +78,13 @@ def test_uuid_depends_on_sources_passes_and_chained_passes(monkeypatch):
     assert ours != MoEPasses((_Named("a"),)).uuid() != MoEPasses((_Named("b"),)).uuid()
     monkeypatch.setattr("inductor_passes.pipeline.source_hash", lambda: "changed")
     assert ours != MoEPasses().uuid()
+
+
+def test_the_key_covers_the_operators_too(monkeypatch):
+    before = cache_key.source_hash()
+    assert cache_key.source_hash.__wrapped__() == before
+    monkeypatch.setattr(moe_ops, "source_hash", lambda: "changed")
+    assert cache_key.source_hash.__wrapped__() != before
 
 
 def test_the_key_of_a_chained_pass_is_its_own_and_not_its_address():
