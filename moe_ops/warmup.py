@@ -89,7 +89,7 @@ def _sketches(
     experts = config.num_experts if expert_map is None else int(expert_map.max()) + 1
     rows = 2 * features if config.activation.is_gated else features
     routed = (tokens, config.routing.top_k)
-    tensors = {
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype] | None] = {
         "hidden_states": ((tokens, hidden), dtype),
         "router_logits": ((tokens, config.num_experts), logits_dtype),
         "correction_bias": ((config.num_experts,), torch.float32),
@@ -102,7 +102,10 @@ def _sketches(
         "expert_map": None if expert_map is None else ((config.num_experts,), torch.int32),
         "shared": ((tokens, hidden), dtype),
     }
-    return {name: None if kind is None else TensorSketch(*kind, device) for name, kind in tensors.items()}
+    return {
+        name: None if kind is None else TensorSketch(kind[0], kind[1], device)
+        for name, kind in tensors.items()
+    }
 
 
 def _load(config: LayerSizes, tensors: dict[str, Any]) -> None:

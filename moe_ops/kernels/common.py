@@ -69,12 +69,12 @@ def dot(a, b, acc):
 def apply_activation(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """The expert activation in compute dtype. Ungated ones ignore `up`."""
     if NAME == "swiglu_oai":
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        gate = _at_most(gate, LIMIT)
         up = _clamp(up, LIMIT)
         result = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
     elif NAME == "silu":
         if LIMIT is not None:
-            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            gate = _at_most(gate, LIMIT)
             up = _clamp(up, LIMIT)
         result = gate * tl.sigmoid(gate) * up
     elif NAME == "gelu":
@@ -93,7 +93,7 @@ def apply_activation(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: t
 def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """(d gate, d up) of `apply_activation`. A clamped value passes the gradient where it equals its bound."""
     if NAME == "swiglu_oai":
-        clamped_gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        clamped_gate = _at_most(gate, LIMIT)
         clamped_up = _clamp(up, LIMIT)
         sigmoid = tl.sigmoid(ALPHA * clamped_gate)
         slope = sigmoid + clamped_gate * ALPHA * sigmoid * (1.0 - sigmoid)
@@ -103,7 +103,7 @@ def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr,
         clamped_gate = gate
         clamped_up = up
         if LIMIT is not None:
-            clamped_gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            clamped_gate = _at_most(gate, LIMIT)
             clamped_up = _clamp(up, LIMIT)
         sigmoid = tl.sigmoid(clamped_gate)
         grad_gate = grad * clamped_up * (sigmoid + clamped_gate * sigmoid * (1.0 - sigmoid))
@@ -128,6 +128,12 @@ def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr,
 
 
 @triton.jit
+def _at_most(value, LIMIT: tl.constexpr):
+    # As a block of value's dtype: a bare number would be rounded to float32, also beside float64.
+    return tl.minimum(value, tl.full(value.shape, LIMIT, value.dtype), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _clamp(value, LIMIT: tl.constexpr):
-    capped = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(capped, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    lowest = tl.full(value.shape, -LIMIT, value.dtype)
+    return tl.maximum(_at_most(value, LIMIT), lowest, propagate_nan=tl.PropagateNan.ALL)

@@ -83,8 +83,9 @@ def weight_gradient_kernel(
     local = tl.program_id(0) % blocks
     columns = (local // depth_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     depths = (local % depth_blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-    start = tl.maximum(tl.load(offsets_ptr + expert), 0)
-    end = tl.minimum(tl.load(offsets_ptr + expert + 1), num_rows)
+    # Both ends within the rows, whatever the caller's offsets say: a loop's look-ahead must not overflow.
+    start = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert), 0), num_rows)
+    end = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert + 1), start), num_rows)
     acc = tl.zeros((BLOCK_N, BLOCK_K), ACC)
     for first in range(start, end, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)

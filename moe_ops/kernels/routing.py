@@ -206,6 +206,9 @@ def routing_launches(
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
     tile = _tile(num_tokens, blocks["BLOCK_G"] * blocks["BLOCK_M"])
+    if routing.num_groups > 1:
+        # Triton 3.6 mixes the rows of a [rows, groups, members] block that loads in pieces: it reduces over both.
+        tile = _Tile(1, num_tokens, tile.num_warps)
     args = {
         "logits_ptr": Ref("router_logits"),
         "bias_ptr": None if correction_bias is None else Ref("correction_bias"),

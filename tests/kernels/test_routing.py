@@ -42,6 +42,20 @@ def test_matches_the_definition(config: RoutingConfig, tokens: int, device: str)
         assert_close(weights, expected_weights)
 
 
+@pytest.mark.parametrize("score", ["max", "top2_sum"])
+@pytest.mark.parametrize(
+    ("experts", "groups"), [(32, 16), (60, 5), (64, 8), (96, 4), (128, 2), (160, 8), (256, 8)]
+)
+def test_groups_of_every_size(experts: int, groups: int, score: str, device: str) -> None:
+    """Rows whose logits load in pieces: several of them in one block once chose each other's experts on a GPU."""
+    config = RoutingConfig(top_k=2, num_groups=groups, topk_groups=2, group_score=score, score_fn="sigmoid")
+    logits = torch.randn(33, experts).to(device)
+    weights, ids = kernels.launch(logits, None, config)
+    expected_weights, expected_ids = _reference(logits, None, config)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected_weights)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_computes_in_the_compute_dtype(dtype: torch.dtype, device: str) -> None:
     config = RoutingConfig(top_k=4)
