@@ -149,7 +149,8 @@ def run(
             tree = Tree(Path(scratch) / str(index), source)
             stack.callback(tree.close)
             trees.put(tree)
-        pool = stack.enter_context(ThreadPoolExecutor(workers))
+        pool = ThreadPoolExecutor(workers)
+        stack.callback(pool.shutdown, cancel_futures=True)
 
         def with_tree(function: Callable[[Tree, Any], Run], item: Any) -> Run:
             tree = trees.get()
