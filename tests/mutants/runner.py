@@ -23,12 +23,8 @@ from tests.mutants.mutant import Mutant
 
 TIMEOUT_S = 300
 _INTERPRETED = "tests/kernels/"
-_COMPILED = (
-    "test_addresses",
-    "test_alignment",
-    "test_aot",
-    "test_plan_range",
-)  # of these, what needs no interpreter
+# Of these, what looks at plans and compiled code instead.
+_COMPILED = ("test_addresses", "test_alignment", "test_aot", "test_plan_range")
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "build", "dist", "results")
 
 

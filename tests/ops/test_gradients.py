@@ -227,8 +227,9 @@ def test_vmap_over_an_expert_map_raises():
     ids, maps = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="vmap over expert_map"):
         vmap(lambda m: moe_ops.build_dispatch(ids, 2, m).sorted_slots)(maps)
+    logits, biases = torch.randn(3, 4), torch.randn(2, 4)
     with pytest.raises(ValueError, match="vmap over correction_bias"):
-        vmap(lambda b: moe_ops.topk_routing(torch.randn(3, 4), RoutingConfig(2), b)[0])(torch.randn(2, 4))
+        vmap(lambda bias: moe_ops.topk_routing(logits, RoutingConfig(2), bias)[0])(biases)
 
 
 def test_functional_call():
