@@ -7,7 +7,6 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,11 +42,14 @@ def documents() -> list[Path]:
 
 def run(path: Path) -> None:
     """Runs a document's code, block after block in one module. Raises what it raises, at the document's own lines."""
-    module = types.ModuleType("documentation")  # Dynamo imports the module of a function that it traces
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
+    module = types.ModuleType("documentation")
+    sys.modules[module.__name__] = module  # Dynamo imports the module of a function that it traces
+    try:
         for block in blocks(path):
             if not block.source:
                 exec(compile("\n" * block.line + block.code, str(path), "exec"), vars(module))
+    finally:
+        del sys.modules[module.__name__]
 
 
 def stale_quotations(path: Path, root: Path = ROOT) -> list[str]:
