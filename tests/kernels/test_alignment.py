@@ -12,9 +12,9 @@ import pytest
 import torch
 import triton
 
-from moe_ops.kernels import fused, grouped_gemm
+from moe_ops.kernels import fused, grouped_gemm, tma
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.program import Descriptor, Launch, Program
+from moe_ops.kernels.program import Descriptor, Launch, Program, describe
 from moe_ops.types import Activation
 from tests.kernels.catalogue import product
 
@@ -179,6 +179,13 @@ def test_tma_takes_what_is_aligned_and_no_more(weights, inner, act, expected) ->
 )
 def test_tma_takes_half_precision(dtype: torch.dtype, expected: bool) -> None:
     assert product(torch.empty(2, 64, 64, dtype=dtype, device="meta")).weight_by_tma is expected
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 64), (2, 0, 64), (2, 64, 0)])
+def test_tma_takes_nothing_without_elements(shape: tuple[int, int, int]) -> None:
+    meta = describe(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    for halves in (False, True):
+        assert not tma.allows(H200, meta, tma.boxed_weight(meta, halves))
 
 
 def test_a_stride_longer_than_a_descriptor_holds_is_refused() -> None:

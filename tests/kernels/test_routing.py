@@ -11,6 +11,7 @@ from tests.kernels.oracles import assert_close
 CONFIGS = [
     RoutingConfig(top_k=3),
     RoutingConfig(top_k=1, renormalize=False),
+    RoutingConfig(top_k=2, renorm_eps=0.25),
     RoutingConfig(top_k=4, order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=4, order="topk_then_score", score_fn="sigmoid", scale=1.5),
     RoutingConfig(top_k=5, score_fn="sigmoid", renorm_eps=1e-20, scale=2.5),
@@ -34,7 +35,8 @@ def _reference(logits, bias, config):
 def test_matches_the_definition(config: RoutingConfig, tokens: int, device: str) -> None:
     logits = torch.randn(tokens, _experts(config)).to(device)
     bias = (torch.rand(_experts(config)) / 4).to(device)
-    for correction in (None, bias):
+    # Below zero, experts of groups that were left out win with a group_fill of 0.
+    for correction in (None, bias, bias - 3):
         weights, ids = kernels.launch(logits, correction, config)
         expected_weights, expected_ids = _reference(logits, correction, config)
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32
