@@ -5,7 +5,6 @@ to powers of two, so that they are plain reductions.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -227,7 +226,7 @@ def routing_launches(
         "BLOCK_M": next_power_of_2(num_experts // routing.num_groups),
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
-    tile = _tile(num_tokens, blocks["BLOCK_G"] * blocks["BLOCK_M"])
+    rows, programs, num_warps = _tile(num_tokens, blocks["BLOCK_G"] * blocks["BLOCK_M"])
     args = {
         "logits_ptr": Ref("router_logits"),
         "bias_ptr": None if correction_bias is None else Ref("correction_bias"),
@@ -244,25 +243,19 @@ def routing_launches(
         "GROUP_FILL": None if routing.group_fill == float("-inf") else routing.group_fill,
         "NUM_EXPERTS": num_experts,
         "MEMBERS": num_experts // routing.num_groups,
-        "ROWS": tile.rows,
+        "ROWS": rows,
         **blocks,
     }
     shape = (num_tokens, routing.top_k)
     weights = Buffer("topk_weights", shape, compute_dtype(router_logits.dtype))
     buffers = (weights, Buffer("topk_ids", shape, torch.int32))
-    return buffers, (Launch(_topk_routing_kernel, (tile.programs,), args, tile.num_warps, 1),)
+    return buffers, (Launch(_topk_routing_kernel, (programs,), args, num_warps, 1),)
 
 
-class _Tile(NamedTuple):
-    rows: int
-    programs: int
-    num_warps: int
-
-
-def _tile(num_tokens: int, block_e: int) -> _Tile:
-    """Rows per program so that a warp has work, without a row spanning warps unless it is long."""
+def _tile(num_tokens: int, block_e: int) -> tuple[int, int, int]:
+    """(rows, programs, warps): a warp has work, and a row does not span warps unless it is long."""
     rows = min(max(_ELEMENTS_PER_WARP // block_e, 1), 32)
-    return _Tile(rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4)
+    return rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4
 
 
 def _formula_args(routing: RoutingConfig) -> dict:
@@ -285,16 +278,11 @@ def _program(
 
 
 @lru_cache(maxsize=1024)
-def _backward_program(
-    grad_weights: TensorMeta,
-    router_logits: TensorMeta,
-    topk_weights: TensorMeta,
-    topk_ids: TensorMeta,
-    routing: RoutingConfig,
-) -> Program:
+def _backward_program(routing: RoutingConfig, *metas: TensorMeta) -> Program:
+    grad_weights, router_logits, topk_weights, topk_ids = metas
     num_tokens, num_experts = router_logits.shape
     block_e = next_power_of_2(num_experts)
-    tile = _tile(num_tokens, block_e)
+    rows, programs, num_warps = _tile(num_tokens, block_e)
     args = {
         "grad_ptr": Ref("grad_weights"),
         "logits_ptr": Ref("router_logits"),
@@ -313,12 +301,12 @@ def _backward_program(
         "NUM_EXPERTS": num_experts,
         **_formula_args(routing),
         "F64": router_logits.dtype == torch.float64,
-        "ROWS": tile.rows,
+        "ROWS": rows,
         "BLOCK_E": block_e,
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
     buffer = Buffer("grad_logits", (num_tokens, num_experts), router_logits.dtype)
-    launch = Launch(_topk_routing_backward_kernel, (tile.programs,), args, tile.num_warps, 1)
+    launch = Launch(_topk_routing_backward_kernel, (programs,), args, num_warps, 1)
     return Program((buffer,), (launch,), ("grad_logits",))
 
 
@@ -332,7 +320,7 @@ def topk_routing_backward_program(
 ) -> Program:
     """The program of `moe.topk_routing_backward` for tensors with this metadata."""
     metas = map(describe, (grad_weights, router_logits, topk_weights, topk_ids))
-    return _backward_program(*metas, routing)
+    return _backward_program(routing, *metas)
 
 
 def launch(
