@@ -224,6 +224,12 @@ def test_a_layer_with_a_correction_bias():
     leaves = tuple(tensor.requires_grad_() for tensor in primals)
     assert gradcheck(layer, leaves, check_forward_ad=True)
     assert gradgradcheck(lambda *args: layer(*args).sin(), leaves, check_fwd_over_rev=True)
+    # gradgradcheck finds the derivative of a recorded gradient right, not that gradient itself.
+    plain, recorded = (
+        torch.autograd.grad(layer(*leaves).sin().sum(), leaves, create_graph=create)
+        for create in (False, True)
+    )
+    assert_same(recorded, plain)
 
 
 @pytest.mark.parametrize("layout", ["expanded", "column major"])
