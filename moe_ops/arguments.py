@@ -48,6 +48,10 @@ class Placement(NamedTuple):
 
     expert_map: Annotated[Tensor | None, Role.WHOLE, Role.INDEX] = None
 
+    def num_ids(self, num_experts: int) -> int:
+        """How many experts ids may name, of which `num_experts` are here."""
+        return num_experts if self.expert_map is None else self.expert_map.shape[0]
+
 
 # Stages
 

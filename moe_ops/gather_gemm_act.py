@@ -8,7 +8,6 @@ it. The gradient saves the inputs and recomputes gate_up. `gemm_combine` consume
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
@@ -29,7 +28,7 @@ from moe_ops.grouped_gemm import (
     product_flops,
     reference as gemm_reference,
 )
-from moe_ops.permute import permute, permute_gradient
+from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan
 
@@ -66,14 +65,13 @@ def gather_gemm_act(
 
 
 def _check(args: GatherGemmAct) -> None:
-    _checks.expect_floating("hidden_states", args.hidden_states)
-    _checks.expect_shape("hidden_states", args.hidden_states, ("T", "H"))
-    _checks.expect_index("sorted_slots", args.sorted_slots, (torch.int32,))
-    _checks.expect_shape("sorted_slots", args.sorted_slots, ("S",))
-    _checks.expect_same_device(args.hidden_states.device, "hidden_states", sorted_slots=args.sorted_slots)
     x = args.hidden_states
+    _checks.expect_floating("hidden_states", x)
+    _checks.expect_shape("hidden_states", x, ("T", "H"))
+    check_slots(args.sorted_slots, x.shape[0])
+    _checks.expect_same_device(x.device, "hidden_states", sorted_slots=args.sorted_slots)
     check_linear("w13", args.w13, ("E", "2I", x.shape[1]), "hidden_states", x)
-    check_offsets(args.expert_offsets, args.w13, args.hidden_states)
+    check_offsets(args.expert_offsets, args.w13, x)
     out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
 
 

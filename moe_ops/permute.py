@@ -44,11 +44,12 @@ def _check(args: Permute) -> None:
     hidden_states, sorted_slots = args
     _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    _check_slots(sorted_slots, hidden_states.shape[0])
+    check_slots(sorted_slots, hidden_states.shape[0])
     _checks.expect_same_device(hidden_states.device, "hidden_states", sorted_slots=sorted_slots)
 
 
-def _check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
+def check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
+    """Checks a plan's sorted_slots [S] against the number of tokens."""
     _checks.expect_index("sorted_slots", sorted_slots, (torch.int32,))
     _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
     num_slots = sorted_slots.shape[0]
@@ -73,9 +74,9 @@ def _fake(args: Permute) -> Tensor:
 
 
 def _check_backward(args: PermuteBackward) -> None:
+    check_slots(args.sorted_slots, args.num_tokens)
     _checks.expect_floating("grad", args.grad)
     _checks.expect_shape("grad", args.grad, (args.sorted_slots.shape[0], "H"))
-    _check_slots(args.sorted_slots, args.num_tokens)
     _checks.expect_same_device(args.grad.device, "grad", sorted_slots=args.sorted_slots)
 
 

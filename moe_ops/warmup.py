@@ -1,14 +1,16 @@
 """warmup: everything lazy, before a first CUDA-graph capture.
 
 A capture must not compile or load a kernel. Which kernels a layer runs depends on its sizes and the token count, so
-the plans of `fused_moe` say which to load; nothing is run and no weight is allocated.
+the plans of the operators say which to load; nothing is run and no weight is allocated.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from moe_ops import records
+from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
 from moe_ops.types import Activation, RoutingConfig
 
 
@@ -29,17 +31,22 @@ def warmup(
     *,
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
+    expert_map: torch.Tensor | None = None,
 ) -> None:
-    """Compiles and loads the kernels that `fused_moe` launches for this layer at these token counts.
+    """Compiles and loads the kernels that a layer launches at these token counts.
+
+    That is all that `topk_routing`, `fused_experts` and `fused_moe` launch: with a correction bias and without, with a
+    shared output and without.
 
     Args:
         config: sizes and options of the layer, such as a `layers.MoEConfig`.
         sizes: token counts T that will be captured.
         device: the GPU; on a device without kernels of ours (the CPU) there is nothing to load.
         dtype: of hidden states and weights (standard layout). Router logits may be float32 or of this dtype.
+        expert_map: [num_experts] int32, the layer's own, for one that has a part of the experts: as many as it names.
 
     Raises:
-        ValueError: a token count below 1.
+        ValueError: a token count below 1, or an expert_map that is not [num_experts] int32 or names no expert.
         TypeError: dtype is not floating.
 
     Example:
@@ -47,32 +54,67 @@ def warmup(
     """
     if not dtype.is_floating_point:
         raise TypeError(f"dtype={dtype}: expected a floating point dtype")
+    if expert_map is not None:
+        _check_map(expert_map, config.num_experts)
     target = torch.device(device)
     for tokens in sizes:
         if tokens < 1:
             raise ValueError(f"sizes has {tokens}: expected token counts of at least 1")
         if target.type == "cuda":
             for logits_dtype in {dtype, torch.float32}:
-                _load(config, tokens, target, dtype, logits_dtype)
+                for arguments in _launched(config, _Sketch(tokens, target, dtype, logits_dtype), expert_map):
+                    _load(arguments, target)
 
 
-def _load(
-    config: LayerSizes, tokens: int, device: torch.device, dtype: torch.dtype, logits_dtype: torch.dtype
-) -> None:
-    from moe_ops.kernels.fused import fused_moe_program
-    from moe_ops.kernels.program import TensorSketch
+def _check_map(expert_map: torch.Tensor, num_experts: int) -> None:
+    if expert_map.shape != (num_experts,) or expert_map.dtype != torch.int32:
+        found = f"expert_map has shape {list(expert_map.shape)} and dtype {expert_map.dtype}"
+        raise ValueError(f"{found}: expected [{num_experts}] and torch.int32")
+    if int(expert_map.max()) < 0:
+        raise ValueError(
+            f"expert_map has {int(expert_map.max())} as its largest entry: expected a local expert"
+        )
 
-    experts, hidden, features = config.num_experts, config.hidden_size, config.intermediate_size
+
+class _Sketch(NamedTuple):
+    """Descriptions of a layer's tensors."""
+
+    tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    logits_dtype: torch.dtype
+
+    def of(self, *shape: int, dtype: torch.dtype | None = None) -> Any:
+        from moe_ops.kernels.program import TensorSketch
+
+        return TensorSketch(shape, dtype or self.dtype, self.device)
+
+    def product(self, config: LayerSizes, *shape: int) -> Any:
+        return GroupedLinear(self.of(*shape), self.of(*shape[:2]) if config.has_bias else None)
+
+
+def _launched(config: LayerSizes, sketch: _Sketch, expert_map: torch.Tensor | None) -> Iterator[Any]:
+    """Arguments of operators that together launch all that the layer can."""
+    from moe_ops.kernels.common import compute_dtype
+
+    hidden, features = config.hidden_size, config.intermediate_size
+    local = config.num_experts if expert_map is None else int(expert_map.max()) + 1
     rows = 2 * features if config.activation.is_gated else features
-    shapes = {
-        "hidden_states": (tokens, hidden),
-        "w13": (experts, rows, hidden),
-        "w2": (experts, hidden, features),
-    }
-    if config.has_bias:
-        shapes |= {"w13_bias": (experts, rows), "w2_bias": (experts, hidden)}
-    tensors = {name: TensorSketch(shape, dtype, device) for name, shape in shapes.items()}
-    tensors["router_logits"] = TensorSketch((tokens, experts), logits_dtype, device)
-    absent = dict.fromkeys(("w13_bias", "w2_bias", "correction_bias", "expert_map"))
-    program = fused_moe_program(**{**absent, **tensors}, routing=config.routing, activation=config.activation)
-    program.load({name: tensor.dtype for name, tensor in tensors.items()}, device)
+    experts = ExpertWeights(
+        sketch.product(config, local, rows, hidden), sketch.product(config, local, hidden, features)
+    )
+    placement = Placement(None if expert_map is None else sketch.of(config.num_experts, dtype=torch.int32))
+    x, activation = sketch.of(sketch.tokens, hidden), config.activation.spec
+    logits = sketch.of(sketch.tokens, config.num_experts, dtype=sketch.logits_dtype)
+    for bias in (None, sketch.of(config.num_experts, dtype=torch.float32)):
+        yield FusedMoe(x, Router(logits, bias, config.routing.spec), experts, placement, activation)
+    routed = sketch.tokens, config.routing.top_k
+    weights = sketch.of(*routed, dtype=compute_dtype(sketch.logits_dtype))
+    yield FusedExperts(x, experts, weights, sketch.of(*routed, dtype=torch.int32), placement, x, activation)
+
+
+def _load(arguments: Any, device: torch.device) -> None:
+    from moe_ops.kernels import plans
+
+    dtypes = {name: leaf.dtype for name, leaf in records.named(arguments).items() if hasattr(leaf, "dtype")}
+    plans.program(arguments).load(dtypes, device)

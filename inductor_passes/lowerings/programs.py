@@ -21,7 +21,6 @@ from inductor_passes import _compat
 from inductor_passes.base import LOGGER, PassLog, Refusal
 from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, rewrite_each
 from moe_ops import records
-from moe_ops.types import Activation, RoutingConfig
 
 _FUSED = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_experts", "fused_moe")
 
@@ -76,13 +75,12 @@ def _expect_static(fused: Node) -> None:
 
 def _program(fused: Node) -> Any:
     """The operator's launch plan; refuses, so that the operator call stays, when the kernels cannot make one."""
-    name = fused.target._schema.name.removeprefix("moe::")  # type: ignore[union-attr]
     try:
-        from moe_ops.kernels import fused as kernels
+        from moe_ops.kernels import plans
 
-        return getattr(kernels, f"{name}_program")(*_plan_arguments(fused))
+        return plans.program(records.transform(_metadata, arguments(fused)))
     except Exception as error:
-        LOGGER.warning("no launch plan for %s, it stays an operator call: %r", name, error)
+        LOGGER.warning("no launch plan for %s, it stays an operator call: %r", fused.target, error)
         raise Refusal(fused, f"the kernels make no launch plan: {error!r}") from error
 
 
@@ -106,15 +104,11 @@ class _Metadata:
         raise RuntimeError("a tensor of a graph has no address")
 
 
-def _metadata(node: Node) -> Any:
-    value = node.meta["val"]
+def _metadata(argument: Any) -> Any:
+    if not isinstance(argument, Node):
+        return argument
+    value = argument.meta["val"]
     return _Metadata(tuple(value.shape), value.stride(), value.dtype, value.device, value.storage_offset())
-
-
-def _plan_arguments(fused: Node) -> list[Any]:
-    values = map_arg(records.named(arguments(fused)), _metadata)
-    decoders = {"routing": RoutingConfig.from_spec, "activation": Activation.from_spec}
-    return [decoders[name](value) if name in decoders else value for name, value in values.items()]
 
 
 # Analysing a kernel takes a tenth of a second; a model launches the same few once per layer.
@@ -133,9 +127,8 @@ class _Launcher:
     def __init__(self, graph: Graph, fused: Node) -> None:
         self.graph = graph
         self.fused = fused
-        self.values: dict[str, Node] = {
-            name: value for name, value in records.named(arguments(fused)).items() if isinstance(value, Node)
-        }
+        named = records.named(arguments(fused)).items()
+        self.values: dict[str, Node] = {name: value for name, value in named if isinstance(value, Node)}
         self.device = next(iter(_tensors(fused).values())).device
         self.written_nodes: list[Node] = []
 

@@ -4,14 +4,15 @@ Few slots: one CTA ranks every slot against every other. Many: per-block histogr
 expert, then a scatter that ranks inside its block. Dropped slots form a last bucket, number `num_experts`.
 """
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from moe_ops.kernels.common import cdiv, local_expert, next_power_of_2
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_index
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 
 # Few block sizes, so that a growing token count compiles few variants. Beyond the last one the quadratic ranking
 # costs more than two further launches.
@@ -112,7 +113,7 @@ def _block_scatter_kernel(
 
 
 def dispatch_launches(
-    topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: int
+    topk_ids: TensorMeta, placement: Any, num_experts: int
 ) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     """Buffers and launches that turn `topk_ids` [T, K] into `sorted_slots`, `inverse` and `expert_offsets`."""
     num_slots = topk_ids.shape[0] * topk_ids.shape[1]
@@ -121,24 +122,30 @@ def dispatch_launches(
         Buffer("inverse", (num_slots,), torch.int32),
         Buffer("expert_offsets", (num_experts + 1,), torch.int32),
     )
-    source = _source_args(topk_ids, expert_map, num_experts)
+    source = _source_args(topk_ids, placement, num_experts)
     if num_slots <= _ONE_CTA_BLOCKS[-1]:
         return outputs, (_one_cta_launch(source, num_slots),)
     workspace, launches = _blocked_launches(source, num_slots)
     return outputs + workspace, launches
 
 
-def _source_args(topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: int) -> dict:
-    num_slots = topk_ids.shape[0] * topk_ids.shape[1]
+def placement_args(placement: Any, num_experts: int) -> dict[str, Any]:
+    """What `common.local_expert` needs to find experts."""
     return {
+        "map_ptr": None if placement.expert_map is None else Ref("expert_map"),
+        "num_ids": placement.num_ids(num_experts),
+        "num_experts": num_experts,
+    }
+
+
+def _source_args(topk_ids: TensorMeta, placement: Any, num_experts: int) -> dict:
+    return {
+        **placement_args(placement, num_experts),
         "ids_ptr": Ref("topk_ids"),
-        "map_ptr": None if expert_map is None else Ref("expert_map"),
-        "num_slots": num_slots,
+        "num_slots": topk_ids.shape[0] * topk_ids.shape[1],
         "top_k": topk_ids.shape[1],
         "stride_t": topk_ids.strides[0],
         "stride_k": topk_ids.strides[1],
-        "num_ids": num_experts if expert_map is None else expert_map.shape[0],
-        "num_experts": num_experts,
         "BLOCK_E": next_power_of_2(num_experts + 1),
     }
 
@@ -163,7 +170,8 @@ def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...],
     counts, prefix, totals = Ref("block_counts"), Ref("block_prefix"), Ref("expert_totals")
     scan = {"counts_ptr": counts, "prefix_ptr": prefix, "totals_ptr": totals, "num_blocks": num_blocks}
     scan["BLOCK"] = _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]
-    scatter = {**blocked, **_output_args(), "prefix_ptr": prefix, "totals_ptr": totals, "CHUNK": 32}
+    scatter = {**blocked, **_output_args(), "prefix_ptr": prefix, "totals_ptr": totals}
+    scatter["CHUNK"] = 32 if block == _SMALL_BLOCK else 8  # more spills
     workspace = (
         Buffer(counts.name, (buckets, num_blocks), torch.int32),
         Buffer(prefix.name, (buckets, num_blocks), torch.int32),
@@ -177,22 +185,7 @@ def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...],
     return workspace, launches
 
 
-@lru_cache(maxsize=1024)
-def _program(topk_ids: TensorMeta, expert_map: TensorMeta | None, num_experts: int) -> Program:
-    buffers, launches = dispatch_launches(topk_ids, expert_map, num_experts)
+def build_dispatch_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.build_dispatch`."""
+    buffers, launches = dispatch_launches(args.topk_ids, args.placement, args.num_experts)
     return Program(buffers, launches, ("sorted_slots", "inverse", "expert_offsets"))
-
-
-def build_dispatch_program(topk_ids, expert_map, num_experts: int) -> Program:
-    """The program of `moe.build_dispatch` for tensors with this metadata."""
-    return _program(describe(topk_ids), describe_index("expert_map", expert_map), num_experts)
-
-
-def launch(
-    topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """topk_ids [T, K] int32/int64 -> (sorted_slots [S], inverse [S], expert_offsets [E+1]), all int32."""
-    expert_map = None if expert_map is None else expert_map.contiguous()
-    program = build_dispatch_program(topk_ids, expert_map, num_experts)
-    sorted_slots, inverse, expert_offsets = program.run({"topk_ids": topk_ids, "expert_map": expert_map})
-    return sorted_slots, inverse, expert_offsets

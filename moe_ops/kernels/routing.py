@@ -1,18 +1,17 @@
 """topk_routing: scores, group limits and K passes of "largest remaining, lowest id first", one warp per few tokens.
 
-The definition is `moe_ops.routing.reference`. Experts are laid out as [groups, members], both padded to powers of
-two, so that group scores are plain reductions; flattened they keep the order of the expert ids.
+The definition is `moe_ops.routing.reference`.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
+from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2, offset
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 from moe_ops.types import RoutingConfig
 
 _NO_EXPERT = tl.constexpr(1 << 30)
@@ -32,27 +31,30 @@ def _lowest_best(values, available, numbers):
 
 
 @triton.jit
-def _keep_best_groups(
-    selection, member,
-    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr,
-):  # fmt: skip
-    """selection [rows, groups, members] with the experts outside the best groups set to GROUP_FILL."""
-    ROWS: tl.constexpr = selection.shape[0]
-    GROUPS: tl.constexpr = selection.shape[1]
-    group_score = tl.max(selection, 2)
-    if TOP2_SUM:
-        numbers = tl.arange(0, selection.shape[2])[None, None, :]
-        first = tl.min(tl.where(selection == group_score[:, :, None], numbers, _NO_EXPERT), 2)
-        group_score += tl.max(tl.where(numbers == first[:, :, None], -float("inf"), selection), 2)
-    groups = tl.arange(0, GROUPS)[None, :]
-    available = (groups < NUM_GROUPS) & tl.full((ROWS, GROUPS), True, tl.int1)
-    kept = tl.full((ROWS, GROUPS), False, tl.int1)
-    for _ in range(TOPK_GROUPS):
-        _, pick = _lowest_best(group_score, available, groups)
-        kept = kept | (groups == pick[:, None])
-        available = available & (groups != pick[:, None])
-    fill = -float("inf") if GROUP_FILL is None else GROUP_FILL
-    return tl.where(member & (kept[:, :, None] == 0), fill, selection)
+def _group_scores(
+    selection,
+    experts,
+    NUM_GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
+):
+    """[rows, groups] of selections [rows, experts], a group at a time.
+
+    As [rows, groups, members] it would be one reduction, but Triton 3.6 reduces a reshaped block over the wrong lanes:
+    on an H200 tokens got each other's experts.
+    """
+    groups = tl.arange(0, BLOCK_G)[None, :]
+    scores = tl.full((selection.shape[0], BLOCK_G), -float("inf"), selection.dtype)
+    for group in range(NUM_GROUPS):
+        inside = experts // MEMBERS == group
+        values = tl.where(inside, selection, -float("inf"))
+        best = tl.max(values, 1)
+        if TOP2_SUM:
+            first = tl.min(tl.where(inside & (values == best[:, None]), experts, _NO_EXPERT), 1)
+            best += tl.max(tl.where(experts == first[:, None], -float("inf"), values), 1)
+        scores = tl.where(groups == group, best[:, None], scores)
+    return scores
 
 
 @triton.jit
@@ -73,40 +75,42 @@ def _topk_routing_kernel(
     num_tokens, stride_t, stride_e, stride_b,
     TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
     RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, MEMBERS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = tokens < num_tokens
-    groups = tl.arange(0, BLOCK_G)[None, :, None]
-    members = tl.arange(0, BLOCK_M)[None, None, :]
-    experts = groups * MEMBERS + members
-    one_row = (groups < NUM_GROUPS) & (members < MEMBERS)
-    member = one_row & tl.full((ROWS, BLOCK_G, BLOCK_M), True, tl.int1)
-    rows_ptr = logits_ptr + tokens.to(tl.int64)[:, None, None] * stride_t
-    logits = tl.load(rows_ptr + experts * stride_e, mask=present[:, None, None] & one_row, other=0.0).to(ACC)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    there = experts < NUM_EXPERTS
+    logits_ptrs = logits_ptr + offset(tokens, stride_t)[:, None] + offset(experts, stride_e)
+    logits = tl.load(logits_ptrs, mask=present[:, None] & there, other=0.0).to(ACC)
     score = logits
     if SCORE_FIRST:
         if SOFTMAX:
-            logits = tl.where(member, logits, -float("inf"))
-            exps = tl.exp(logits - tl.max(tl.max(logits, 2), 1)[:, None, None])
-            score = exps / tl.sum(tl.sum(exps, 2), 1)[:, None, None]
+            logits = tl.where(there, logits, -float("inf"))
+            exps = tl.exp(logits - tl.max(logits, 1)[:, None])
+            score = exps / tl.sum(exps, 1)[:, None]
         else:
             score = tl.sigmoid(logits)
     selection = score
     if bias_ptr is not None:
-        selection += tl.load(bias_ptr + experts * stride_b, mask=one_row, other=0.0).to(ACC)
-    usable = member & _is_finite(selection)
-    selection = tl.where(usable, selection, -float("inf"))
-    if NUM_GROUPS > 1:  # A finite GROUP_FILL must not make an unusable score usable.
-        selection = _keep_best_groups(selection, member, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL)
-        selection = tl.where(usable, selection, -float("inf"))
-    BLOCK_E: tl.constexpr = BLOCK_G * BLOCK_M
-    score = tl.reshape(tl.where(member & _is_finite(score), score, 0.0), (ROWS, BLOCK_E))
-    selection = tl.reshape(selection, (ROWS, BLOCK_E))
-    available = tl.reshape(member, (ROWS, BLOCK_E))
-    experts = tl.reshape(tl.where(member, experts, _NO_EXPERT), (ROWS, BLOCK_E))
+        selection += tl.load(bias_ptr + offset(experts, stride_b), mask=there, other=0.0).to(ACC)
+    selection = tl.where(there & _is_finite(selection), selection, -float("inf"))
+    if NUM_GROUPS > 1:
+        groups = tl.arange(0, BLOCK_G)
+        group_score = _group_scores(selection, experts, NUM_GROUPS, MEMBERS, BLOCK_G, TOP2_SUM)
+        untaken = (groups[None, :] < NUM_GROUPS) & tl.full((ROWS, BLOCK_G), True, tl.int1)
+        kept = tl.full((ROWS, BLOCK_E), False, tl.int1)
+        for _ in range(TOPK_GROUPS):
+            _, group = _lowest_best(group_score, untaken, groups[None, :])
+            kept = kept | (experts // MEMBERS == group[:, None])
+            untaken = untaken & (groups[None, :] != group[:, None])
+        # A finite GROUP_FILL must not make an unusable score usable.
+        fill = -float("inf") if GROUP_FILL is None else GROUP_FILL
+        selection = tl.where(kept | (selection == -float("inf")), selection, fill)
+    score = tl.where(there & _is_finite(score), score, 0.0)
+    available = there & tl.full((ROWS, BLOCK_E), True, tl.int1)
     columns = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((ROWS, BLOCK_K), ACC)
     ranked = tl.full((ROWS, BLOCK_K), -float("inf"), ACC)
@@ -147,21 +151,22 @@ def _topk_routing_backward_kernel(
     tokens = tokens.to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :]
     mask = present & (columns < TOP_K)
-    ids = tl.load(ids_ptr + tokens * ids_stride_t + columns * ids_stride_k, mask=mask, other=-1)
+    id_ptrs = ids_ptr + offset(tokens, ids_stride_t) + offset(columns, ids_stride_k)
+    ids = tl.load(id_ptrs, mask=mask, other=-1)
     mask = mask & (ids >= 0) & (ids < NUM_EXPERTS)
-    picked = tl.load(logits_ptr + tokens * stride_t + ids * stride_e, mask=mask, other=0.0).to(ACC)
-    grad = tl.load(grad_ptr + tokens * grad_stride_t + columns * grad_stride_k, mask=mask, other=0.0).to(ACC)
+    row_ptr = logits_ptr + offset(tokens, stride_t)
+    picked = tl.load(row_ptr + offset(ids, stride_e), mask=mask, other=0.0).to(ACC)
+    grad_ptrs = grad_ptr + offset(tokens, grad_stride_t) + offset(columns, grad_stride_k)
+    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
     # A weight of zero: the selection was not finite, so the slot is constant; or the score underflowed, so it is flat.
-    weight = tl.load(weights_ptr + tokens * weight_stride_t + columns * weight_stride_k, mask=mask, other=0.0)
-    valid = mask & (weight != 0)
+    weight_ptrs = weights_ptr + offset(tokens, weight_stride_t) + offset(columns, weight_stride_k)
+    valid = mask & (tl.load(weight_ptrs, mask=mask, other=0.0) != 0)
     experts = tl.arange(0, BLOCK_E)[None, :]
     expert_mask = present & (experts < NUM_EXPERTS)
     score = tl.zeros((ROWS, BLOCK_E), ACC)
     if SCORE_FIRST:
         if SOFTMAX:
-            logits = tl.load(
-                logits_ptr + tokens * stride_t + experts * stride_e, mask=expert_mask, other=0.0
-            ).to(ACC)
+            logits = tl.load(row_ptr + offset(experts, stride_e), mask=expert_mask, other=0.0).to(ACC)
             logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
             largest = tl.max(logits, 1)[:, None]
             exps = tl.exp(logits - largest)
@@ -193,17 +198,17 @@ def _topk_routing_backward_kernel(
     tl.store(out_ptr + tokens * NUM_EXPERTS + experts, dense.to(out_ptr.dtype.element_ty), mask=expert_mask)
 
 
-def routing_launches(
-    router_logits: TensorMeta, correction_bias: TensorMeta | None, routing: RoutingConfig
-) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+def routing_launches(router: Any) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     """Buffers and launches that turn `router_logits` [T, E] into `topk_weights` and `topk_ids` [T, K]."""
+    router_logits, correction_bias, spec = router
+    routing = RoutingConfig.from_spec(spec)
     num_tokens, num_experts = router_logits.shape
     blocks = {
+        "BLOCK_E": next_power_of_2(num_experts),
         "BLOCK_G": next_power_of_2(routing.num_groups),
-        "BLOCK_M": next_power_of_2(num_experts // routing.num_groups),
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
-    tile = _tile(num_tokens, blocks["BLOCK_G"] * blocks["BLOCK_M"])
+    rows, programs, num_warps = _tile(num_tokens, blocks["BLOCK_E"])
     args = {
         "logits_ptr": Ref("router_logits"),
         "bias_ptr": None if correction_bias is None else Ref("correction_bias"),
@@ -218,26 +223,21 @@ def routing_launches(
         "TOPK_GROUPS": routing.topk_groups,
         "TOP2_SUM": routing.group_score == "top2_sum",
         "GROUP_FILL": None if routing.group_fill == float("-inf") else routing.group_fill,
+        "NUM_EXPERTS": num_experts,
         "MEMBERS": num_experts // routing.num_groups,
-        "ROWS": tile.rows,
+        "ROWS": rows,
         **blocks,
     }
     shape = (num_tokens, routing.top_k)
     weights = Buffer("topk_weights", shape, compute_dtype(router_logits.dtype))
     buffers = (weights, Buffer("topk_ids", shape, torch.int32))
-    return buffers, (Launch(_topk_routing_kernel, (tile.programs,), args, tile.num_warps, 1),)
+    return buffers, (Launch(_topk_routing_kernel, (programs,), args, num_warps, 1),)
 
 
-class _Tile(NamedTuple):
-    rows: int
-    programs: int
-    num_warps: int
-
-
-def _tile(num_tokens: int, block_e: int) -> _Tile:
-    """Rows per program so that a warp has work, without a row spanning warps unless it is long."""
+def _tile(num_tokens: int, block_e: int) -> tuple[int, int, int]:
+    """(rows, programs, warps): a warp has work, and a row does not span warps unless it is long."""
     rows = min(max(_ELEMENTS_PER_WARP // block_e, 1), 32)
-    return _Tile(rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4)
+    return rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4
 
 
 def _formula_args(routing: RoutingConfig) -> dict:
@@ -251,26 +251,20 @@ def _formula_args(routing: RoutingConfig) -> dict:
     }
 
 
-@lru_cache(maxsize=1024)
-def _program(
-    router_logits: TensorMeta, correction_bias: TensorMeta | None, routing: RoutingConfig
-) -> Program:
-    buffers, launches = routing_launches(router_logits, correction_bias, routing)
+def topk_routing_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.topk_routing`."""
+    buffers, launches = routing_launches(args.router)
     return Program(buffers, launches, ("topk_weights", "topk_ids"))
 
 
-@lru_cache(maxsize=1024)
-def _backward_program(
-    grad_weights: TensorMeta,
-    router_logits: TensorMeta,
-    topk_weights: TensorMeta,
-    topk_ids: TensorMeta,
-    routing: RoutingConfig,
-) -> Program:
+def topk_routing_backward_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.topk_routing_backward`."""
+    grad_weights, router_logits, topk_weights, topk_ids, spec = args
+    routing = RoutingConfig.from_spec(spec)
     num_tokens, num_experts = router_logits.shape
     block_e = next_power_of_2(num_experts)
-    tile = _tile(num_tokens, block_e)
-    args = {
+    rows, programs, num_warps = _tile(num_tokens, block_e)
+    given = {
         "grad_ptr": Ref("grad_weights"),
         "logits_ptr": Ref("router_logits"),
         "weights_ptr": Ref("topk_weights"),
@@ -288,49 +282,10 @@ def _backward_program(
         "NUM_EXPERTS": num_experts,
         **_formula_args(routing),
         "F64": router_logits.dtype == torch.float64,
-        "ROWS": tile.rows,
+        "ROWS": rows,
         "BLOCK_E": block_e,
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
     buffer = Buffer("grad_logits", (num_tokens, num_experts), router_logits.dtype)
-    launch = Launch(_topk_routing_backward_kernel, (tile.programs,), args, tile.num_warps, 1)
+    launch = Launch(_topk_routing_backward_kernel, (programs,), given, num_warps, 1)
     return Program((buffer,), (launch,), ("grad_logits",))
-
-
-def topk_routing_program(router_logits, correction_bias, routing: RoutingConfig) -> Program:
-    """The program of `moe.topk_routing` for tensors with this metadata."""
-    return _program(describe(router_logits), describe_optional(correction_bias), routing)
-
-
-def topk_routing_backward_program(
-    grad_weights, router_logits, topk_weights, topk_ids, routing: RoutingConfig
-) -> Program:
-    """The program of `moe.topk_routing_backward` for tensors with this metadata."""
-    metas = map(describe, (grad_weights, router_logits, topk_weights, topk_ids))
-    return _backward_program(*metas, routing)
-
-
-def launch(
-    router_logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: RoutingConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E] -> (topk_weights [T, K] float32, float64 for float64; topk_ids [T, K] int32)."""
-    program = topk_routing_program(router_logits, correction_bias, routing)
-    weights, ids = program.run({"router_logits": router_logits, "correction_bias": correction_bias})
-    return weights, ids
-
-
-def launch_backward(
-    grad_weights: torch.Tensor,
-    router_logits: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    routing: RoutingConfig,
-) -> torch.Tensor:
-    """grad_weights, topk_weights, topk_ids [T, K] -> gradient of router_logits [T, E], in its dtype."""
-    tensors = {
-        "grad_weights": grad_weights,
-        "router_logits": router_logits,
-        "topk_weights": topk_weights,
-        "topk_ids": topk_ids,
-    }
-    return topk_routing_backward_program(**tensors, routing=routing).run(tensors)[0]

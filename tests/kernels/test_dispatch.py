@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from moe_ops.kernels import dispatch as kernels
 from tests.kernels import oracles
+from tests.kernels.by_name import launch
 
 
 def _check(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts: int, device: str) -> None:
     mapped = None if expert_map is None else expert_map.to(device)
-    actual = kernels.launch(topk_ids.to(device), mapped, num_experts)
+    actual = launch("build_dispatch", topk_ids.to(device), mapped, num_experts)
     expected = oracles.dispatch(oracles.local_experts(topk_ids, expert_map, num_experts), num_experts)
     for name, tensor, values in zip(
         ("sorted_slots", "inverse", "expert_offsets"), actual, expected, strict=True
@@ -54,7 +54,7 @@ def test_a_million_slots(device: str) -> None:
     if device == "cpu":
         pytest.skip("too slow for the interpreter")
     topk_ids = torch.randint(-1, 256, (1 << 17, 8), dtype=torch.int32, device=device)
-    sorted_slots, inverse, offsets = kernels.launch(topk_ids, None, 256)
+    sorted_slots, inverse, offsets = launch("build_dispatch", topk_ids, None, 256)
     keys = torch.where(topk_ids < 0, 256, topk_ids).flatten()
     assert torch.equal(sorted_slots.long(), torch.sort(keys, stable=True).indices)
     assert torch.equal(offsets[1:].long(), torch.bincount(keys, minlength=257)[:256].cumsum(0))

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from moe_ops import routing as routing_definition
-from moe_ops.kernels import decode_plan, dispatch, fused
+from moe_ops.arguments import Router
+from moe_ops.kernels import decode_plan, fused
 from moe_ops.kernels.decode_plan import prefers_gemv
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
+from tests.kernels.by_name import launch, program_of
 from tests.kernels.oracles import assert_close
 
 SIZES = {
@@ -52,7 +54,7 @@ def _experts(
 
 def _check(tensors, activation: Activation, device: str) -> torch.Tensor:
     moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-    out = fused.fused_experts(**moved, activation=activation)
+    out = launch("fused_experts", **moved, activation=activation)
     assert_close(out, oracles.experts(**tensors, activation=activation))
     return out
 
@@ -118,9 +120,9 @@ def test_a_nan_token_changes_no_other_token(size: str, device: str) -> None:
         k: None if v is None else v.to(device)
         for k, v in _experts(size, torch.bfloat16, Activation()).items()
     }
-    clean = fused.fused_experts(**tensors, activation=Activation())
+    clean = launch("fused_experts", **tensors, activation=Activation())
     tensors["hidden_states"][-1] = float("nan")
-    out = fused.fused_experts(**tensors, activation=Activation())
+    out = launch("fused_experts", **tensors, activation=Activation())
     assert out[-1].isnan().all()
     assert torch.equal(out[:-1], clean[:-1])
 
@@ -135,14 +137,16 @@ def test_fused_moe_routes_and_computes(dtype: torch.dtype, size: str, device: st
         tokens, num_experts, dtype=torch.float64 if dtype == torch.float64 else torch.float32
     )
     bias = torch.rand(num_experts)
-    weights, ids = routing_definition.reference(logits, bias, routing.spec)
+    weights, ids = routing_definition.reference(Router(logits, bias, routing.spec))
     expected = oracles.experts(
         **(tensors | {"topk_weights": weights, "topk_ids": ids}), activation=Activation()
     )
     args = [t.to(device) for t in (tensors["hidden_states"], logits, tensors["w13"], tensors["w2"])]
-    out = fused.fused_moe(*args, None, None, bias.to(device), None, routing, Activation())
+    out = launch("fused_moe", *args, bias.to(device), routing=routing, activation=Activation())
     assert_close(out, expected)
-    assert torch.equal(out, fused.fused_moe(*args, None, None, bias.to(device), None, routing, Activation()))
+    assert torch.equal(
+        out, launch("fused_moe", *args, bias.to(device), routing=routing, activation=Activation())
+    )
 
 
 @pytest.mark.parametrize("size", ["T7", "T33"])
@@ -151,19 +155,25 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
     tokens, num_experts, top_k = SIZES[size][:3]
     routing = RoutingConfig(top_k=top_k)
     logits = torch.randn(tokens, num_experts).to(device)
-    weights, ids, sorted_slots, inverse, offsets = fused.routing_dispatch(
-        logits, None, None, num_experts, routing
+    weights, ids, sorted_slots, inverse, offsets = launch(
+        "routing_dispatch", logits, None, None, num_experts, routing
     )
     for actual, expected in zip(
-        (sorted_slots, inverse, offsets), dispatch.launch(ids, None, num_experts), strict=True
+        (sorted_slots, inverse, offsets), launch("build_dispatch", ids, None, num_experts), strict=True
     ):
         assert torch.equal(actual, expected)
     moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
-    hidden = fused.gather_gemm_act(
-        moved["hidden_states"], moved["w13"], sorted_slots, offsets, moved["w13_bias"], Activation()
+    hidden = launch(
+        "gather_gemm_act",
+        moved["hidden_states"],
+        moved["w13"],
+        sorted_slots,
+        offsets,
+        moved["w13_bias"],
+        Activation(),
     )
-    out = fused.gemm_combine(
-        hidden, moved["w2"], offsets, moved["w2_bias"], weights, inverse, moved["shared"]
+    out = launch(
+        "gemm_combine", hidden, moved["w2"], offsets, weights, inverse, moved["w2_bias"], moved["shared"]
     )
     routed = {"topk_weights": weights.cpu(), "topk_ids": ids.cpu()}
     assert_close(out, oracles.experts(**(tensors | routed), activation=Activation()))
@@ -175,28 +185,44 @@ def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
     assert not prefers_gemv(16, 8, 256)
 
 
+def test_decode_path_counts_the_experts_of_the_map() -> None:
+    """Eight local experts are few for 32 slots, but the slots of a token spread over all 128."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    routed = meta(4, 8, dtype=torch.float32), meta(4, 8, dtype=torch.int32)
+    tensors = meta(4, 64), meta(8, 64, 64), meta(8, 64, 32), *routed, None, None
+    for expert_map, first in (
+        (None, "_dispatch_one_cta_kernel"),
+        (meta(128, dtype=torch.int32), "gemv_activation_kernel"),
+    ):
+        program = program_of("fused_experts", *tensors, expert_map, None, Activation())
+        assert program.launches[0].kernel.__name__ == first
+
+
 @pytest.mark.parametrize("sorts_first", [False, True])
 def test_rows_by_tma(sorts_first: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows take rows in order by TMA: those of the second product, and sorted ones of the first."""
-    monkeypatch.setattr(fused, "sorts_rows_first", lambda num_slots, w13: sorts_first)
-    fused._fused_experts.cache_clear()
-    monkeypatch.setitem(SIZES, "many", (150, 2, 2, 64, 136))
+    monkeypatch.setattr(fused, "sorts_rows_first", lambda gemm: sorts_first)
+    monkeypatch.setitem(
+        SIZES, "many", (150 + sorts_first, 2, 2, 64, 136)
+    )  # no other test caches a plan for these
     tensors = _experts("many", torch.bfloat16, Activation(), biased=True)
     tensors["topk_ids"][::7, 0] = -1
     moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-    program = fused.fused_experts_program(**moved, activation=Activation())
+    program = program_of("fused_experts", **moved, activation=Activation())
     by_tma = [step.args["x_desc"] is not None for step in program.launches if "x_desc" in step.args]
     assert by_tma == [sorts_first, True]
     _check(tensors, Activation(), device)
-    fused._fused_experts.cache_clear()
 
 
 def test_gather_gemm_act_zeroes_rows_of_dropped_slots(device: str) -> None:
     tensors = _experts("T33", torch.bfloat16, Activation(), biased=True)
     tensors["topk_ids"][::2] = -1
-    slots, _, offsets = dispatch.launch(tensors["topk_ids"].to(device), None, 13)
+    slots, _, offsets = launch("build_dispatch", tensors["topk_ids"].to(device), None, 13)
     args = tensors["hidden_states"].to(device), tensors["w13"].to(device), slots, offsets
-    out = fused.gather_gemm_act(*args, tensors["w13_bias"].to(device), Activation())
+    out = launch("gather_gemm_act", *args, tensors["w13_bias"].to(device), Activation())
     kept = int(offsets[-1])
     assert 0 < kept < out.shape[0]
     assert (out[kept:] == 0).all() and out[:kept].isfinite().all()

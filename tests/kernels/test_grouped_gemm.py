@@ -1,12 +1,16 @@
 """The grouped product on both paths, every weight layout, and the weight gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_ops.kernels import gemm_config, grouped_gemm
-from moe_ops.kernels.grouped_gemm import Gemm, Operand
-from moe_ops.kernels.program import Program, describe
+from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import Program
 from tests.kernels import oracles
+from tests.kernels.by_name import launch
+from tests.kernels.catalogue import meta, product
 from tests.kernels.oracles import assert_close
 
 OFFSETS = {  # empty experts, one hot expert, dropped rows at the end
@@ -43,13 +47,13 @@ def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: 
     x, bias = torch.randn(ROWS, 72).to(dtype), torch.randn(EXPERTS, 48).to(dtype)
     offsets = torch.tensor(OFFSETS[case], dtype=torch.int32)
     args = x.to(device), _on(device, weight), offsets.to(device)
-    assert gemm_config.takes_tma(describe(args[1])) == (dtype == torch.bfloat16 and layout != "misaligned")
+    assert product(args[1]).weight_by_tma == (dtype == torch.bfloat16 and layout != "misaligned")
     expected = oracles.grouped_gemm(x, weight, OFFSETS[case], bias)
-    assert_close(grouped_gemm.launch(*args, bias.to(device)), expected)
+    assert_close(launch("grouped_gemm", *args, bias.to(device)), expected)
     plain = oracles.grouped_gemm(x, weight, OFFSETS[case])
-    out = grouped_gemm.launch(*args, None)
+    out = launch("grouped_gemm", *args, None)
     assert_close(out, plain)
-    assert torch.equal(out, grouped_gemm.launch(*args, None))
+    assert torch.equal(out, launch("grouped_gemm", *args, None))
 
 
 @pytest.mark.parametrize("features, depth", [(13, 511), (1, 1), (130, 7)])
@@ -57,8 +61,12 @@ def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: 
 def test_odd_sizes(features: int, depth: int, dtype: torch.dtype, device: str) -> None:
     weight, x = torch.randn(3, features, depth).to(dtype), torch.randn(9, depth).to(dtype)
     offsets = [0, 4, 4, 7]
-    out = grouped_gemm.launch(
-        x.to(device), weight.to(device), torch.tensor(offsets, dtype=torch.int32).to(device), None
+    out = launch(
+        "grouped_gemm",
+        x.to(device),
+        weight.to(device),
+        torch.tensor(offsets, dtype=torch.int32).to(device),
+        None,
     )
     assert_close(out, oracles.grouped_gemm(x, weight, offsets))
 
@@ -66,9 +74,9 @@ def test_odd_sizes(features: int, depth: int, dtype: torch.dtype, device: str) -
 def test_nan_rows_stay_where_they_are(device: str) -> None:
     weight, x = torch.randn(2, 64, 64).bfloat16().to(device), torch.randn(12, 64).bfloat16().to(device)
     offsets = torch.tensor([0, 5, 9], dtype=torch.int32).to(device)
-    clean = grouped_gemm.launch(x, weight, offsets, None)
+    clean = launch("grouped_gemm", x, weight, offsets, None)
     x[2], x[10] = float("nan"), float("nan")
-    out = grouped_gemm.launch(x, weight, offsets, None)
+    out = launch("grouped_gemm", x, weight, offsets, None)
     assert out[2].isnan().all()
     kept = [row for row in range(12) if row != 2]
     assert torch.equal(out[kept], clean[kept])
@@ -77,21 +85,17 @@ def test_nan_rows_stay_where_they_are(device: str) -> None:
 def test_offsets_that_make_no_sense_touch_nothing(device: str) -> None:
     weight, x = torch.randn(3, 64, 64).bfloat16().to(device), torch.randn(20, 64).bfloat16().to(device)
     for values in ([0, 1 << 30, -5, 7], [1 << 20, 0, 1 << 20, 0], [0, 20, 0, 20]):
-        grouped_gemm.launch(x, weight, torch.tensor(values, dtype=torch.int32).to(device), None)
+        launch("grouped_gemm", x, weight, torch.tensor(values, dtype=torch.int32).to(device), None)
     offsets = torch.tensor([0, 5, 9, 20], dtype=torch.int32).to(device)
-    out = grouped_gemm.launch(x, weight, offsets, None)
+    out = launch("grouped_gemm", x, weight, offsets, None)
     assert_close(out, oracles.grouped_gemm(x, weight, offsets.tolist()))
 
 
-@pytest.mark.parametrize(
-    "config", gemm_config.candidates(describe(torch.empty(1, 8, 8, dtype=torch.bfloat16)))
-)
+@pytest.mark.parametrize("config", gemm_config.candidates(product(meta(1, 8, 8))))
 def test_every_block_size(config: gemm_config.LaunchConfig, device: str) -> None:
     rows, offsets = 200, [0, 129, 129, 190]
     weight, x = torch.randn(3, 264, 200).bfloat16().to(device), torch.randn(rows, 200).bfloat16().to(device)
-    gemm = Gemm(
-        Operand("x", describe(x)), Operand("weight", describe(weight)), None, "out", rows, 5, tail=True
-    )
+    gemm = replace(product(weight, rows, gpu=Gpu(90, 5, H200.shared_memory)), tail=True)
     tensors = {
         "x": x,
         "weight": weight,
@@ -111,9 +115,9 @@ def test_weight_gradient(dtype: torch.dtype, case: str, device: str) -> None:
     for expert, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         expected[expert] = grad[start:end].double().T @ x[start:end].double()
     on_device = torch.tensor(offsets, dtype=torch.int32).to(device)
-    assert_close(grouped_gemm.launch_weight_backward(grad.to(device), x.to(device), on_device), expected)
+    assert_close(launch("grouped_gemm_weight_backward", grad.to(device), x.to(device), on_device), expected)
     ones = torch.ones(ROWS, 1).to(dtype)
-    bias_grad = grouped_gemm.launch_weight_backward(grad.to(device), ones.to(device), on_device)
+    bias_grad = launch("grouped_gemm_weight_backward", grad.to(device), ones.to(device), on_device)
     expected_bias = torch.stack(
         [grad[a:b].double().sum(0) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     )

@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from moe_ops.kernels import fused, gemm_config, grouped_gemm, permute
-from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, View, describe
+from moe_ops.kernels import gemm_config, permute
+from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, View
 from moe_ops.types import Activation
+from tests.kernels.by_name import launch, program_of
+from tests.kernels.catalogue import meta, product
 
 
 def _experts_program(make, tokens: int = 16, hidden: int = 64) -> Program:
     args = make(tokens, hidden), make(4, 128, hidden), make(4, hidden, 64)
     routes = make(tokens, 2), make(tokens, 2).to(torch.int32)
-    return fused.fused_experts_program(*args, *routes, None, None, None, None, Activation())
+    return program_of("fused_experts", *args, *routes, None, None, None, None, Activation())
 
 
 def test_real_fake_and_meta_tensors_share_one_plan() -> None:
@@ -53,30 +55,11 @@ def test_a_launch_needs_every_kernel_parameter() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "shape, strides, offset, dtype, expected",
-    [
-        ((4, 64, 64), (4096, 64, 1), 0, torch.bfloat16, True),
-        ((4, 64, 64), (4096, 1, 64), 0, torch.float16, True),
-        ((4, 64, 64), (4096, 64, 1), 1, torch.bfloat16, False),
-        ((4, 64, 511), (64 * 511, 511, 1), 0, torch.bfloat16, False),
-        ((4, 64, 64), (4096, 64, 1), 0, torch.float32, False),
-        ((4, 32, 32), (4096, 128, 2), 0, torch.bfloat16, False),
-        ((4, 64, 64), (0, 64, 1), 0, torch.bfloat16, False),
-    ],
-)
-def test_tma_takes_aligned_half_precision_rows(shape, strides, offset, dtype, expected) -> None:
-    weight = torch.zeros(1 << 18, dtype=dtype).as_strided(shape, strides, offset)
-    assert gemm_config.takes_tma(describe(weight)) is expected
-
-
 def test_rows_per_tile_grow_with_the_rows_of_an_expert() -> None:
-    weight = describe(torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"))
-    blocks = [gemm_config.pick_config(slots, weight).block_m for slots in (8, 128, 2048, 8192, 1 << 17)]
-    assert blocks == [16, 16, 32, 64, 128]
-    assert {gemm_config.pick_config(slots, weight) for slots in (8, 2048, 8192, 1 << 17)} <= {
-        *gemm_config.candidates(weight)
-    }
+    products = [product(meta(128, 1536, 2048), slots) for slots in (8, 128, 2048, 8192, 1 << 17)]
+    configs = [gemm_config.pick_config(gemm) for gemm in products]
+    assert [config.block_m for config in configs] == [16, 16, 32, 64, 128]
+    assert {*configs} <= {*gemm_config.candidates(products[0])}
 
 
 def test_two_products_share_a_tile_map() -> None:
@@ -93,6 +76,7 @@ def test_views_reach_the_kernel(device: str) -> None:
         "slots_ptr": Ref("slots"),
         "out_ptr": Ref("out"),
         "top_k": 1,
+        "num_tokens": 4,
         "num_columns": 3,
         "stride_t": 6,
         "stride_h": 2,
@@ -114,9 +98,7 @@ def test_wide_addresses_are_64_bit() -> None:
     """S*H past 2**31: the plan is made, and strides of that size reach the kernels as they are."""
     x = torch.empty(1 << 20, 4096, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(8, 14336, 4096, dtype=torch.bfloat16, device="meta")
-    program = grouped_gemm.grouped_gemm_program(
-        x, weight, torch.empty(9, dtype=torch.int32, device="meta"), None
-    )
+    program = program_of("grouped_gemm", x, weight, torch.empty(9, dtype=torch.int32, device="meta"), None)
     descriptor = program.launches[-1].args["weight_desc"]
     assert isinstance(descriptor, Descriptor) and descriptor.strides == (14336 * 4096, 4096, 1)
 
@@ -130,10 +112,10 @@ def test_gpu_addresses_past_two_to_the_31(device: str) -> None:
     x[-1] = 1.0
     weight = torch.full((1, 64, columns), 0.5, dtype=torch.bfloat16, device=device)
     offsets = torch.tensor([0, rows], dtype=torch.int32, device=device)
-    out = grouped_gemm.launch(x, weight, offsets, None)
+    out = launch("grouped_gemm", x, weight, offsets, None)
     assert (out[-1] == columns / 2).all() and (out[:-1] == 0).all()
     slots = torch.arange(rows, dtype=torch.int32, device=device).flip(0)
-    assert torch.equal(permute.launch(x, slots)[0], x[-1])
+    assert torch.equal(launch("permute", x, slots)[0], x[-1])
 
 
 def test_strided_index_vectors_are_refused_by_plans_and_copied_by_launches(device: str) -> None:
@@ -142,5 +124,5 @@ def test_strided_index_vectors_are_refused_by_plans_and_copied_by_launches(devic
         torch.tensor([2, 9, 0, 9, 3, 9, 1, 9], dtype=torch.int32).to(device)[::2],
     )
     with pytest.raises(ValueError, match="sorted_slots has stride 2"):
-        permute.permute_program(hidden, slots)
-    assert torch.equal(permute.launch(hidden, slots), hidden[slots.long()])
+        program_of("permute", hidden, slots)
+    assert torch.equal(launch("permute", hidden, slots), hidden[slots.long()])

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from moe_ops import routing as definition
-from moe_ops.kernels import routing as kernels
+from moe_ops.arguments import Router, TopkRoutingBackward
 from moe_ops.types import RoutingConfig
+from tests.kernels.by_name import launch
 from tests.kernels.oracles import assert_close
 
 CONFIGS = [
     RoutingConfig(top_k=3),
     RoutingConfig(top_k=1, renormalize=False),
+    RoutingConfig(top_k=2, renorm_eps=0.25),
     RoutingConfig(top_k=4, order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=4, order="topk_then_score", score_fn="sigmoid", scale=1.5),
     RoutingConfig(top_k=5, score_fn="sigmoid", renorm_eps=1e-20, scale=2.5),
@@ -25,7 +27,7 @@ def _experts(config: RoutingConfig) -> int:
 
 def _reference(logits, bias, config):
     logits = logits.cpu()
-    weights, ids = definition.reference(logits, None if bias is None else bias.cpu(), config.spec)
+    weights, ids = definition.reference(Router(logits, None if bias is None else bias.cpu(), config.spec))
     return weights, ids
 
 
@@ -34,19 +36,34 @@ def _reference(logits, bias, config):
 def test_matches_the_definition(config: RoutingConfig, tokens: int, device: str) -> None:
     logits = torch.randn(tokens, _experts(config)).to(device)
     bias = (torch.rand(_experts(config)) / 4).to(device)
-    for correction in (None, bias):
-        weights, ids = kernels.launch(logits, correction, config)
+    # Below zero, experts of groups that were left out win with a group_fill of 0.
+    for correction in (None, bias, bias - 3):
+        weights, ids = launch("topk_routing", logits, correction, config)
         expected_weights, expected_ids = _reference(logits, correction, config)
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32
         assert torch.equal(ids.cpu(), expected_ids)
         assert_close(weights, expected_weights)
 
 
+@pytest.mark.parametrize("score", ["max", "top2_sum"])
+@pytest.mark.parametrize(
+    ("experts", "groups"), [(32, 16), (60, 5), (64, 8), (96, 4), (128, 2), (160, 8), (256, 8)]
+)
+def test_groups_of_every_size(experts: int, groups: int, score: str, device: str) -> None:
+    """Rows whose logits load in pieces: several of them in one block once chose each other's experts on a GPU."""
+    config = RoutingConfig(top_k=2, num_groups=groups, topk_groups=2, group_score=score, score_fn="sigmoid")
+    logits = torch.randn(33, experts).to(device)
+    weights, ids = launch("topk_routing", logits, None, config)
+    expected_weights, expected_ids = _reference(logits, None, config)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected_weights)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_computes_in_the_compute_dtype(dtype: torch.dtype, device: str) -> None:
     config = RoutingConfig(top_k=4)
     logits = torch.randn(9, 13).to(device, dtype)
-    weights, ids = kernels.launch(logits, None, config)
+    weights, ids = launch("topk_routing", logits, None, config)
     expected, expected_ids = _reference(logits, None, config)
     assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(ids.cpu(), expected_ids)
@@ -56,7 +73,7 @@ def test_computes_in_the_compute_dtype(dtype: torch.dtype, device: str) -> None:
 def test_ties_go_to_the_lowest_id(device: str) -> None:
     logits = torch.zeros(3, 13)
     logits[1, 7] = logits[1, 3] = 1.0
-    _, ids = kernels.launch(logits.to(device), None, RoutingConfig(top_k=4))
+    _, ids = launch("topk_routing", logits.to(device), None, RoutingConfig(top_k=4))
     assert ids.cpu().tolist() == [[0, 1, 2, 3], [3, 7, 0, 1], [0, 1, 2, 3]]
 
 
@@ -70,7 +87,7 @@ def test_non_finite_scores_rank_last_with_weight_zero(score_fn: str, order: str,
     logits[2, 2] = float("inf")
     logits[3, :] = float("nan")
     logits[4, :4] = float("nan")
-    weights, ids = kernels.launch(logits.to(device), None, config)
+    weights, ids = launch("topk_routing", logits.to(device), None, config)
     expected, expected_ids = _reference(logits, None, config)
     assert torch.equal(ids.cpu(), expected_ids)
     assert weights.isfinite().all()
@@ -82,7 +99,7 @@ def test_a_finite_group_fill_makes_no_score_usable(device: str) -> None:
     config = RoutingConfig(top_k=6, score_fn="sigmoid", num_groups=4, topk_groups=2, group_fill=0.0)
     logits = torch.randn(5, 20)
     logits[:, ::2] = float("nan")
-    weights, ids = kernels.launch(logits.to(device), None, config)
+    weights, ids = launch("topk_routing", logits.to(device), None, config)
     expected, expected_ids = _reference(logits, None, config)
     assert torch.equal(ids.cpu(), expected_ids)
     assert_close(weights, expected)
@@ -90,14 +107,14 @@ def test_a_finite_group_fill_makes_no_score_usable(device: str) -> None:
 
 def test_zero_sum_divides_by_one(device: str) -> None:
     logits = torch.full((2, 8), -1e4)
-    weights, _ = kernels.launch(logits.to(device), None, RoutingConfig(top_k=2, score_fn="sigmoid"))
+    weights, _ = launch("topk_routing", logits.to(device), None, RoutingConfig(top_k=2, score_fn="sigmoid"))
     assert weights.cpu().tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def test_many_experts_and_strided_logits(device: str) -> None:
     config = RoutingConfig(top_k=32, score_fn="sigmoid")
     logits = torch.randn(1024, 3).to(device).t()
-    weights, ids = kernels.launch(logits, None, config)
+    weights, ids = launch("topk_routing", logits, None, config)
     expected, expected_ids = _reference(logits, None, config)
     assert torch.equal(ids.cpu(), expected_ids)
     assert_close(weights, expected)
@@ -107,11 +124,11 @@ def test_many_experts_and_strided_logits(device: str) -> None:
 def test_gradient_matches_autograd(config: RoutingConfig, device: str) -> None:
     logits = torch.randn(7, _experts(config), dtype=torch.float64, requires_grad=True)
     grad = torch.randn(7, config.top_k, dtype=torch.float64)
-    weights, ids = definition.reference(logits, None, config.spec)
+    weights, ids = definition.reference(Router(logits, None, config.spec))
     (expected,) = torch.autograd.grad(weights, logits, grad)
     args = grad.to(device), logits.detach().to(device), weights.detach().to(device), ids.to(device)
-    assert_close(kernels.launch_backward(*args, config), expected)
-    single = kernels.launch_backward(*(arg.float() for arg in args[:3]), args[3], config)
+    assert_close(launch("topk_routing_backward", *args, config), expected)
+    single = launch("topk_routing_backward", *(arg.float() for arg in args[:3]), args[3], config)
     assert single.dtype == torch.float32
     assert_close(single, expected)
 
@@ -123,8 +140,8 @@ def test_gradient_of_non_finite_logits_is_finite(device: str) -> None:
     for config in (RoutingConfig(top_k=3), RoutingConfig(top_k=3, order="topk_then_score")):
         weights, ids = _reference(logits, None, config)
         args = torch.randn(4, 3), logits, weights, ids
-        out = kernels.launch_backward(*(arg.to(device) for arg in args), config)
-        expected = definition._reference_backward(*args, config.spec)
+        out = launch("topk_routing_backward", *(arg.to(device) for arg in args), config)
+        expected = definition._reference_backward(TopkRoutingBackward(*args, config.spec))
         assert out.isfinite().all()
         assert_close(out, expected)
 
@@ -138,10 +155,11 @@ def test_gradient_leaves_out_slots_that_were_not_selected(config: RoutingConfig,
     bias = torch.randn(experts, dtype=torch.float64)
     bias[config.top_k - 1 :] = float("-inf")
     leaf = logits.clone().requires_grad_()
-    weights, ids = definition.reference(leaf, bias, config.spec)
+    weights, ids = definition.reference(Router(leaf, bias, config.spec))
     grad = torch.randn_like(weights)
     (expected,) = torch.autograd.grad(weights, leaf, grad)
     args = grad, logits, weights.detach(), ids
     assert_close(
-        kernels.launch_backward(*(arg.to(device) for arg in args), config), expected.nan_to_num(nan=0.0)
+        launch("topk_routing_backward", *(arg.to(device) for arg in args), config),
+        expected.nan_to_num(nan=0.0),
     )

@@ -1,0 +1,87 @@
+"""One grouped product as a value: what is multiplied, for which GPU."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_ops import records
+from moe_ops.kernels import tma
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Ref, TensorMeta
+from moe_ops.types import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor a plan reads: its name in the program and its metadata."""
+
+    name: str
+    meta: TensorMeta
+
+
+def operands(field: str, value: Any) -> Any:
+    """The metadata of `value`, a `GroupedLinear`, as operands: named as in an operator that has it as `field`."""
+    first, *_ = value._fields
+    return type(value)(
+        *(
+            None if meta is None else Operand(records.leaf_name(field, first, leaf), meta)
+            for leaf, meta in zip(value._fields, value, strict=True)
+        )
+    )
+
+
+def bias_args(bias: Operand | None) -> dict[str, Any]:
+    """What a kernel needs that adds `bias`."""
+    return {
+        "bias_ptr": None if bias is None else Ref(bias.name),
+        "bias_stride_e": 0 if bias is None else bias.meta.strides[0],
+        "bias_stride_n": 1 if bias is None else bias.meta.strides[1],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One grouped product: out[r] = activation(x[r] @ weight[e].T + bias[e]), a buffer [num_slots, features].
+
+    linear: the `GroupedLinear` of operands that is multiplied with.
+    top_k: None when x has a row per slot; else row r of the product is x[sorted_slots[r] // top_k].
+    tail: rows past the last expert are written as zeros (else not at all).
+    """
+
+    x: Operand
+    linear: Any
+    out: str
+    num_slots: int
+    gpu: Gpu
+    top_k: int | None = None
+    activation: Activation | None = None
+    tail: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the weight has gate and up rows."""
+        return self.activation is not None and self.activation.is_gated
+
+    @property
+    def halves(self) -> bool:
+        """Whether the up rows follow all gate rows."""
+        return self.gated and self.activation is not None and not self.activation.interleaved
+
+    @property
+    def features(self) -> int:
+        """Output columns."""
+        return self.linear.weight.meta.shape[1] // 2 if self.gated else self.linear.weight.meta.shape[1]
+
+    @property
+    def out_meta(self) -> TensorMeta:
+        """Metadata of the output buffer."""
+        return TensorMeta((self.num_slots, self.features), (self.features, 1), self.x.meta.dtype, True)
+
+    @property
+    def boxed_weight(self) -> tma.Boxed:
+        """The weight as TMA would cut it."""
+        return tma.boxed_weight(self.linear.weight.meta, self.halves)
+
+    @property
+    def weight_by_tma(self) -> bool:
+        """Whether the TMA kernel takes it; else the pointer kernel does."""
+        return tma.allows(self.gpu, self.linear.weight.meta, self.boxed_weight)

@@ -1,0 +1,90 @@
+"""Launch plans by the record of an operator's arguments: made once per metadata, then run."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from moe_ops import arguments as of, records
+from moe_ops.kernels import activation, combine, dispatch, fused, grouped_gemm, permute, routing
+from moe_ops.kernels.gpu import Gpu, gpu_of
+from moe_ops.kernels.program import Program, describe
+from moe_ops.records import Role
+
+_PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
+    of.TopkRouting: routing.topk_routing_program,
+    of.TopkRoutingBackward: routing.topk_routing_backward_program,
+    of.BuildDispatch: dispatch.build_dispatch_program,
+    of.Permute: permute.permute_program,
+    of.PermuteBackward: permute.permute_backward_program,
+    of.GroupedGemm: grouped_gemm.grouped_gemm_program,
+    of.GroupedGemmWeightBackward: grouped_gemm.grouped_gemm_weight_backward_program,
+    of.GatedActivation: activation.gated_activation_program,
+    of.GatedActivationBackward: activation.gated_activation_backward_program,
+    of.Combine: combine.combine_program,
+    of.CombineBackward: combine.combine_backward_program,
+    of.RoutingDispatch: fused.routing_dispatch_program,
+    of.GatherGemmAct: fused.gather_gemm_act_program,
+    of.GemmCombine: fused.gemm_combine_program,
+    of.FusedExperts: fused.fused_experts_program,
+    of.FusedMoe: fused.fused_moe_program,
+}
+
+
+class _Plan(NamedTuple):
+    """How the plan of an operator is found from its leaves, of which the first `num_tensors` are tensors."""
+
+    flatten: Callable[[Any], tuple[Any, ...]]
+    names: tuple[str, ...]
+    num_tensors: int
+    indices: tuple[int, ...]
+    make: Callable[..., Program]
+
+    def program(self, leaves: Any, gpu: Gpu | None) -> Program:
+        """The plan for leaves with this metadata."""
+        gpu = gpu or gpu_of(leaves[0].device)
+        tensors = [None if leaf is None else describe(leaf) for leaf in leaves[: self.num_tensors]]
+        return self.make(gpu, *tensors, *leaves[self.num_tensors :])
+
+
+def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
+    leaves, build = records.leaves(record), records.builder(record)
+    return _Plan(
+        records.flattener(record),
+        tuple(leaf.name for leaf in leaves if leaf.is_tensor),
+        sum(leaf.is_tensor for leaf in leaves),
+        tuple(index for index, leaf in enumerate(leaves) if Role.INDEX in leaf.roles),
+        lru_cache(maxsize=1024)(lambda gpu, *leaves: make(build(*leaves), gpu)),
+    )
+
+
+_PLANS = {record: _plan(record, make) for record, make in _PROGRAMS.items()}
+
+
+def program(arguments: Any, gpu: Gpu | None = None) -> Program:
+    """The launches of the operator that takes `arguments`, whose tensors may be real, fake, meta or sketches.
+
+    Made for `gpu`, or the one that the tensors are on. Raises ValueError for a vector of slots, offsets or experts
+    that is not contiguous: the kernels take it as such.
+    """
+    plan = _PLANS[type(arguments)]
+    leaves = plan.flatten(arguments)
+    for index in plan.indices:
+        _expect_contiguous(plan.names[index], leaves[index])
+    return plan.program(leaves, gpu)
+
+
+def _expect_contiguous(name: str, index: Any) -> None:
+    if index is not None and index.shape[0] > 1 and index.stride()[0] != 1:
+        raise ValueError(f"{name} has stride {index.stride()[0]}: expected a contiguous tensor")
+
+
+def launch(arguments: Any) -> Any:
+    """Runs the launches of the operator that takes `arguments`: what the operator returns."""
+    plan = _PLANS[type(arguments)]
+    leaves = list(plan.flatten(arguments))
+    for index in plan.indices:
+        if leaves[index] is not None:
+            leaves[index] = leaves[index].contiguous()
+    tensors = dict(zip(plan.names, leaves, strict=False))
+    outputs = plan.program(leaves, None).run(tensors)
+    return outputs[0] if len(outputs) == 1 else outputs
