@@ -275,6 +275,11 @@ def test_something_else_in_a_tensors_place(argument, emit, value):
         moe_ops.fused_moe(**{**good(), argument: value}, emit=emit)
 
 
+def test_none_in_the_place_of_the_only_tensor():
+    with pytest.raises(TypeError, match=r"gate_up=None: expected a torch\.Tensor"):
+        moe_ops.gated_activation(None)
+
+
 def test_symbolic_sizes_are_compared():
     """A size of 1 is not broadcast, equal symbols cost one guard, unbacked sizes are taken for equal."""
     w13, w2 = good()["w13"], good()["w2"]
