@@ -1,5 +1,7 @@
 """Arguments of operators are declared once: what schemas, gradients and vmap make of a declaration."""
 
+from typing import Annotated, NamedTuple
+
 import expecttest
 import pytest
 import torch
@@ -37,11 +39,11 @@ def test_a_record_comes_apart_and_together(record):
     leaves = tuple(range(len(records.leaves(record))))
     whole = records.builder(record)(*leaves)
     assert type(whole) is record and records.flatten(whole) == leaves
-    assert list(records.named(whole)) == [
-        argument.name for argument in OPERATORS[record].overload._schema.arguments
-    ]
-    assert records.transform(lambda a, b: a + b, whole, whole) == records.builder(record)(
-        *(2 * leaf for leaf in leaves)
+    names = [argument.name for argument in OPERATORS[record].overload._schema.arguments]
+    assert list(records.named(whole).items()) == list(zip(names, leaves, strict=True))
+    tens = records.transform(lambda leaf: 10 * leaf, whole)
+    assert records.flatten(records.transform(lambda a, b: a - b, tens, whole)) == tuple(
+        9 * leaf for leaf in leaves
     )
 
 
@@ -67,6 +69,14 @@ def test_what_is_declared_differentiable_has_a_gradient_and_nothing_else(record)
         assert {
             name for name, grad in zip(tensors, grads, strict=True) if grad is not None
         } == declared & set(tensors)
+
+
+def test_a_role_belongs_to_a_leaf():
+    class Misplaced(NamedTuple):
+        experts: Annotated[arguments.ExpertWeights, records.Role.CONSTANT]
+
+    with pytest.raises(TypeError, match=r"Misplaced.experts has roles .*CONSTANT"):
+        records.leaves(Misplaced)
 
 
 def _floats(value):

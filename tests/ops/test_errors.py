@@ -331,3 +331,11 @@ def test_a_dtensor_is_refused():
             moe_ops.fused_moe(**{**good(), "hidden_states": x})
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_offsets_elsewhere_are_compared_with_the_operators_own_input():
+    offsets, slots = torch.zeros(3, dtype=torch.int32, device="meta"), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="expert_offsets is on meta: expected cpu, the device of hidden_states"
+    ):
+        torch.ops.moe.gather_gemm_act(torch.randn(2, 8), torch.randn(2, 12, 8), slots, offsets, None, "silu")
