@@ -7,11 +7,13 @@ these layers need no transformers.
 from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
+from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
 from layers.weight_decay import weight_decay_groups
 
 __all__ = [
+    "ExpertPlacement",
     "FusedMoE",
     "MoEBlock",
     "MoEConfig",
@@ -20,5 +22,7 @@ __all__ = [
     "RouterOutput",
     "SharedExpertConfig",
     "SharedExperts",
+    "determine_expert_map",
+    "rebalance_experts",
     "weight_decay_groups",
 ]
