@@ -11,6 +11,10 @@ from layers.placement import ExpertPlacement, determine_expert_map, rebalance_ex
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
 from layers.weight_decay import weight_decay_groups
+from layers.weights.loading import load_checkpoint
+from layers.weights.saving import checkpoint_state_dict
+from layers.weights.scales import WeightScale, add_weight_scales
+from layers.weights.shard import TensorShard
 
 __all__ = [
     "ExpertPlacement",
@@ -22,7 +26,12 @@ __all__ = [
     "RouterOutput",
     "SharedExpertConfig",
     "SharedExperts",
+    "TensorShard",
+    "WeightScale",
+    "add_weight_scales",
+    "checkpoint_state_dict",
     "determine_expert_map",
+    "load_checkpoint",
     "rebalance_experts",
     "weight_decay_groups",
 ]

@@ -5,7 +5,7 @@ equal configs give equal graphs and nothing is formatted while a layer is traced
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -129,6 +129,25 @@ class MoEConfig:
         object.__setattr__(self, "routing", self._resolve_routing())
         object.__setattr__(self, "activation", _resolve_activation(self.activation))
         self._check_experts()
+
+    @staticmethod
+    def from_hf(config: Any) -> "MoEConfig":
+        """The MoE block that a config of transformers describes.
+
+        Args:
+            config: of a model, or the text config inside it; any version's, read by its attributes.
+
+        Raises:
+            TypeError: `config` is no config of transformers.
+            ValueError: a field that `MoEConfig` cannot express, which is named, or a model type without a MoE block
+                that is known.
+
+        Example:
+            >>> config = MoEConfig.from_hf(AutoConfig.from_pretrained(folder))
+        """
+        from layers.families import moe_config  # it builds a MoEConfig
+
+        return moe_config(config)
 
     def gate_up_size(self, intermediate_size: int) -> int:
         """Rows of a gate-and-up projection: 2I, or I when the activation has no gate."""

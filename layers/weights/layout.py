@@ -1,0 +1,140 @@
+"""Which MoE layers a checkpoint has, and which of the known names each of them uses."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from layers.weights.formats import Format, MatrixNames, alternatives
+from layers.weights.slots import block_slots, expert_names
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of every tensor of a checkpoint, by name."""
+
+
+def join(layer: str, name: str) -> str:
+    """The full name of `name`, which is relative to the block at `layer`."""
+    if name.startswith("../"):
+        return join(layer.rpartition(".")[0], name.removeprefix("../"))
+    return f"{layer}.{name}" if layer and name else layer or name
+
+
+def find_layers(shapes: Shapes) -> list[str]:
+    """The names of all blocks with experts, "" for one whose tensors have no prefix; in the order of their numbers."""
+    pattern = _experts_pattern()
+    layers: set[str] = set()
+    for key, shape in shapes.items():
+        match = pattern.fullmatch(key)
+        # A dense MLP has some of these names too, its matrices two dimensions.
+        if match and (len(shape) == 3 or "experts" in match["name"]):
+            layers.add((match["layer"] or "").removesuffix("."))
+    return sorted(layers, key=_by_number)
+
+
+@cache
+def _experts_pattern() -> re.Pattern[str]:
+    names = {name for matrices in alternatives("experts") for name in matrices.all()}
+    options = "|".join(re.escape(name).replace(r"\{e\}", r"\d+") for name in sorted(names))
+    return re.compile(rf"(?P<layer>(?:.*?\.)??)(?P<name>{options})")
+
+
+def _by_number(name: str) -> list[int | str]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def assign_layers(blocks: list[str], layers: list[str]) -> dict[str, str]:
+    """The checkpoint's layer for each of the module's blocks.
+
+    By name, where blocks stand in decoder layers of the names that the checkpoint has; else in order, when there are as
+    many of one as of the other.
+
+    Raises:
+        ValueError: neither tells.
+    """
+    places = {block: [layer for layer in layers if _same_place(block, layer)] for block in blocks}
+    if all(len(found) == 1 for found in places.values()):
+        named = {block: found[0] for block, found in places.items()}
+        if len(set(named.values())) == len(named):
+            return named
+    if len(blocks) == len(layers):
+        return dict(zip(blocks, layers, strict=True))
+    raise ValueError(
+        f"the module has {len(blocks)} MoE layers ({_some(blocks)}), the checkpoint {len(layers)} ({_some(layers)}):"
+        " expected equal names or as many; prefix='name of a layer' selects one"
+    )
+
+
+def _same_place(block: str, layer: str) -> bool:
+    parent = block.rpartition(".")[0]
+    return block == layer or (bool(parent) and parent in (layer, layer.rpartition(".")[0]))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown + (", ..." if len(names) > 4 else "")
+
+
+def resolve(block: Any, layer: str, shapes: Shapes) -> Format:
+    """The names that the checkpoint's tensors of one layer have, the usual ones where there are none."""
+
+    def first(field: str, exists: Callable[[str], bool]) -> str:
+        options: list[str] = alternatives(field)
+        return next((name for name in options if exists(name)), options[0])
+
+    def is_there(name: str) -> bool:
+        return join(layer, name) in shapes
+
+    experts = getattr(block, "experts", block)
+    gated = experts.config.activation.is_gated
+    return Format(
+        experts=_matrices("experts", gated, layer, shapes, _fits(block, layer, shapes)),
+        gate=first("gate", is_there),
+        correction=first("correction", is_there),
+        shared=_matrices("shared", gated, layer, shapes, lambda names: True),
+        shared_gate=first("shared_gate", is_there),
+    )
+
+
+def _matrices(
+    field: str, gated: bool, layer: str, shapes: Shapes, fits: Callable[[MatrixNames], bool]
+) -> MatrixNames:
+    """Those that are there and fit; else that are there; else of which most are there."""
+    options: list[MatrixNames] = [names for names in alternatives(field) if names.gated == gated]
+
+    def score(names: MatrixNames) -> tuple[float, bool]:
+        there = [any(join(layer, name.format(e=e)) in shapes for e in range(_LOOK)) for name in names.all()]
+        return sum(there) / len(there), all(there) and fits(names)
+
+    return max(options, key=score)
+
+
+_LOOK = 8
+"""Experts that are looked for: one of the first may be missing, and is then named as missing."""
+
+
+def _fits(block: Any, layer: str, shapes: Shapes) -> Callable[[MatrixNames], bool]:
+    def fits(names: MatrixNames) -> bool:
+        slots = block_slots(getattr(block, "experts", block), Format(experts=names))
+        matrices = [slot for slot in slots if slot.ours in ("w13_weight", "w2_weight")]
+        found = [(slot, shapes.get(join(layer, slot.stored))) for slot in matrices]
+        return all(shape in (None, slot.shape) for slot, shape in found)
+
+    return fits
+
+
+def unexpected(block: Any, layer: str, names: Format, keys: set[str], known: set[str]) -> list[str]:
+    """What the checkpoint has inside this layer's block that nothing takes."""
+    experts = getattr(block, "experts", block)
+    known = known | {join(layer, name) for name in expert_names(names.experts, experts.config.num_experts)}
+    inside = _inside(layer, whole=experts is not block)
+    return sorted(key for key in keys - known if inside.match(key))
+
+
+def _inside(layer: str, *, whole: bool) -> re.Pattern[str]:
+    """What belongs to the block: everything below its name, or its parts where it has none of its own."""
+    last = layer.rpartition(".")[2]
+    prefix = re.escape(f"{layer}." if layer else "")
+    if not whole:
+        return re.compile(rf"{prefix}experts\.")
+    parts = r"(?:experts|gate|router|shared_\w+)\." if last.isdigit() else ""
+    return re.compile(prefix + parts)

@@ -1,0 +1,94 @@
+"""Where a checkpoint's tensors come from: safetensors files or a state dict. Both copy views into place."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from layers.weights.files import open_checkpoint
+from layers.weights.safetensors_file import StoredTensor, read_into
+from layers.weights.slots import View
+
+Copy = tuple[str, View, Tensor]
+"""(name of a stored tensor, view of it, where that goes)"""
+
+
+class Source(Protocol):
+    """Tensors by name, read only where they are asked for."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+
+    def copy(self, copies: list[Copy]) -> Iterable[int]:
+        """Copies everything; yields the bytes done after each step."""
+        ...
+
+
+class StateDictSource:
+    """Tensors in memory.
+
+    Raises:
+        TypeError: a value is not a tensor, or a name not a string.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
+        for name, value in state_dict.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor):
+                raise TypeError(f"state dict has {name!r}: {type(value).__name__}, expected tensors by name")
+        self._tensors = state_dict
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in state_dict.items()}
+
+    def copy(self, copies: list[Copy]) -> Iterable[int]:
+        """See `Source`."""
+        for name, of_stored, target in copies:
+            target.copy_(of_stored(self._tensors[name].detach()))
+            yield target.numel() * target.element_size()
+
+
+class FileSource:
+    """Tensors in safetensors files, read one file after the other in the order in which they lie there."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        self.shapes = {name: stored.shape for name, stored in tensors.items()}
+        self.dtypes = {name: stored.dtype for name, stored in tensors.items()}
+
+    def copy(self, copies: list[Copy]) -> Iterable[int]:
+        """See `Source`."""
+        by_file: dict[Path, list[Copy]] = {}
+        for each in copies:
+            by_file.setdefault(self._tensors[each[0]].path, []).append(each)
+        for path, wanted in by_file.items():
+            file = os.open(path, os.O_RDONLY)
+            try:
+                for name, of_stored, target in sorted(wanted, key=lambda each: self._tensors[each[0]].offset):
+                    read_into(file, self._tensors[name], of_stored, target)
+                    yield target.numel() * target.element_size()
+            finally:
+                os.close(file)
+
+
+def open_source(path_or_state_dict: object, prefix: str) -> Source:
+    """What to load from, without what is not below `prefix`.
+
+    Raises:
+        TypeError, ValueError: it is neither path nor state dict, holds something else, or has nothing below `prefix`.
+    """
+    below = f"{prefix}." if prefix else ""
+    if isinstance(path_or_state_dict, Mapping):
+        kept = {str(name): value for name, value in path_or_state_dict.items() if str(name).startswith(below)}
+        source: Source = StateDictSource({name.removeprefix(below): value for name, value in kept.items()})
+    elif isinstance(path_or_state_dict, str | os.PathLike):
+        found = open_checkpoint(path_or_state_dict)
+        stored = {name: each for name, each in found.items() if name.startswith(below)}
+        source = FileSource({name.removeprefix(below): each for name, each in stored.items()})
+    else:
+        kind = type(path_or_state_dict).__name__
+        raise TypeError(f"path_or_state_dict is a {kind}: expected a path, or tensors by name")
+    if not source.shapes:
+        raise ValueError(f"prefix={prefix!r}: the checkpoint has no tensor there")
+    return source
