@@ -20,8 +20,13 @@ def stock_config(block: nn.Module, config: Any) -> MoEConfig:
             expressible.
     """
     expect_type("block", block, nn.Module)
-    holders = (block, *(child for name, child in block.named_children() if name in ("experts", "gate", "router")))
-    found = config or next((held for each in holders if (held := getattr(each, "config", None)) is not None), None)
+    holders = (
+        block,
+        *(child for name, child in block.named_children() if name in ("experts", "gate", "router")),
+    )
+    found = config or next(
+        (held for each in holders if (held := getattr(each, "config", None)) is not None), None
+    )
     if found is None:
         raise ValueError(f"block={type(block).__name__}: expected config=, the block holds none")
     config = MoEConfig.from_hf(found)
@@ -44,7 +49,9 @@ def share_weights(ours: Any, stock: nn.Module) -> None:
     for name in dict.fromkeys(slot.ours for slot in slots):
         parts = [slot for slot in slots if slot.ours == name]
         owner = ours.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], _joined(parts, tensors, getattr(owner, name.rpartition(".")[2])))
+        setattr(
+            owner, name.rpartition(".")[2], _joined(parts, tensors, getattr(owner, name.rpartition(".")[2]))
+        )
     _settle(ours, stock)
 
 

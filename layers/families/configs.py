@@ -4,9 +4,10 @@ A field that changes what a block computes and that we cannot express is named i
 not in the tables is refused as a whole. Nothing here imports transformers: a config is read by its attributes.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from layers.config import MoEConfig, SharedExpertConfig
+from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
 from layers.families.family import Family, get_field, refuse
 from layers.families.refused import REFUSED
 from layers.families.table import FAMILIES
@@ -27,7 +28,8 @@ def _int(config: Any, *names: str) -> int:
 
 def moe_config(config: Any) -> MoEConfig:
     """See `MoEConfig.from_hf`."""
-    config, family = _family_of(config)
+    config = family_config(config)
+    family = FAMILIES[config.model_type]
     for field, allowed, why in family.needs:
         if get_field(config, field) not in allowed:
             raise refuse(config, field, why)
@@ -36,7 +38,6 @@ def moe_config(config: Any) -> MoEConfig:
         raise refuse(
             config, "num_experts_per_tok", "weights are applied to the input of one expert per token"
         )
-    width = family.shared(config)
     return MoEConfig(
         num_experts=_int(config, *_NUM_EXPERTS, "ffn_config.moe_num_experts"),
         top_k=top_k,
@@ -45,19 +46,44 @@ def moe_config(config: Any) -> MoEConfig:
         routing=family.routing(config, top_k),
         activation=family.activation(config),
         has_bias=family.has_bias,
-        router=family.router,
-        shared_experts=SharedExpertConfig(width, gated=family.shared_gate) if width else None,  # type: ignore[arg-type]
+        router=_router(config, family),
+        shared_experts=_shared_config(config, family),
     )
 
 
-def _family_of(config: Any) -> tuple[Any, Family]:
-    """The config that has the experts' fields, and how it is read."""
+def _router(config: Any, family: Family) -> RouterConfig:
+    if family.correction_switch and not get_field(config, family.correction_switch):
+        return replace(family.router, has_correction_bias=False)
+    return family.router
+
+
+def _shared_config(config: Any, family: Family) -> SharedExpertConfig | None:
+    width = family.shared(config)
+    if not width:
+        return None
+    activation = None if family.shared_activation is None else family.shared_activation(config)
+    return SharedExpertConfig(width, family.shared_gate, activation)
+
+
+def family_config(config: Any) -> Any:
+    """The config that has the experts' fields: this one, or the text config inside it.
+
+    Raises:
+        TypeError, ValueError: it is no config of transformers, or of a family that is refused or not known.
+    """
     if not isinstance(model_type := getattr(config, "model_type", None), str):
         raise TypeError(f"config is a {type(config).__name__}: expected a config of transformers")
-    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for each in (config, inner):
+    for each in (config, _inner_config(config)):
         if why := REFUSED.get(each.model_type):
             raise refuse(each, why.field, why.reason)
         if each.model_type in FAMILIES:
-            return each, FAMILIES[each.model_type]
+            return each
     raise ValueError(f"model_type={model_type!r}: no family of mixture-of-experts models that is known")
+
+
+def _inner_config(config: Any) -> Any:
+    """The text config of a model of several parts; the config itself where transformers cannot tell which it is."""
+    try:
+        return config.get_text_config()
+    except (AttributeError, ValueError):
+        return config

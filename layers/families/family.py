@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from layers.config import RouterConfig
+from layers.config import RouterConfig, SharedGate
 from moe_ops import Activation, RoutingConfig
 
 RoutingReader = Callable[[Any, int], RoutingConfig]
+ActivationReader = Callable[[Any], Activation]
 WidthReader = Callable[[Any], int | None]
+
+_PLAIN = RouterConfig()
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -51,36 +52,52 @@ class Family:
         routing: the routing of a config, given K.
         width: field with the intermediate size of an expert.
         router: options of the gate.
+        correction_switch: field that says whether there is a selection bias, "" when there always or never is.
         activation: the activation of a config.
         shared: width of the shared expert of a config, None or 0 for none.
         shared_gate: see `SharedExpertConfig`.
+        shared_activation: None for that of the experts.
         has_bias: experts have biases.
         needs: (field, allowed values, why not another): anything else is refused.
     """
 
-    routing: Callable[[Any, int], RoutingConfig]
+    routing: RoutingReader
     width: str = "moe_intermediate_size"
-    router: RouterConfig = RouterConfig()
-    activation: Callable[[Any], Activation] = lambda config: named_activation(config, "hidden_act")
-    shared: Callable[[Any], int | None] = lambda config: None
-    shared_gate: str = "plain"
+    router: RouterConfig = _PLAIN
+    correction_switch: str = ""
+    activation: ActivationReader = lambda config: named_activation(config, "hidden_act")
+    shared: WidthReader = lambda config: None
+    shared_gate: SharedGate = "plain"
+    shared_activation: ActivationReader | None = None
     has_bias: bool = False
     needs: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 
 
 def named_activation(config: Any, field: str) -> Activation:
+    """The activation that a field names."""
     name = get_field(config, field)
     if name not in _ACTIVATIONS:
         raise refuse(config, field, f"expected one of {', '.join(map(repr, _ACTIVATIONS))}")
     return Activation(_ACTIVATIONS[name])  # type: ignore[arg-type]
 
 
+def named(field: str) -> ActivationReader:
+    """Reads the activation that a field names."""
+    return lambda config: named_activation(config, field)
+
+
+def silu(config: Any) -> Activation:
+    """SiLU, whatever activation the config names for other parts of the model."""
+    return Activation("silu")
+
+
 def clamped_silu(config: Any) -> Activation:
-    named_activation(config, "hidden_act")
+    """SiLU on clamped gate and up, whatever activation the config names for other parts."""
     return Activation("silu", limit=get_field(config, "swiglu_limit"))
 
 
-def swiglu_oai(interleaved: bool) -> Callable[[Any], Activation]:
+def swiglu_oai(interleaved: bool) -> ActivationReader:
+    """gpt-oss' activation, with rows of gate and up alternating or not."""
     return lambda config: Activation(
         "swiglu_oai",
         alpha=get_field(config, "swiglu_alpha"),
@@ -90,12 +107,14 @@ def swiglu_oai(interleaved: bool) -> Callable[[Any], Activation]:
 
 
 def relu2(config: Any) -> Activation:
-    if config.mlp_hidden_act != "relu2":
+    """Squared ReLU, for experts without a gate."""
+    if get_field(config, "mlp_hidden_act") != "relu2":
         raise refuse(config, "mlp_hidden_act", "expected 'relu2' for experts without a gate")
     return Activation("relu2")
 
 
-def softmax(renormalize: bool | str, scale: str = "") -> Callable[[Any, int], RoutingConfig]:
+def softmax(renormalize: bool | str, scale: str = "") -> RoutingReader:
+    """Softmax over all experts; `renormalize` may name a field."""
     return lambda config, top_k: RoutingConfig(
         top_k,
         renormalize=bool(get_field(config, renormalize)) if isinstance(renormalize, str) else renormalize,
@@ -109,6 +128,7 @@ def _scale(config: Any, field: str) -> float:
 
 
 def topk_softmax(config: Any, top_k: int) -> RoutingConfig:
+    """Softmax over the chosen logits (gpt-oss, Granite)."""
     return RoutingConfig(top_k, order="topk_then_score", renormalize=False)  # sums to one already
 
 
@@ -117,7 +137,9 @@ def grouped(
     fill: float = float("-inf"),
     group_score: str = "top2_sum",
     norm: bool | str = "norm_topk_prob",
-) -> Callable[[Any, int], RoutingConfig]:
+) -> RoutingReader:
+    """Groups first, as DeepSeek does; `norm` may name a field, without which weights are renormalised."""
+
     def routing(config: Any, top_k: int) -> RoutingConfig:
         groups = get_field(config, "n_group") or 1
         renormalize = norm if isinstance(norm, bool) else getattr(config, norm, True)
@@ -137,16 +159,17 @@ def grouped(
 
 
 def deepseek_v2(config: Any, top_k: int) -> RoutingConfig:
-    if config.topk_method == "greedy":
+    """Softmax scores, with or without groups."""
+    if get_field(config, "topk_method") == "greedy":
         return softmax(False, "routed_scaling_factor")(config, top_k)
-    if config.topk_method == "group_limited_greedy":
+    if get_field(config, "topk_method") == "group_limited_greedy":
         return grouped("softmax", 0.0, "max", norm=False)(config, top_k)
     raise refuse(config, "topk_method", "expected 'greedy' or 'group_limited_greedy'")
 
 
-def sigmoid(
-    eps: float = 0.0, scale: str = "", norm: bool | str = True
-) -> Callable[[Any, int], RoutingConfig]:
+def sigmoid(eps: float = 0.0, scale: str = "", norm: bool | str = True) -> RoutingReader:
+    """Sigmoid scores without groups; `scale` names a field, and `norm` may."""
+
     def routing(config: Any, top_k: int) -> RoutingConfig:
         renormalize = norm if isinstance(norm, bool) else bool(get_field(config, norm))
         return RoutingConfig(
@@ -161,25 +184,32 @@ def sigmoid(
 
 
 def kolibri(config: Any, top_k: int) -> RoutingConfig:
+    """Logits decide, and a sigmoid of the chosen ones weighs."""
     return RoutingConfig(
-        top_k, score_fn="sigmoid", order="topk_then_score", renormalize=bool(config.norm_topk_prob)
+        top_k,
+        score_fn="sigmoid",
+        order="topk_then_score",
+        renormalize=bool(get_field(config, "norm_topk_prob")),
     )
 
 
 def cohere(config: Any, top_k: int) -> RoutingConfig:
-    if config.expert_selection_fn == "softmax":
+    """Softmax or sigmoid over the chosen logits, by config."""
+    if get_field(config, "expert_selection_fn") == "softmax":
         return topk_softmax(config, top_k)
     return kolibri(config, top_k)
 
 
 def llama4(config: Any, top_k: int) -> RoutingConfig:
+    """A sigmoid of the one chosen logit."""
     return RoutingConfig(top_k, score_fn="sigmoid", order="topk_then_score", renormalize=False)
 
 
-def times(width: str, count: str) -> Callable[[Any], int | None]:
+def times(width: str, count: str) -> WidthReader:
     """Several shared experts are one of the summed width."""
     return lambda config: (get_field(config, width) or 0) * (get_field(config, count) or 0)
 
 
-def field(name: str) -> Callable[[Any], int | None]:
+def field(name: str) -> WidthReader:
+    """Reads a width from one field."""
     return lambda config: get_field(config, name)

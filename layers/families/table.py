@@ -12,15 +12,16 @@ from layers.families.family import (
     grouped,
     kolibri,
     llama4,
-    named_activation,
+    named,
     relu2,
     sigmoid,
+    silu,
     softmax,
     swiglu_oai,
     times,
     topk_softmax,
 )
-from moe_ops import Activation, RoutingConfig
+from moe_ops import RoutingConfig
 
 _FLOAT32 = RouterConfig(gate_dtype=torch.float32)
 _FLOAT32_BIASED = RouterConfig(has_correction_bias=True, gate_dtype=torch.float32)
@@ -30,8 +31,8 @@ _NO_SHARED_BIAS = ("mlp_bias", (None, False), "biases of a shared expert are not
 _PLAIN_SHARED = times("moe_intermediate_size", "n_shared_experts")
 _WIDTH = "intermediate_size"
 
-_DEEPSEEK_V3 = Family(grouped(), router=_FLOAT32_BIASED, shared=_PLAIN_SHARED, needs=(_NO_SHARED_BIAS,))
-_GROUPED_SOFTMAX = Family(grouped("softmax", 0.0), shared=_PLAIN_SHARED, needs=(_NO_SHARED_BIAS,))
+_DEEPSEEK_V3 = Family(grouped(), router=_FLOAT32_BIASED, shared=_PLAIN_SHARED)
+_GROUPED_SOFTMAX = Family(grouped("softmax", 0.0), shared=_PLAIN_SHARED)
 _DEEPSEEK_V2 = Family(deepseek_v2, router=_FLOAT32, shared=_PLAIN_SHARED, needs=(_NO_SHARED_BIAS,))
 _MIXTRAL = Family(softmax(True), width=_WIDTH, needs=(_NO_JITTER,))
 _QWEN = Family(softmax("norm_topk_prob"))
@@ -48,7 +49,12 @@ FAMILIES = {
         shared=times("moe_intermediate_size", "num_shared_experts"),
     ),
     "aria_text": Family(
-        topk_softmax, width=_WIDTH, shared=times(_WIDTH, "moe_num_shared_experts"), needs=(_NO_SHARED_BIAS,)
+        topk_softmax,
+        width=_WIDTH,
+        activation=silu,
+        shared=times(_WIDTH, "moe_num_shared_experts"),
+        shared_activation=named("hidden_act"),
+        needs=(_NO_SHARED_BIAS,),
     ),
     "axk2": Family(grouped(fill=0.0), router=_FLOAT32_BIASED, shared=_PLAIN_SHARED),
     "bailing_hybrid": _DEEPSEEK_V3,
@@ -67,7 +73,7 @@ FAMILIES = {
             top_k, renormalize=config.ffn_config.moe_normalize_expert_weights is not None
         ),
         width="ffn_config.ffn_hidden_size",
-        activation=lambda config: named_activation(config, "ffn_config.ffn_act_fn.name"),
+        activation=named("ffn_config.ffn_act_fn.name"),
         needs=(
             (
                 "ffn_config.moe_normalize_expert_weights",
@@ -86,13 +92,15 @@ FAMILIES = {
         grouped(),
         router=_FLOAT32_BIASED,
         shared=times("shared_experts_intermediate_size", "n_shared_experts"),
-        needs=(_NO_SHARED_BIAS,),
     ),
     "ernie4_5_moe": Family(
         softmax(True),
         router=_FLOAT32_BIASED,
         shared=times("moe_intermediate_size", "moe_num_shared_experts"),
-        needs=(("use_bias", (None, False), "biases of a shared expert are not expressible"),),
+        needs=(
+            ("use_bias", (None, False), "biases of a shared expert are not expressible"),
+            ("moe_norm_min", (None, 0, 1e-12), "a smallest sum of weights is not expressible"),
+        ),
     ),
     "exaone_moe": Family(
         grouped(), router=_FLOAT32_BIASED, shared=times("moe_intermediate_size", "num_shared_experts")
@@ -105,7 +113,11 @@ FAMILIES = {
     "glm4_moe_lite": _DEEPSEEK_V3,
     "glm4v_moe_text": _DEEPSEEK_V3,
     "glm5_next_text": Family(
-        grouped(), router=_FLOAT32_BIASED, activation=clamped_silu, shared=_PLAIN_SHARED
+        grouped(),
+        router=_FLOAT32_BIASED,
+        activation=clamped_silu,
+        shared=_PLAIN_SHARED,
+        needs=(("hidden_act", ("silu", "swish"), "clamps are expressible with 'silu' only"),),
     ),
     "glm_moe_dsa": _DEEPSEEK_V3,
     "gpt_oss": Family(
@@ -119,15 +131,20 @@ FAMILIES = {
     "granitemoe_swa": _GRANITE,
     "granitemoehybrid": _GRANITE_SHARED,
     "granitemoeshared": _GRANITE_SHARED,
-    "hunyuan_v1_moe": Family(
-        softmax(True), width=_WIDTH, router=_FLOAT32, shared=field(_WIDTH), needs=(_NO_SHARED_BIAS,)
-    ),
+    "hunyuan_v1_moe": Family(softmax(True), width=_WIDTH, router=_FLOAT32, shared=field(_WIDTH)),
     "hy_v3": Family(
         sigmoid(1e-20, "router_scaling_factor"),
         router=_FLOAT32_BIASED,
         shared=times("moe_intermediate_size", "num_shared_experts"),
+        needs=(_NO_SHARED_BIAS,),
     ),
-    "hy_v4": Family(grouped(), router=_FLOAT32_BIASED, activation=clamped_silu, shared=_PLAIN_SHARED),
+    "hy_v4": Family(
+        grouped(),
+        router=_FLOAT32_BIASED,
+        activation=clamped_silu,
+        shared=_PLAIN_SHARED,
+        shared_activation=named("hidden_act"),
+    ),
     "jamba": Family(softmax(False), width=_WIDTH),
     "kimi_linear": _DEEPSEEK_V3,
     "kolibri1": Family(kolibri, router=_FLOAT32_BIASED, shared=field("shared_expert_intermediate_size")),
@@ -140,8 +157,8 @@ FAMILIES = {
     "lfm2_moe": Family(
         sigmoid(1e-6, "routed_scaling_factor", "norm_topk_prob"),
         router=_BIASED,
-        activation=lambda config: Activation("silu"),
-        needs=(("use_expert_bias", (True,), "expected True"),),
+        correction_switch="use_expert_bias",
+        activation=silu,
     ),
     "llama4_text": Family(llama4, width=_WIDTH, router=RouterConfig(weight_on="input"), shared=field(_WIDTH)),
     "mellum": _QWEN,
@@ -194,6 +211,7 @@ FAMILIES = {
         needs=(
             ("swiglu_limits", (None,), "clamping what the activation returns is not expressible"),
             ("swiglu_limits_shared", (None,), "clamping what the activation returns is not expressible"),
+            _NO_SHARED_BIAS,
         ),
     ),
     "unlimited_ocr_text": _DEEPSEEK_V2,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from layers._checks import expect_positive
 from layers.weights.scales import WeightScale
-from layers.weights.shard import TensorShard
 
 ShardId = Literal["w1", "w2", "w3"]
 ParamsMapping = list[tuple[str, str, int, str]]

@@ -51,6 +51,7 @@ UNGATED = MatrixNames(("experts.{e}.up_proj.weight",), "experts.{e}.down_proj.we
 STACKED = MatrixNames(("experts.gate_up_proj",), "experts.down_proj")
 STACKED_TRANSPOSED = MatrixNames(("experts.gate_up_proj",), "experts.down_proj", transposed=True)
 STACKED_UNGATED = MatrixNames(("experts.up_proj",), "experts.down_proj", gated=False)
+NEMO = MatrixNames(("experts.gate_and_up_projs",), "experts.down_projs", transposed=True, gated=False)
 GRANITE = MatrixNames(("input_linear.weight",), "output_linear.weight")
 ARIA = MatrixNames(("experts.fc1.weight",), "experts.fc2.weight", transposed=True)
 INKLING = MatrixNames(("experts.w13_weight",), "experts.w2_weight", interleaved=True)
@@ -115,10 +116,12 @@ FORMATS = {
     "aria_text": Format(experts=ARIA, gate="router.weight"),
     "bailing_hybrid": Format(correction="gate.expert_bias"),
     "dbrx": Format(block="ffn", experts=DBRX, gate="router.layer.weight"),
+    "deepseek_ocr2": _DEFAULT,
     "deepseek_ocr2_text": _IN_MEMORY,
     "ernie4_5_moe": Format(correction="moe_statics.e_score_correction_bias"),
     "exaone_moe": Format(correction="e_score_correction_bias"),
     "flint": _QWEN,
+    "glm4v_moe": _DEFAULT,
     "glm4v_moe_text": _IN_MEMORY,
     "gpt_oss": _GPT_OSS,
     "granitemoe": _GRANITE,
@@ -146,13 +149,14 @@ FORMATS = {
     "mistral_large4_text": Format(block="", experts=W123),
     "mixtral": _MIXTRAL,
     "nemotron_h": Format(block="mixer", experts=UNGATED, shared=_SHARED_UNGATED),
+    "nemo_speechlm": Format(block="mixer", experts=NEMO, shared=_SHARED_UNGATED),
     "openai_privacy_filter": _GPT_OSS,
     "qwen2_moe": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_5_moe_text": _QWEN,
     "qwen3_next": _QWEN,
     "qwen3_omni_moe_talker_text": Format(experts=STACKED, shared=_linear("shared_expert")),
-    "qwen3_vl_moe": Format(experts=STACKED_TRANSPOSED),
+    "qwen3_vl_moe": _IN_MEMORY,  # as transformers writes it; published transposed, which loads as well
     "qwen3_vl_moe_text": _IN_MEMORY,
     "qwen4_exp": _QWEN,
     "qwen4_exp_text": _QWEN,
@@ -167,9 +171,9 @@ _ONLY_IN_MEMORY = (
 )
 
 
-def format_of(model_type: str) -> Format:
-    """The names that a family's checkpoints have."""
-    return FORMATS.get(model_type, _DEFAULT)
+def format_of(*model_types: str) -> Format:
+    """The names that a family's checkpoints have: of the first type that has its own."""
+    return next((FORMATS[each] for each in model_types if each in FORMATS), _DEFAULT)
 
 
 def alternatives(field: str) -> list:

@@ -84,13 +84,14 @@ def resolve(block: Any, layer: str, shapes: Shapes) -> Format:
     def is_there(name: str) -> bool:
         return join(layer, name) in shapes
 
-    experts = getattr(block, "experts", block)
+    experts, shared = getattr(block, "experts", block), getattr(block, "shared_experts", None)
     gated = experts.config.activation.is_gated
+    shared_gated = gated if shared is None else shared.activation.is_gated
     return Format(
         experts=_matrices("experts", gated, layer, shapes, _fits(block, layer, shapes)),
         gate=first("gate", is_there),
         correction=first("correction", is_there),
-        shared=_matrices("shared", gated, layer, shapes, lambda names: True),
+        shared=_matrices("shared", shared_gated, layer, shapes, lambda names: True),
         shared_gate=first("shared_gate", is_there),
     )
 

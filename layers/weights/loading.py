@@ -128,6 +128,13 @@ def moe_layers(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def beside_layers(module: nn.Module, blocks: dict[str, Any]) -> dict[str, Tensor]:
+    """The parameters and buffers of a module that are in none of its MoE layers, by name."""
+    tensors = module.state_dict(keep_vars=True)
+    inside = tuple(f"{block}." if block else "" for block in blocks)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(inside)}
+
+
 def _check_module(module: nn.Module) -> None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_meta:
@@ -161,10 +168,9 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
 def _plan_others(plan: _Plan, module: nn.Module, blocks: dict[str, Any], source: Source) -> None:
     """Slots for what a module has beside its MoE layers; then it is a model, and every stored tensor has a place."""
     others: dict[int, list[str]] = {}
-    tensors = module.state_dict(keep_vars=True)
+    tensors = beside_layers(module, blocks)
     for name, tensor in tensors.items():
-        if not any(not block or name.startswith(f"{block}.") for block in blocks):
-            others.setdefault(id(tensor), []).append(name)  # tied weights have several names
+        others.setdefault(id(tensor), []).append(name)  # tied weights have several names
     for names in others.values():
         stored = next((name for name in names if name in source.shapes), names[0])
         tensor = tensors[stored]

@@ -139,7 +139,7 @@ def read_into(file: int, stored: StoredTensor, select: Callable[[Tensor], Tensor
 
 def _read(file: int, start: int, source: Tensor, target: Tensor) -> None:
     if source.numel() == 0:
-        return
+        return None
     span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride()))
     offset = start + source.storage_offset() * source.element_size()
     if source.dtype == target.dtype and target.device.type == "cpu":

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_type
-from layers.families import moe_config
+from layers.families import family_config
 from layers.fused_moe import FusedMoE
 from layers.weights.formats import Format, format_of
 from layers.weights.layout import join
-from layers.weights.loading import moe_layers
+from layers.weights.loading import beside_layers, moe_layers
 from layers.weights.slots import Slot, block_slots
 
 
@@ -34,8 +34,7 @@ def checkpoint_state_dict(module: nn.Module, config: Any, *, prefix: str = "") -
         >>> save_file(checkpoint_state_dict(model, config), folder / "model.safetensors", {"format": "pt"})
     """
     expect_type("prefix", prefix, str)
-    moe_config(config)  # raises for a family that is not ours
-    names = format_of(config.model_type)
+    names = format_of(config.model_type, family_config(config).model_type)
     saved: dict[str, Tensor] = {}
     blocks = moe_layers(module)
     for name, block in blocks.items():
@@ -43,15 +42,15 @@ def checkpoint_state_dict(module: nn.Module, config: Any, *, prefix: str = "") -
         layer = join(_decoder_layer(name, block), names.block)
         for stored, tensor in _stored_tensors(block, names).items():
             saved[join(layer, stored)] = tensor
-    for name, tensor in module.state_dict().items():
-        if not any(not block or name.startswith(f"{block}.") for block in blocks):
-            saved[name] = tensor
+    saved |= {name: tensor.detach() for name, tensor in beside_layers(module, blocks).items()}
     return {join(prefix, name): tensor for name, tensor in saved.items()}
 
 
 def _expect_whole(name: str, experts: FusedMoE) -> None:
     if experts.expert_map is not None or experts.shard.size > 1:
-        raise ValueError(f"{name or 'module'} holds a part of the experts: expected expert_map=None and no shard")
+        raise ValueError(
+            f"{name or 'module'} holds a part of the experts: expected expert_map=None and no shard"
+        )
 
 
 def _decoder_layer(name: str, block: nn.Module) -> str:
