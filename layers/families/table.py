@@ -128,7 +128,7 @@ FAMILIES = {
         has_bias=True,
     ),
     "granitemoe": _GRANITE,
-    "granitemoe_swa": _GRANITE,
+    "granitemoe_swa": _GRANITE_SHARED,
     "granitemoehybrid": _GRANITE_SHARED,
     "granitemoeshared": _GRANITE_SHARED,
     "hunyuan_v1_moe": Family(softmax(True), width=_WIDTH, router=_FLOAT32, shared=field(_WIDTH)),

@@ -125,7 +125,9 @@ FORMATS = {
     "glm4v_moe_text": _IN_MEMORY,
     "gpt_oss": _GPT_OSS,
     "granitemoe": _GRANITE,
-    "granitemoe_swa": Format(block="block_sparse_moe", experts=STACKED, gate="router.weight"),
+    "granitemoe_swa": Format(
+        block="block_sparse_moe", experts=STACKED, gate="router.weight", shared=_SHARED_BESIDE
+    ),
     "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": Format(gate="gate.wg.weight", shared=_linear("shared_mlp")),
