@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +13,8 @@ from torch import Tensor
 from layers.weights.files import open_checkpoint
 from layers.weights.safetensors_file import StoredTensor, read_into
 from layers.weights.slots import View
+
+_READERS = 4  # copying out of the page cache keeps a core busy
 
 Copy = tuple[str, View, Tensor]
 """(name of a stored tensor, view of it, where that goes)"""
@@ -62,14 +66,19 @@ class FileSource:
         by_file: dict[Path, list[Copy]] = {}
         for each in copies:
             by_file.setdefault(self._tensors[each[0]].path, []).append(each)
-        for path, wanted in by_file.items():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                for name, of_stored, target in sorted(wanted, key=lambda each: self._tensors[each[0]].offset):
-                    read_into(file, self._tensors[name], of_stored, target)
-                    yield target.numel() * target.element_size()
-            finally:
-                os.close(file)
+        with ThreadPoolExecutor(_READERS) as readers:
+            for path, wanted in by_file.items():
+                file = os.open(path, os.O_RDONLY)
+                try:
+                    wanted.sort(key=lambda each: self._tensors[each[0]].offset)
+                    yield from readers.map(partial(self._copy, file), wanted)
+                finally:
+                    os.close(file)
+
+    def _copy(self, file: int, copy: Copy) -> int:
+        name, of_stored, target = copy
+        read_into(file, self._tensors[name], of_stored, target)
+        return target.numel() * target.element_size()
 
 
 def open_source(path_or_state_dict: object, prefix: str) -> Source:

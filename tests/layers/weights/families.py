@@ -22,12 +22,14 @@ _POOL = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": EXPERTS,
     "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
     "moe_topk": TOP_K, "moe_k": TOP_K, "top_k_experts": TOP_K, "n_shared_experts": 1, "num_shared_experts": 1,
-    "moe_num_shared_experts": 1, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "moe_num_shared_experts": 1, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
     "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "num_dense_layers": 0, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "sliding_window": 64, "mlp_layer_types": ["sparse"] * LAYERS, "index_topk": 16,
     "index_head_dim": 16, "index_n_heads": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_head_dim": 16, "linear_num_heads": 4, "num_mtp_layers": 0, "num_nextn_predict_layers": 0, "use_cache": False,
+    "linear_head_dim": 16, "linear_num_heads": 4, "num_mtp_layers": 0, "num_nextn_predict_layers": 0,
+    "use_cache": False,
 }  # fmt: skip
 _MLA = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}  # fmt: skip
