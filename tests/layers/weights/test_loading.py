@@ -1,0 +1,355 @@
+"""`load_checkpoint`: what goes where, what is refused with the module unchanged, and how much memory it takes."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from layers import (
+    FusedMoE,
+    MoEBlock,
+    MoEConfig,
+    RouterConfig,
+    SharedExpertConfig,
+    TensorShard,
+    checkpoint_state_dict,
+    determine_expert_map,
+    load_checkpoint,
+)
+from tests.layers.weights.families import tiny_config, tiny_model
+
+E, H, I = 4, 8, 6
+CONFIG = MoEConfig(
+    E,
+    2,
+    H,
+    I,
+    router=RouterConfig(has_correction_bias=True),
+    shared_experts=SharedExpertConfig(10, "sigmoid"),
+)
+
+
+class _Qwen3Moe:
+    """As much of a config as names a format."""
+
+    model_type = "qwen3_moe"
+
+
+def _block(seed=0, config=CONFIG, **options):
+    torch.manual_seed(seed)
+    block = MoEBlock(config, **options)
+    if block.experts.e_score_correction_bias is not None:
+        block.experts.e_score_correction_bias.normal_()
+    return block
+
+
+def _state(block, layer="model.layers.3"):
+    return checkpoint_state_dict(block, _Qwen3Moe, prefix=layer)
+
+
+def _equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _raises(target, source, *messages, **options):
+    """That the load is refused with all of the messages, and changes nothing."""
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(ValueError) as caught:
+        load_checkpoint(target, source, progress=False, **options)
+    for message in messages:
+        assert re.search(message, str(caught.value)), f"{message!r} not in {caught.value}"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_block_from_memory_and_from_a_file(dtype, tmp_path):
+    block = _block(dtype=dtype)
+    state = _state(block)
+    save_file(state, tmp_path / "one.safetensors")
+    for source in (state, tmp_path / "one.safetensors", str(tmp_path / "one.safetensors")):
+        other = _block(1, dtype=dtype)
+        load_checkpoint(other, source, progress=False)
+        assert _equal(other, block)
+        assert other.experts.e_score_correction_bias.dtype == torch.float32
+
+
+def test_attention_beside_a_layer_is_not_its_business():
+    block = _block()
+    other = _block(1)
+    load_checkpoint(
+        other, {**_state(block), "model.layers.3.self_attn.q_proj.weight": torch.ones(2)}, progress=False
+    )
+    assert _equal(other, block)
+
+
+def test_layers_are_found_by_name_or_in_order():
+    source = {
+        name: t
+        for layer in range(3)
+        for name, t in _state(_block(layer), f"model.layers.{layer + 1}").items()
+    }
+    in_order = nn.ModuleList(_block(9) for _ in range(3))
+    load_checkpoint(in_order, source, progress=False)
+    assert all(_equal(block, _block(layer)) for layer, block in enumerate(in_order))
+
+    stage = nn.Module()  # a pipeline stage: layers 2 and 3 of the model
+    stage.model = nn.Module()
+    stage.model.layers = nn.ModuleDict({"2": nn.Module(), "3": nn.Module()})
+    for layer in stage.model.layers.values():
+        layer.feed_forward = _block(9)
+    load_checkpoint(stage, source, progress=False)
+    assert _equal(stage.model.layers["2"].feed_forward, _block(1))
+    assert _equal(stage.model.layers["3"].feed_forward, _block(2))
+
+    one = _block(9)
+    load_checkpoint(one, source, prefix="model.layers.2", progress=False)
+    assert _equal(one, _block(1))
+    _raises(
+        one, source, r"the module has 1 MoE layers \(''\), the checkpoint 3 \('model.layers.1.mlp', .*prefix="
+    )
+    _raises(
+        one, source, "prefix='model.layers.7': the checkpoint has no tensor there", prefix="model.layers.7"
+    )
+
+
+def test_more_layers_than_ten_stay_in_order():
+    source = {name: t for layer in range(11) for name, t in _state(_block(layer), f"l.{layer}").items()}
+    blocks = nn.ModuleList(_block(50) for _ in range(11))
+    load_checkpoint(blocks, source, progress=False)
+    assert all(_equal(block, _block(layer)) for layer, block in enumerate(blocks))
+
+
+@pytest.mark.parametrize("shard", [TensorShard(), TensorShard(1, 2)])
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai;interleaved=True"])
+@pytest.mark.parametrize("placed", [False, True])
+def test_experts_alone_take_their_part(shard, activation, placed, tmp_path):
+    config = MoEConfig(E, 2, H, I, activation=activation, has_bias=activation != "silu")
+    whole = _block(config=config)
+    if config.has_bias:  # stacked, transposed, rows of gate and up alternating
+        source = checkpoint_state_dict(whole, tiny_config("gpt_oss"), prefix="layers.0")
+    else:
+        source = checkpoint_state_dict(whole, _Qwen3Moe, prefix="layers.0")
+    save_file(source, tmp_path / "model.safetensors")
+    expert_map = determine_expert_map(2, 1, E)[1] if placed else None
+    held = slice(2, 4) if placed else slice(0, 4)
+    experts = FusedMoE(config, expert_map, shard=shard)
+    load_checkpoint(experts, tmp_path, progress=False)
+    rows = slice(shard.rank * I // shard.size, (shard.rank + 1) * I // shard.size)
+    gate_up = whole.experts.w13_weight[held]
+    pairs = (
+        gate_up.unflatten(1, (-1, 2))
+        if config.activation.interleaved
+        else gate_up.unflatten(1, (2, -1)).mT.mT
+    )
+    mine = pairs[:, rows] if config.activation.interleaved else pairs[:, :, rows]
+    assert torch.equal(experts.w13_weight, mine.flatten(1, 2))
+    assert torch.equal(experts.w2_weight, whole.experts.w2_weight[held][:, :, rows])
+    if config.has_bias:
+        bias = whole.experts.w13_bias[held].unflatten(1, (-1, 2))[:, rows].flatten(1)
+        assert torch.equal(experts.w13_bias, bias)
+        down = whole.experts.w2_bias[held]
+        assert torch.equal(experts.w2_bias, down if shard.rank == 0 else torch.zeros_like(down))
+
+
+def test_rows_that_alternate_on_disk_only_or_in_the_layer_only():
+    gate, up, down = torch.randn(E, I, H), torch.randn(E, I, H), torch.randn(E, H, I)
+    w13 = torch.stack([gate, up], 2).flatten(1, 2)
+    stored = {
+        "mlp.experts.w13_weight": w13,
+        "mlp.experts.w2_weight": down,
+        "mlp.gate.weight": torch.randn(E, H),
+    }
+    block = _block(config=MoEConfig(E, 2, H, I))
+    load_checkpoint(block, stored, progress=False)
+    assert torch.equal(block.experts.w13_weight, torch.cat([gate, up], 1))
+    alternating = _block(config=MoEConfig(E, 2, H, I, activation="silu;interleaved=True"))
+    load_checkpoint(alternating, checkpoint_state_dict(block, _Qwen3Moe), progress=False)
+    assert torch.equal(alternating.experts.w13_weight, w13)
+
+
+def test_stacked_experts_on_disk_either_way_round():
+    for hidden, inter in ((8, 6), (8, 4), (6, 6)):  # 2I = H, and I = H: one of the two matrices tells
+        config = MoEConfig(E, 2, hidden, inter)
+        block = _block(config=config)
+        names = {"mlp.gate.weight": block.gate.weight.data}
+        for transposed in (False, True):
+            w13, w2 = block.experts.w13_weight.data, block.experts.w2_weight.data
+            stored = (w13.mT, w2.mT) if transposed else (w13, w2)
+            other = _block(1, config=config)
+            named = dict(zip(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), stored, strict=True))
+            load_checkpoint(other, {**names, **named}, progress=False)
+            assert _equal(other, block)
+
+
+def test_ungated_experts_stacked_and_transposed():
+    config = MoEConfig(E, 2, H, I, activation="relu2")
+    block = _block(config=config)
+    stored = {
+        "mixer.gate.weight": block.gate.weight.data,
+        "mixer.experts.gate_and_up_projs": block.experts.w13_weight.data.mT.contiguous(),
+        "mixer.experts.down_projs": block.experts.w2_weight.data.mT.contiguous(),
+    }
+    other = _block(1, config=config)
+    load_checkpoint(other, stored, progress=False)
+    assert _equal(other, block)
+
+
+def test_models_load_what_is_beside_their_experts(tmp_path):
+    stock = tiny_model("qwen3_moe")
+    stock.save_pretrained(tmp_path, max_shard_size="50KB")
+    ours = tiny_model("qwen3_moe")
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_()
+    for layer in ours.model.layers:
+        layer.mlp = MoEBlock.from_hf(layer.mlp)
+    load_checkpoint(ours, tmp_path, progress=False)
+    tokens = torch.arange(3, 12).unsqueeze(0)
+    with torch.no_grad():
+        expected, output = stock(tokens).logits, ours(tokens).logits
+    assert (output - expected).norm() <= 1e-5 * expected.norm()
+    saved = checkpoint_state_dict(ours, stock.config)
+    stored = {name: None for shard in tmp_path.glob("*.safetensors") for name in _names(shard)}
+    assert saved.keys() == stored.keys()
+    _raises(
+        ours, {**saved, "model.extra.weight": torch.ones(1)}, r"unexpected \(1\):\n    model\.extra\.weight"
+    )
+    del saved["model.norm.weight"], saved["lm_head.weight"]
+    _raises(ours, saved, r"missing \(2\):\n    .*\n", r"    model\.norm\.weight", r"    lm_head\.weight")
+
+
+def _names(path):
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def test_all_problems_are_named_at_once(tmp_path):
+    block, target = _block(), _block(1)
+    state = _state(block, "")
+    del state["mlp.experts.0.gate_proj.weight"], state["mlp.gate.weight"]
+    state["mlp.experts.4.gate_proj.weight"] = torch.ones(I, H)
+    state["mlp.norm.weight"] = torch.ones(H)
+    state["mlp.experts.1.up_proj.weight"] = torch.ones(I, H + 1)
+    state["mlp.experts.2.down_proj.weight"] = torch.ones(H, I, dtype=torch.float16)
+    messages = (
+        r"missing \(2\):\n    mlp\.experts\.0\.gate_proj\.weight\n    mlp\.gate\.weight",
+        r"unexpected \(2\):\n    mlp\.experts\.4\.gate_proj\.weight\n    mlp\.norm\.weight",
+        r"    mlp\.experts\.1\.up_proj\.weight has shape \(6, 9\): expected \(6, 8\)",
+        r"    mlp\.experts\.2\.down_proj\.weight has dtype torch\.float16: expected torch\.float32",
+    )
+    _raises(target, state, *messages)
+    save_file(state, tmp_path / "model.safetensors")
+    _raises(target, tmp_path, *messages)
+
+
+def test_another_familys_checkpoint(tmp_path):
+    model = tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    config = MoEConfig.from_hf(tiny_config("qwen3_moe"))
+    blocks = nn.ModuleList(MoEBlock(config) for _ in range(2))
+    _raises(
+        blocks, tmp_path, r"config\.json describes another layer than the module's '0': score_fn is 'sigmoid'"
+    )
+    _raises(
+        blocks,
+        tmp_path / "model.safetensors",
+        r"unexpected \(8\):",
+        "shared_experts",
+        "e_score_correction_bias",
+    )
+    config_file = tmp_path / "config.json"
+    fields = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**fields, "model_type": "phimoe"}))
+    _raises(blocks, tmp_path, "phimoe: router_jitter_noise=.*: sparsemixer")
+    config_file.write_text(json.dumps({**fields, "model_type": "unheard_of"}))
+    _raises(blocks, tmp_path, "no family that a MoE layer can be made of")
+    _raises(
+        _block(), {"encoder.layer.0.weight": torch.ones(2)}, "no MoE layer of a known family.*encoder.layer.0"
+    )
+
+
+def test_what_cannot_be_loaded_into(tmp_path):
+    state = _state(_block())
+    with pytest.raises(ValueError, match="module=Linear: expected a MoEBlock or FusedMoE in it"):
+        load_checkpoint(nn.Linear(2, 2), state)
+    with pytest.raises(TypeError, match="module=None: expected Module"):
+        load_checkpoint(None, state)
+    with pytest.raises(ValueError, match=r"gate\.weight is on the meta device: expected memory"):
+        load_checkpoint(MoEBlock(CONFIG, device="meta"), state)
+    with pytest.raises(TypeError, match="path_or_state_dict is a int: expected a path"):
+        load_checkpoint(_block(), 3)
+    with pytest.raises(TypeError, match="state dict has 'a': int, expected tensors by name"):
+        load_checkpoint(_block(), {"a": 3})
+
+
+def test_what_cannot_be_saved():
+    part = FusedMoE(MoEConfig(E, 2, H, I), determine_expert_map(2, 0, E)[1])
+    with pytest.raises(ValueError, match="module holds a part of the experts: expected expert_map=None"):
+        checkpoint_state_dict(part, _Qwen3Moe)
+    with pytest.raises(ValueError, match="phimoe: router_jitter_noise="):
+        checkpoint_state_dict(_block(), type("Config", (), {"model_type": "phimoe"}))
+
+
+def test_a_progress_bar_counts_the_bytes(capsys):
+    block = _block()
+    load_checkpoint(block, _state(block))
+    shown = capsys.readouterr().err
+    assert "loading weights: 100%" in shown
+    load_checkpoint(block, _state(block), progress=False)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ["per expert", "stacked", "transposed"])
+def test_there_is_never_a_second_copy_of_the_experts(layout, tmp_path):
+    """In a process of its own, whose memory may grow by a fraction of the checkpoint while it loads."""
+    script = textwrap.dedent(
+        """
+        import resource, sys
+        import torch
+        from layers import MoEBlock, MoEConfig, load_checkpoint
+
+        torch.set_num_threads(1)
+        block = MoEBlock(MoEConfig(16, 2, 1024, 1024), dtype=torch.bfloat16)
+        load_checkpoint(block, sys.argv[1], prefix="small", progress=False)  # everything is imported
+        size = sum(p.numel() * p.element_size() for p in block.parameters())
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, resource.RLIM_INFINITY))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        load_checkpoint(block, sys.argv[1], prefix="big", progress=False)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+        assert grown < size // 2, f"{grown} of {size}"
+        assert block.experts.w2_weight[-1].eq(2).all() and block.experts.w13_weight[0].eq(2).all()
+        print(size)
+        """
+    )
+    tensors = {**_weights("small", layout, 1.0), **_weights("big", layout, 2.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    command = [sys.executable, "-c", script, str(tmp_path / "model.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 90e6
+
+
+def _weights(layer, layout, value):
+    def full(*shape):
+        return torch.full(shape, value, dtype=torch.bfloat16)
+
+    at = f"{layer}.mlp.experts"
+    gate = {f"{layer}.mlp.gate.weight": full(16, 1024)}
+    if layout == "per expert":
+        return gate | {
+            f"{at}.{expert}.{name}_proj.weight": full(1024, 1024)
+            for expert in range(16)
+            for name in ("gate", "up", "down")
+        }
+    gate_up = full(16, 1024, 2048) if layout == "transposed" else full(16, 2048, 1024)
+    return gate | {f"{at}.gate_up_proj": gate_up, f"{at}.down_proj": full(16, 1024, 1024)}
