@@ -1,6 +1,6 @@
 """How model families name and lay out the weights of a MoE block on disk, as data.
 
-Names are relative to the block, "../" is the decoder layer around it, "{e}" the number of an expert. One `Format`
+Names are relative to the block, "^" leads to the decoder layer around it, "{e}" the number of an expert. One `Format`
 serves both ways: it says where to look when a checkpoint is loaded, and how to write one. A loader needs no family:
 it takes from each field the alternative whose names are in the file.
 """
@@ -63,7 +63,7 @@ _SHARED_UNGATED = MatrixNames(
     ("shared_experts.up_proj.weight",), "shared_experts.down_proj.weight", gated=False
 )
 _SHARED_FUSED = MatrixNames(("shared_experts.gate_up_proj.weight",), "shared_experts.down_proj.weight")
-_SHARED_BESIDE = MatrixNames(("../shared_mlp.input_linear.weight",), "../shared_mlp.output_linear.weight")
+_SHARED_BESIDE = MatrixNames(("^shared_mlp.input_linear.weight",), "^shared_mlp.output_linear.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ FORMATS = {
     "inkling2_text": _INKLING,
     "jamba": Format(block="feed_forward", gate="router.weight"),
     "kimi_linear": Format(block="block_sparse_moe", experts=W123),
-    "kolibri1": Format(correction="../moe.router.expert_bias"),
+    "kolibri1": Format(correction="^moe.router.expert_bias"),
     "laguna": Format(correction="experts.e_score_correction_bias", shared=_linear("shared_expert")),
     "lfm2_moe": Format(block="feed_forward", experts=W123, correction="expert_bias"),
     "llama4": _LLAMA4,
@@ -163,7 +163,7 @@ FORMATS = {
     "qwen4_exp": _QWEN,
     "qwen4_exp_text": _QWEN,
     "step3p5": _IN_MEMORY,
-    "step3p7": Format(block="moe", experts=STEP, correction="router_bias", shared=_linear("../share_expert")),
+    "step3p7": Format(block="moe", experts=STEP, correction="router_bias", shared=_linear("^share_expert")),
 }
 """By `model_type`; a family that is not here has the names of `Format()`."""
 

@@ -14,8 +14,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def join(layer: str, name: str) -> str:
     """The full name of `name`, which is relative to the block at `layer`."""
-    if name.startswith("../"):
-        return join(layer.rpartition(".")[0], name.removeprefix("../"))
+    if name.startswith("^"):
+        return join(layer.rpartition(".")[0], name.removeprefix("^"))
     return f"{layer}.{name}" if layer and name else layer or name
 
 

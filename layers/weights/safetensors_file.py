@@ -141,7 +141,7 @@ def _read(file: int, start: int, source: Tensor, target: Tensor) -> None:
     if source.numel() == 0:
         return None
     span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride()))
-    offset = start + source.storage_offset() * source.element_size()
+    offset = start + int(source.storage_offset()) * source.element_size()
     if source.dtype == target.dtype and target.device.type == "cpu":
         if source.is_contiguous() and target.is_contiguous():
             return _read_bytes(file, offset, target.data_ptr(), span * source.element_size())

@@ -196,7 +196,8 @@ def _bias_slots(matrices: _Matrices, gate_up: str, down: str) -> Iterator[Slot]:
 
 def _stored_shape(matrices: _Matrices, shape: tuple[int, int], transposed: bool) -> tuple[int, ...]:
     """What the checkpoint has for one matrix [rows, columns] of ours."""
-    shape = shape[::-1] if transposed else shape
+    if transposed:
+        shape = (shape[1], shape[0])
     E = matrices.num_experts
     if E is None or matrices.names.is_per_expert:
         return shape
@@ -205,10 +206,10 @@ def _stored_shape(matrices: _Matrices, shape: tuple[int, int], transposed: bool)
 
 def _lift(matrices: _Matrices, *, transposed: bool) -> View:
     """Stacks of experts out of flat ones, and rows where columns were."""
-    flat = matrices.names.flat
+    flat, E = matrices.names.flat, matrices.num_experts or 1
 
     def lift(stored: Tensor) -> Tensor:
-        stacked = stored.unflatten(0, (matrices.num_experts, -1)) if flat else stored
+        stacked = stored.unflatten(0, (E, -1)) if flat else stored
         return stacked.mT if transposed else stacked
 
     return lift if flat or transposed else same

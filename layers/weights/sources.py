@@ -23,8 +23,8 @@ Copy = tuple[str, View, Tensor]
 class Source(Protocol):
     """Tensors by name, read only where they are asked for."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
 
     def copy(self, copies: list[Copy]) -> Iterable[int]:
         """Copies everything; yields the bytes done after each step."""
