@@ -155,14 +155,22 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
     for name, block in blocks.items():
         layer = layer_of[name]
         names = resolve(block, layer, source.shapes)
-        ours = block.state_dict(keep_vars=True)
-        for slot in block_slots(block, names):
+        ours, slots = block.state_dict(keep_vars=True), block_slots(block, names)
+        _check_all_have_slots(ours, slots)
+        for slot in slots:
             plan.add(slot, join(layer, slot.stored), ours[slot.ours].data, source)
         strays = unexpected(block, layer, names, keys, plan.known)
         plan.known.update(strays)
         plan.unexpected.extend(strays)
     _plan_others(plan, module, blocks, source)
     return plan
+
+
+def _check_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
+    """Scales, say: they must not stay what they were beside weights that change."""
+    filled = {slot.ours for slot in slots}
+    if others := [name for name in ours if name not in filled and not name.endswith("w2_bias")]:
+        raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; weight_loader loads them")
 
 
 def _plan_others(plan: _Plan, module: nn.Module, blocks: dict[str, Any], source: Source) -> None:

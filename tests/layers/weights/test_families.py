@@ -42,6 +42,16 @@ def test_blocks_compute_what_stock_ones_do(family):
         assert error <= RELATIVE_NORM[torch.float32], f"inputs times {scale}"
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "dbrx"])
+def test_blocks_of_half_precision(family):
+    model = tiny_model(family).bfloat16()
+    block = list(moe_blocks(model).values())[-1]
+    output = run(MoEBlock.from_hf(block, model.config), _hidden().bfloat16())
+    expected = run(block.float(), _hidden().bfloat16().float())  # the same rounded weights
+    assert output.dtype == torch.bfloat16
+    assert relative_error(output, expected) <= RELATIVE_NORM[torch.bfloat16]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_share_the_weights(family):
     model = tiny_model(family)
@@ -198,6 +208,8 @@ def test_fields_that_cannot_be_expressed_are_named(family, options, message):
     ],
 )  # fmt: skip
 def test_options_of_configs_reach_the_layer(family, options):
+    if family == "gpt_oss" and not IS_NEWEST:
+        pytest.skip("older versions have this limit in the code, whatever the config says")
     model = tiny_model(family, **options)
     block = list(moe_blocks(model).values())[-1]
     ours = MoEBlock.from_hf(block, model.config)

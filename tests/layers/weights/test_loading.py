@@ -15,6 +15,8 @@ from layers import (
     RouterConfig,
     SharedExpertConfig,
     TensorShard,
+    WeightScale,
+    add_weight_scales,
     checkpoint_state_dict,
     determine_expert_map,
     load_checkpoint,
@@ -282,6 +284,11 @@ def test_what_cannot_be_loaded_into(tmp_path):
         load_checkpoint(None, state)
     with pytest.raises(ValueError, match=r"gate\.weight is on the meta device: expected memory"):
         load_checkpoint(MoEBlock(CONFIG, device="meta"), state)
+    scaled = _block()
+    add_weight_scales(scaled.experts, WeightScale.CHANNEL)
+    _raises(
+        scaled, state, "experts.w13_weight_scale, experts.w2_weight_scale: not part of a checkpoint's format"
+    )
     with pytest.raises(TypeError, match="path_or_state_dict is a int: expected a path"):
         load_checkpoint(_block(), 3)
     with pytest.raises(TypeError, match="state dict has 'a': int, expected tensors by name"):
