@@ -169,7 +169,7 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
 def _check_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
     """Scales, say: they must not stay what they were beside weights that change."""
     filled = {slot.ours for slot in slots}
-    if others := [name for name in ours if name not in filled and not name.endswith("w2_bias")]:
+    if others := [name for name in ours if name not in filled]:
         raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; weight_loader loads them")
 
 

@@ -189,9 +189,7 @@ def _bias_slots(matrices: _Matrices, gate_up: str, down: str) -> Iterator[Slot]:
             of_stored = _chain(expert.of_stored, half, _part(shard, -1))
             of_ours = _chain(expert.of_ours, half)
             yield Slot(gate_up, f"{names.gate_up[0]}_bias", gate_up_shape, of_stored, of_ours)
-        if shard.rank == 0:  # the ranks' outputs are summed, and the bias counts once
-            shape = (E, matrices.hidden_size)
-            yield Slot(down, f"{names.down}_bias", shape, expert.of_stored, expert.of_ours)
+        yield Slot(down, f"{names.down}_bias", (E, matrices.hidden_size), expert.of_stored, expert.of_ours)
 
 
 def _stored_shape(matrices: _Matrices, shape: tuple[int, int], transposed: bool) -> tuple[int, ...]:
