@@ -9,7 +9,7 @@ READY      := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-cpu test-kernels lint types wheel gpu setup clean
+.PHONY: demo test test-cpu test-kernels exhaustive fuzz mutants lint types wheel gpu setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks demo $(if $(MODEL),--model "$(MODEL)")
@@ -25,6 +25,18 @@ test-cpu: setup
 
 test-kernels: setup
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+# Wrong edits that some test has to notice; ONLY=pattern picks a few. Not part of `make test`: half an hour.
+mutants: setup
+	$(BIN)/python -m tests.mutants $(if $(ONLY),--only "$(ONLY)")
+
+# Random layers against a float64 oracle, on the CPU unless FUZZ says otherwise: make fuzz FUZZ="--cases 5000 --seed 1".
+fuzz: setup
+	$(BIN)/python -m tests.fuzz $(FUZZ)
+
+# Every launch that a plan can make, compiled for every GPU that docs/PERFORMANCE.md names.
+exhaustive: setup
+	$(PYTEST) -m exhaustive tests
 
 lint: setup
 	$(BIN)/ruff check .

@@ -81,10 +81,27 @@ def gmm_eager(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
     return gmm(inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, top_k)
 
 
+def on_transposed(implementation: Implementation) -> Implementation:
+    """`implementation` on the same weights stored as gpt-oss publishes them: input features first."""
+
+    @lru_cache(maxsize=None)
+    def stored_transposed(weight: Tensor) -> Tensor:
+        return weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def run(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+        return implementation(
+            inputs, Weights(stored_transposed(weights.w13), stored_transposed(weights.w2)), top_k
+        )
+
+    return run
+
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "fused_moe": ours,
     "gmm_compile": gmm_compile,
     "gmm_eager": gmm_eager,
     "plain_compile": plain_compile,
     "passes_compile": passes_compile,
+    "fused_moe_transposed": on_transposed(ours),
+    "gmm_compile_transposed": on_transposed(gmm_compile),
 }

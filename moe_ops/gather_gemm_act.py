@@ -8,7 +8,6 @@ it. The gradient saves the inputs and recomputes gate_up. `gemm_combine` consume
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
@@ -28,7 +27,7 @@ from moe_ops.grouped_gemm import (
     product_flops,
     reference as gemm_reference,
 )
-from moe_ops.permute import permute, permute_gradient
+from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.types import Activation, DispatchPlan
 
 
@@ -75,8 +74,7 @@ def _check(
 ) -> None:
     _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    _checks.expect_index("sorted_slots", sorted_slots, (torch.int32,))
-    _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
+    check_slots(sorted_slots, hidden_states.shape[0])
     check_weight("w13", w13, hidden_states.shape[1], expert_offsets)
     check_bias("w13_bias", w13_bias, w13)
     out_features(w13.shape[1], Activation.from_spec(activation), "w13")

@@ -42,11 +42,12 @@ def permute(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
 def _check(hidden_states: Tensor, sorted_slots: Tensor) -> None:
     _checks.expect_floating("hidden_states", hidden_states)
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
-    _check_slots(sorted_slots, hidden_states.shape[0])
+    check_slots(sorted_slots, hidden_states.shape[0])
     _checks.expect_same_device(hidden_states.device, "hidden_states", sorted_slots=sorted_slots)
 
 
-def _check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
+def check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
+    """Checks a plan's sorted_slots [S] against the number of tokens."""
     _checks.expect_index("sorted_slots", sorted_slots, (torch.int32,))
     _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
     num_slots = sorted_slots.shape[0]
@@ -75,9 +76,9 @@ def _fake(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:
 
 
 def _check_backward(grad: Tensor, sorted_slots: Tensor, num_tokens: int) -> None:
+    check_slots(sorted_slots, num_tokens)
     _checks.expect_floating("grad", grad)
     _checks.expect_shape("grad", grad, (sorted_slots.shape[0], "H"))
-    _check_slots(sorted_slots, num_tokens)
     _checks.expect_same_device(grad.device, "grad", sorted_slots=sorted_slots)
 
 

@@ -33,11 +33,13 @@ CASES = [
     Case(7, 4, 4, 8, 6, Activation("relu2"), bias=True),
     Case(33, 16, 4, 12, 10, Activation("swiglu_oai", interleaved=True), bias=True),
     Case(20, 8, 2, 8, 6, Activation("silu", limit=0.5), hot=3),
+    Case(3, 8, 2, 8, 6, bias=True),
 ]
 
 ROUTINGS = [
     RoutingConfig(top_k=2),
     RoutingConfig(top_k=3, renormalize=False),
+    RoutingConfig(top_k=3, renorm_eps=0.25),
     RoutingConfig(top_k=3, score_fn="sigmoid", scale=2.5),
     RoutingConfig(top_k=2, order="topk_then_score"),
     RoutingConfig(top_k=2, order="topk_then_score", renormalize=False),

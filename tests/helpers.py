@@ -1,5 +1,8 @@
 """Comparisons every test uses."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
 
 # Relative to a float64 oracle of the same rounded inputs, by norm. float64 and float32: the contract. Half precision:
@@ -41,3 +44,37 @@ def assert_same(actual, expected, tolerance=1e-12):
     for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
         error = relative_error(a, b)
         assert error <= tolerance, f"tensor {index}: relative error {error:.3e}, allowed {tolerance:.0e}"
+
+
+def weights_of(logits, ids, valid, routing):
+    """The weights of experts already chosen, in plain PyTorch, so that torch differentiates them."""
+    score = torch.sigmoid if routing.score_fn == "sigmoid" else lambda x: x.softmax(-1)
+    picked = logits.gather(1, ids) if routing.order == "topk_then_score" else score(logits).gather(1, ids)
+    if routing.order == "topk_then_score":
+        picked = score(picked.masked_fill(~valid, float("-inf")))
+    weights = torch.where(valid, picked, 0.0)
+    if routing.renormalize:
+        total = weights.sum(-1, keepdim=True) + routing.renorm_eps
+        weights = weights / torch.where(total == 0, 1.0, total)
+    return weights * routing.scale
+
+
+@contextmanager
+def nan_in_empty_memory():
+    """Memory from torch.empty and new_empty comes full of NaN (integers: a huge id), so a hole in an output shows."""
+
+    def poison(tensor):
+        if tensor.dtype.is_floating_point:
+            return tensor.fill_(float("nan"))
+        return (
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+            if tensor.dtype in (torch.int32, torch.int64)
+            else tensor
+        )
+
+    def patched(holder, name):
+        original = getattr(holder, name)
+        return mock.patch.object(holder, name, lambda *args, **kwargs: poison(original(*args, **kwargs)))
+
+    with patched(torch, "empty"), patched(torch, "empty_like"), patched(torch.Tensor, "new_empty"):
+        yield

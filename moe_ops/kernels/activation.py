@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import activation_gradient, apply_activation, cdiv
+from moe_ops.kernels.common import activation_gradient, apply_activation, cdiv, offset
 from moe_ops.kernels.permute import column_block
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe
 from moe_ops.types import Activation
@@ -37,9 +37,9 @@ def _activation_kernel(
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < features
     gate_columns, up_columns = _gate_up_columns(columns, features, GATED, INTERLEAVED)
-    row_ptr = gate_up_ptr + row * stride_s
-    gate = tl.load(row_ptr + gate_columns * stride_i, mask=mask, other=0.0).to(ACC)
-    up = tl.load(row_ptr + up_columns * stride_i, mask=mask, other=0.0).to(ACC)
+    row_ptr = gate_up_ptr + offset(row, stride_s)
+    gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
+    up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
     result = apply_activation(gate, up, NAME, ALPHA, LIMIT)
     tl.store(out_ptr + row * features + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -57,10 +57,11 @@ def _activation_backward_kernel(
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < features
     gate_columns, up_columns = _gate_up_columns(columns, features, GATED, INTERLEAVED)
-    row_ptr = gate_up_ptr + row * stride_s
-    gate = tl.load(row_ptr + gate_columns * stride_i, mask=mask, other=0.0).to(ACC)
-    up = tl.load(row_ptr + up_columns * stride_i, mask=mask, other=0.0).to(ACC)
-    grad = tl.load(grad_ptr + row * grad_stride_s + columns * grad_stride_i, mask=mask, other=0.0).to(ACC)
+    row_ptr = gate_up_ptr + offset(row, stride_s)
+    gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
+    up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
+    grad_ptrs = grad_ptr + offset(row, grad_stride_s) + offset(columns, grad_stride_i)
+    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
     grad_gate, grad_up = activation_gradient(grad, gate, up, NAME, ALPHA, LIMIT)
     out_ptr += row * features * (2 if GATED else 1)
     tl.store(out_ptr + gate_columns, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)

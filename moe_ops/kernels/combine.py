@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, next_power_of_2
+from moe_ops.kernels.common import cdiv, next_power_of_2, offset
 from moe_ops.kernels.permute import column_block
 from moe_ops.kernels.program import (
     Buffer,
@@ -20,30 +20,40 @@ from moe_ops.kernels.program import (
 )
 
 _FILL_BLOCK = 1024
+_ROWS_AT_ONCE = 16  # the addresses of more would take the registers
 
 
 @triton.jit
+def _row_of_slot(inverse_ptr, slot, mask, num_rows):
+    """(row, whether there is one) of a slot: -1 drops it, and so does what is no row."""
+    row = tl.load(inverse_ptr + slot, mask=mask, other=-1)
+    return row, (row >= 0) & (row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _combine_kernel(
     expert_out_ptr, weights_ptr, inverse_ptr, shared_ptr, out_ptr,
-    num_columns, stride_s, stride_h, weight_stride_t, weight_stride_k, shared_stride_t, shared_stride_h,
-    TOP_K: tl.constexpr, F64: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_columns, stride_s, stride_h, weight_stride_t, weight_stride_k, shared_stride_t, shared_stride_h,
+    TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T * column blocks). A slot whose inverse is -1 is skipped without reading."""
+    """Grid (T * column blocks). A slot whose inverse is no row is skipped without reading."""
     column_blocks = tl.cdiv(num_columns, BLOCK)
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
     columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
     total = tl.zeros((BLOCK,), tl.float64 if F64 else tl.float32)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(inverse_ptr + token * TOP_K + k).to(tl.int64)
-        kept = row >= 0
-        weight = tl.load(weights_ptr + token * weight_stride_t + k * weight_stride_k, mask=kept, other=0.0)
-        row_ptr = expert_out_ptr + row * stride_s + columns * stride_h
-        value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
-        total += value.to(total.dtype) * weight.to(total.dtype)
+    for first in range(0, TOP_K, AT_ONCE):
+        for step in tl.static_range(AT_ONCE):
+            k = first + step
+            row, kept = _row_of_slot(inverse_ptr, token * TOP_K + k, k < TOP_K, num_rows)
+            weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(k, weight_stride_k)
+            weight = tl.load(weight_ptr, mask=kept, other=0.0)
+            row_ptr = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
+            value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
+            total += value.to(total.dtype) * weight.to(total.dtype)
     if shared_ptr is not None:
-        shared_ptr += token * shared_stride_t
-        total += tl.load(shared_ptr + columns * shared_stride_h, mask=mask, other=0.0).to(total.dtype)
+        shared_row_ptr = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_h)
+        total += tl.load(shared_row_ptr, mask=mask, other=0.0).to(total.dtype)
     tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -53,31 +63,30 @@ def _clear_kernel(flags_ptr, num_rows, BLOCK: tl.constexpr):
     tl.store(flags_ptr + rows, tl.zeros((BLOCK,), tl.int32), mask=rows < num_rows)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_rows"])
 def _combine_backward_kernel(
     grad_ptr, expert_out_ptr, weights_ptr, inverse_ptr, grad_out_ptr, grad_weights_ptr, flags_ptr,
-    top_k, num_columns, grad_stride_t, grad_stride_h, stride_s, stride_h, weight_stride_t, weight_stride_k,
+    top_k, num_rows, num_columns, grad_stride_t, grad_stride_h, stride_s, stride_h, weight_stride_t, weight_stride_k,
     F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per slot: grad_out[row] = grad * weight, grad_weight = <grad, expert_out[row]>; flags the row."""
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     slot = tl.program_id(0).to(tl.int64)
     token = slot // top_k
-    row = tl.load(inverse_ptr + slot).to(tl.int64)
-    kept = row >= 0
-    weight_ptr = weights_ptr + token * weight_stride_t + (slot % top_k) * weight_stride_k
+    row, kept = _row_of_slot(inverse_ptr, slot, slot >= 0, num_rows)
+    weight_ptr = weights_ptr + offset(token, weight_stride_t) + offset(slot % top_k, weight_stride_k)
     weight = tl.load(weight_ptr, mask=kept, other=0.0).to(ACC)
     products = tl.zeros((BLOCK,), ACC)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < tl.where(kept, num_columns, 0)
-        grad = tl.load(grad_ptr + token * grad_stride_t + columns * grad_stride_h, mask=mask, other=0.0).to(
-            ACC
-        )
-        values = tl.load(expert_out_ptr + row * stride_s + columns * stride_h, mask=mask, other=0.0).to(ACC)
+        grad_ptrs = grad_ptr + offset(token, grad_stride_t) + offset(columns, grad_stride_h)
+        grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
+        value_ptrs = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
+        values = tl.load(value_ptrs, mask=mask, other=0.0).to(ACC)
         products += grad * values
         out = (grad * weight).to(grad_out_ptr.dtype.element_ty)
-        tl.store(grad_out_ptr + row * num_columns + columns, out, mask=mask)
+        tl.store(grad_out_ptr + offset(row, num_columns) + columns, out, mask=mask)
     tl.store(grad_weights_ptr + slot, tl.sum(products, 0).to(grad_weights_ptr.dtype.element_ty))
     tl.store(flags_ptr + row, 1, mask=kept)
 
@@ -104,6 +113,7 @@ def combine_launch(
         "inverse_ptr": Ref("inverse"),
         "shared_ptr": None if shared is None else Ref("shared"),
         "out_ptr": Ref("combined"),
+        "num_rows": expert_out.shape[0],
         "num_columns": columns,
         "stride_s": expert_out.strides[0],
         "stride_h": expert_out.strides[1],
@@ -112,6 +122,7 @@ def combine_launch(
         "shared_stride_t": 0 if shared is None else shared.strides[0],
         "shared_stride_h": 1 if shared is None else shared.strides[1],
         "TOP_K": top_k,
+        "AT_ONCE": min(top_k, _ROWS_AT_ONCE),
         "F64": expert_out.dtype == torch.float64,
         "BLOCK": block,
     }
@@ -138,6 +149,7 @@ def _backward_program(grad: TensorMeta, expert_out: TensorMeta, topk_weights: Te
         "grad_weights_ptr": Ref("grad_topk_weights"),
         "flags_ptr": flags,
         "top_k": top_k,
+        "num_rows": num_rows,
         "num_columns": columns,
         "grad_stride_t": grad.strides[0],
         "grad_stride_h": grad.strides[1],

@@ -24,13 +24,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @triton.jit
+def offset(index, stride):
+    """index * stride in 64 bits: columns of a column-major tensor lie 2**31 elements apart before it has 2**31 rows.
+
+    Every stride that a tensor of the caller has is multiplied here. A stride of 1 is a constant and costs nothing.
+    """
+    return tl.cast(index, tl.int64) * stride
+
+
+@triton.jit
+def source_row(slots_ptr, rows, mask, top_k, num_tokens):
+    """(token, whether there is one) of the slots in `rows`. Slots are the caller's and may be anything."""
+    slots = tl.load(slots_ptr + rows, mask=mask, other=-1)
+    token = slots // top_k
+    return token, (slots >= 0) & (token < num_tokens)
+
+
+@triton.jit
 def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts):
     """Local expert of each slot, `num_experts` where the slot is dropped or masked.
 
     The range is checked in the ids' own width, before narrowing; the map is read for valid ids only.
     """
-    token = (slots // top_k).to(tl.int64)
-    ids = tl.load(ids_ptr + token * stride_t + (slots % top_k) * stride_k, mask=mask, other=-1)
+    slot_ptr = ids_ptr + offset(slots // top_k, stride_t) + offset(slots % top_k, stride_k)
+    ids = tl.load(slot_ptr, mask=mask, other=-1)
     valid = (ids >= 0) & (ids < num_ids)
     local = tl.where(valid, ids, 0).to(tl.int32)
     if map_ptr is not None:
@@ -52,12 +69,12 @@ def dot(a, b, acc):
 def apply_activation(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """The expert activation in compute dtype. Ungated ones ignore `up`."""
     if NAME == "swiglu_oai":
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        gate = _at_most(gate, LIMIT)
         up = _clamp(up, LIMIT)
         result = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
     elif NAME == "silu":
         if LIMIT is not None:
-            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            gate = _at_most(gate, LIMIT)
             up = _clamp(up, LIMIT)
         result = gate * tl.sigmoid(gate) * up
     elif NAME == "gelu":
@@ -76,7 +93,7 @@ def apply_activation(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: t
 def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """(d gate, d up) of `apply_activation`. A clamped value passes the gradient where it equals its bound."""
     if NAME == "swiglu_oai":
-        clamped_gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        clamped_gate = _at_most(gate, LIMIT)
         clamped_up = _clamp(up, LIMIT)
         sigmoid = tl.sigmoid(ALPHA * clamped_gate)
         slope = sigmoid + clamped_gate * ALPHA * sigmoid * (1.0 - sigmoid)
@@ -86,7 +103,7 @@ def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr,
         clamped_gate = gate
         clamped_up = up
         if LIMIT is not None:
-            clamped_gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            clamped_gate = _at_most(gate, LIMIT)
             clamped_up = _clamp(up, LIMIT)
         sigmoid = tl.sigmoid(clamped_gate)
         grad_gate = grad * clamped_up * (sigmoid + clamped_gate * sigmoid * (1.0 - sigmoid))
@@ -111,6 +128,12 @@ def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr,
 
 
 @triton.jit
+def _at_most(value, LIMIT: tl.constexpr):
+    # As a block of value's dtype: a bare number would be rounded to float32, also beside float64.
+    return tl.minimum(value, tl.full(value.shape, LIMIT, value.dtype), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _clamp(value, LIMIT: tl.constexpr):
-    capped = tl.minimum(value, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    return tl.maximum(capped, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    lowest = tl.full(value.shape, -LIMIT, value.dtype)
+    return tl.maximum(_at_most(value, LIMIT), lowest, propagate_nan=tl.PropagateNan.ALL)

@@ -7,7 +7,7 @@ allow it, so that all of a CTA's bytes are in flight together. No atomics: deter
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, local_expert
+from moe_ops.kernels.common import apply_activation, local_expert, offset
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def gemv_activation_kernel(
     ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
 
@@ -43,28 +43,26 @@ def gemv_activation_kernel(
             column = first + rows % BLOCK_N
             weight_row = column + (rows // BLOCK_N) * features
         inside = column < features
-        x_row_ptr = x_ptr + (slot // top_k).to(tl.int64) * x_stride_m
-        row_ptr = (
-            weight_ptr + expert.to(tl.int64) * weight_stride_e + weight_row.to(tl.int64) * weight_stride_n
-        )
-        offsets = tl.arange(0, BLOCK_K)
+        x_row_ptr = x_ptr + offset(slot // top_k, x_stride_m)
+        row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
+        inner = tl.arange(0, BLOCK_K)
         bias = tl.zeros((ROWS,), ACC)
         if bias_ptr is not None:
-            bias_offsets = expert.to(tl.int64) * bias_stride_e + weight_row * bias_stride_n
+            bias_offsets = offset(expert, bias_stride_e) + offset(weight_row, bias_stride_n)
             bias = tl.load(bias_ptr + bias_offsets, mask=inside, other=0.0).to(ACC)
         if BLOCK_K >= DEPTH:
-            mask = inside[:, None] & (offsets < DEPTH)[None, :]
-            weight_ptrs = row_ptr[:, None] + offsets[None, :] * weight_stride_k
+            mask = inside[:, None] & (inner < DEPTH)[None, :]
+            weight_ptrs = row_ptr[:, None] + offset(inner, weight_stride_k)[None, :]
             weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_row_ptr + offsets * x_stride_k, mask=offsets < DEPTH, other=0.0)
+            x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=inner < DEPTH, other=0.0)
             value = tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1) + bias
         else:
             sums = tl.zeros((ROWS, BLOCK_K), ACC)
-            for k in tl.range(0, DEPTH, BLOCK_K, num_stages=4):
-                mask = inside[:, None] & (offsets < DEPTH - k)[None, :]
-                weight_ptrs = row_ptr[:, None] + (k + offsets).to(tl.int64)[None, :] * weight_stride_k
+            for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+                mask = inside[:, None] & (inner < DEPTH - k)[None, :]
+                weight_ptrs = row_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
                 weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-                x = tl.load(x_row_ptr + (k + offsets) * x_stride_k, mask=offsets < DEPTH - k, other=0.0)
+                x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=inner < DEPTH - k, other=0.0)
                 sums += weight.to(ACC) * x.to(ACC)[None, :]
             value = tl.sum(sums, 1) + bias
         if not GATED:
@@ -87,7 +85,7 @@ def gemv_combine_kernel(
     ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, shared_stride_t, shared_stride_n,
     TOP_K: tl.constexpr, F64: tl.constexpr, DEPTH: tl.constexpr,
-    ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (weight[expert] @ x[t * TOP_K + k] + bias[expert]) + shared[t].
 
@@ -106,36 +104,35 @@ def gemv_combine_kernel(
         ids_ptr, map_ptr, slot, live, TOP_K, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
     live = live & (expert < num_experts)
-    wide = tl.where(live, expert, 0).to(tl.int64)
+    expert = tl.where(live, expert, 0)
     # The small loads go first: behind the reduction they would wait for it.
-    route_ptr = weights_ptr + token.to(tl.int64) * route_stride_t + route * route_stride_k
+    route_ptr = weights_ptr + offset(token, route_stride_t) + offset(route, route_stride_k)
     route_weight = tl.load(route_ptr, mask=live, other=0.0).to(ACC)
     bias = tl.zeros((ROUTES * BLOCK_N,), ACC)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + wide * bias_stride_e + column * bias_stride_n, mask=live, other=0.0).to(ACC)
+        bias_offsets = offset(expert, bias_stride_e) + offset(column, bias_stride_n)
+        bias = tl.load(bias_ptr + bias_offsets, mask=live, other=0.0).to(ACC)
     columns = first + tl.arange(0, BLOCK_N)
     shared = tl.zeros((BLOCK_N,), ACC)
     if shared_ptr is not None:
-        shared_row_ptr = shared_ptr + token.to(tl.int64) * shared_stride_t
-        shared = tl.load(shared_row_ptr + columns * shared_stride_n, mask=columns < features, other=0.0).to(
-            ACC
-        )
-    weight_row_ptr = (weight_ptr + wide * weight_stride_e + column.to(tl.int64) * weight_stride_n)[:, None]
-    x_row_ptr = (x_ptr + slot.to(tl.int64) * DEPTH)[:, None]
-    offsets = tl.arange(0, BLOCK_K)[None, :]
+        shared_ptrs = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_n)
+        shared = tl.load(shared_ptrs, mask=columns < features, other=0.0).to(ACC)
+    weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(column, weight_stride_n)
+    x_row_ptr = x_ptr + offset(slot, DEPTH)
+    inner = tl.arange(0, BLOCK_K)[None, :]
     if BLOCK_K >= DEPTH:
-        mask = live[:, None] & (offsets < DEPTH)
-        weight_ptrs = weight_row_ptr + offsets * weight_stride_k
+        mask = live[:, None] & (inner < DEPTH)
+        weight_ptrs = weight_row_ptr[:, None] + offset(inner, weight_stride_k)
         weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_row_ptr + offsets, mask=mask, other=0.0)
+        x = tl.load(x_row_ptr[:, None] + inner, mask=mask, other=0.0)
         value = tl.sum(weight.to(ACC) * x.to(ACC), 1)
     else:
         sums = tl.zeros((ROUTES * BLOCK_N, BLOCK_K), ACC)
-        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=4):
-            mask = live[:, None] & (offsets < DEPTH - k)
-            weight_ptrs = weight_row_ptr + (k + offsets).to(tl.int64) * weight_stride_k
+        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+            mask = live[:, None] & (inner < DEPTH - k)
+            weight_ptrs = weight_row_ptr[:, None] + offset(k + inner, weight_stride_k)
             weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-            sums += weight.to(ACC) * tl.load(x_row_ptr + k + offsets, mask=mask, other=0.0).to(ACC)
+            sums += weight.to(ACC) * tl.load(x_row_ptr[:, None] + k + inner, mask=mask, other=0.0).to(ACC)
         value = tl.sum(sums, 1)
     value = tl.where(live, (value + bias) * route_weight, 0.0)
     total = tl.sum(tl.reshape(value, (ROUTES, BLOCK_N)), 0) + shared

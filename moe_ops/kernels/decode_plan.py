@@ -1,4 +1,4 @@
-"""When and how the decode kernels run: a choice and block sizes from shapes alone, and the two launches."""
+"""When and how the decode kernels run: a choice and block sizes from shapes alone, and the launches."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,12 @@ from typing import Any
 import torch
 
 from moe_ops.kernels.activation import activation_args
-from moe_ops.kernels.common import cdiv, next_power_of_2
+from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
 from moe_ops.kernels.decode import gemv_activation_kernel, gemv_combine_kernel
-from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
+from moe_ops.kernels.decode_columns import gemv_columns_kernel, gemv_sum_kernel
+from moe_ops.kernels.gpu import H200, KIB, Gpu
+from moe_ops.kernels.program import ALIGNMENT, Buffer, Launch, Ref, TensorMeta
+from moe_ops.kernels.tma import is_transposed
 from moe_ops.types import Activation
 
 _MAX_TOKENS = 8
@@ -16,17 +19,28 @@ _MAX_TOKENS = 8
 _DISTINCT_SHARE = 0.85
 _BYTES_PER_THREAD = 256  # of weights; more only for rows that four warps cannot hold otherwise
 _MAX_WARPS = 4
-_ONE_SHOT_BYTES = 65536  # a larger row block is read in a loop ...
-_LOOP_BYTES = 16384  # ... of this much a step
+# A larger block of rows is read in a loop. Twice as much in one shot is for sm_90, where it was measured, and for few
+# rows: the addresses of many take the registers.
+_ONE_SHOT_BYTES, _FEW_ROWS = 32768, 16
+_LOOP_BYTES = 16384  # of a step of that loop
+_MOST_ROWS = 128  # of a program
+_UNEVEN_SHARE = 4  # of all these bytes that weights get which do not load in pieces of 16
+_SHORTEST_STEP = 16
+_STAGES, _STAGES_IN_LITTLE_MEMORY, _MUCH_MEMORY = 4, 3, 128 * KIB
+# Of weights whose columns lie together: columns of a program, and bytes of each that it reads in a step.
+_UP_COLUMNS, _DOWN_COLUMNS = (32, 256), (64, 512)
+_ENOUGH_PROGRAMS, _MOST_PARTS = 256, 4
+_SUM_COLUMNS, _SUM_ELEMENTS = 64, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """block_n output columns a program, block_k of a row at a time (all of it where it covers the depth)."""
+    """block_n output columns a program, block_k of the depth at a time, `stages` of these steps in flight at once."""
 
     block_n: int
     block_k: int
-    num_warps: int
+    num_warps: int = _MAX_WARPS
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +60,76 @@ class ExpertTensors:
 
 def prefers_gemv(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether so few slots share an expert that reading each slot's weights separately costs little."""
-    if num_tokens > _MAX_TOKENS:
+    if num_tokens > _MAX_TOKENS or top_k > _MOST_ROWS:
         return False
     distinct = num_experts * (1.0 - (1.0 - min(top_k / num_experts, 1.0)) ** num_tokens)
     return distinct >= _DISTINCT_SHARE * num_tokens * top_k
 
 
-def gemv_config(rows: int, weight: TensorMeta, target_bytes: int) -> GemvConfig:
-    """Blocks for a GEMV that reads `rows` weight rows per output column of `weight` [E, B, A]."""
-    row_bytes = rows * next_power_of_2(weight.shape[2]) * weight.dtype.itemsize
-    if weight.strides[2] != 1:  # columns are contiguous: wide in n, a loop over k
-        return GemvConfig(max(128 // rows, 16), 32, 4)
-    if row_bytes > _ONE_SHOT_BYTES:
-        return GemvConfig(1, max(_LOOP_BYTES // (rows * weight.dtype.itemsize), 64), 4)
-    block_n = min(max(target_bytes // row_bytes, 1), 8)
-    num_warps = min(max(block_n * row_bytes // (32 * _BYTES_PER_THREAD), 1), _MAX_WARPS)
-    return GemvConfig(block_n, next_power_of_2(weight.shape[2]), num_warps)
+def up_config(weight: TensorMeta, gated: bool, gpu: Gpu) -> GemvConfig:
+    """Blocks for w13 [E, 2I or I, H], of which a program reads gate and up rows together."""
+    if is_transposed(weight):
+        return _column_config(weight, 2 if gated else 1, _UP_COLUMNS)
+    return _row_config(2 if gated else 1, weight, 8192, gpu)
+
+
+def down_config(weight: TensorMeta, top_k: int, gpu: Gpu) -> GemvConfig:
+    """Blocks for w2 [E, H, I]: of every route of a token at once, or of one slot where columns lie together."""
+    if is_transposed(weight):
+        return _column_config(weight, 1, _DOWN_COLUMNS)
+    return _row_config(next_power_of_2(top_k), weight, 32768, gpu)
+
+
+def _row_config(rows: int, weight: TensorMeta, target_bytes: int, gpu: Gpu) -> GemvConfig:
+    """For a program that reads `rows` weight rows per output column."""
+    share = 1 if _loads_in_pieces(weight, weight.shape[2]) else _UNEVEN_SHARE
+    itemsize, depth = weight.dtype.itemsize, next_power_of_2(weight.shape[2])
+    row_bytes = rows * depth * itemsize
+    doubled = gpu.capability == H200.capability and rows <= _FEW_ROWS
+    if row_bytes > (2 * _ONE_SHOT_BYTES if doubled else _ONE_SHOT_BYTES) // share:
+        block_k = max(_LOOP_BYTES // share // (rows * itemsize), _SHORTEST_STEP)
+        return GemvConfig(1, block_k, stages=_stages(gpu))
+    block_n = max(min(target_bytes // share // row_bytes, 8, _MOST_ROWS // rows), 1)
+    num_warps = min(max(block_n * row_bytes * share // (32 * _BYTES_PER_THREAD), 1), _MAX_WARPS)
+    return GemvConfig(block_n, depth, num_warps)
+
+
+def _column_config(weight: TensorMeta, halves: int, sizes: tuple[int, int]) -> GemvConfig:
+    """For columns that lie together, in `halves` that lie apart. Steps fill the registers, so one is in flight."""
+    block_n, column_bytes = sizes
+    share = 1 if _loads_in_pieces(weight, weight.shape[1] // halves) else _UNEVEN_SHARE
+    step = column_bytes // share // weight.dtype.itemsize
+    return GemvConfig(block_n, min(step, next_power_of_2(weight.shape[2])))
+
+
+def _loads_in_pieces(weight: TensorMeta, length: int) -> bool:
+    """Whether rows or columns load in pieces of 16 bytes, `length` being how much of them lies together.
+
+    Else each element needs an address, and so registers, of its own.
+    """
+    leading = weight.strides[1 if weight.strides[2] == 1 else 2]
+    return weight.aligned and leading % ALIGNMENT == 0 and length % ALIGNMENT == 0
+
+
+def _stages(gpu: Gpu) -> int:
+    return _STAGES if gpu.shared_memory >= _MUCH_MEMORY else _STAGES_IN_LITTLE_MEMORY
 
 
 def gemv_launches(
-    tensors: ExpertTensors, activation: Activation
+    tensors: ExpertTensors, activation: Activation, gpu: Gpu
 ) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
-    """Two launches from `hidden_states`, `topk_ids` and `topk_weights` to the buffer `combined` [T, H]."""
+    """Launches from `hidden_states`, `topk_ids` and `topk_weights` to the buffer `combined` [T, H]."""
     (num_tokens, top_k), dtype = tensors.topk_ids.shape, tensors.hidden_states.dtype
     hidden_size, features = tensors.w2.shape[1:]
     buffers = (
         Buffer("activated", (num_tokens * top_k, features), dtype),
         Buffer("combined", (num_tokens, hidden_size), dtype),
     )
-    return buffers, (_first_launch(tensors, activation), _second_launch(tensors))
+    first, config = _up_launch(tensors, activation, gpu), down_config(tensors.w2, top_k, gpu)
+    if not is_transposed(tensors.w2):
+        return buffers, (first, _down_launch(tensors, config))
+    partial, products = _columns_launch(tensors, config)
+    return (*buffers, partial), (first, products, _sum_launch(tensors, partial))
 
 
 def _route_args(tensors: ExpertTensors) -> dict[str, Any]:
@@ -89,27 +144,52 @@ def _route_args(tensors: ExpertTensors) -> dict[str, Any]:
     }
 
 
-def _weight_args(name: str, weight: TensorMeta, bias: TensorMeta | None) -> dict[str, Any]:
+def _weight_args(name: str, weight: TensorMeta, config: GemvConfig) -> dict[str, Any]:
     return {
         "weight_ptr": Ref(name),
-        "bias_ptr": None if bias is None else Ref(f"{name}_bias"),
         "weight_stride_e": weight.strides[0],
         "weight_stride_n": weight.strides[1],
         "weight_stride_k": weight.strides[2],
-        "bias_stride_e": 0 if bias is None else bias.strides[0],
-        "bias_stride_n": 1 if bias is None else bias.strides[1],
         "F64": weight.dtype == torch.float64,
         "DEPTH": weight.shape[2],
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
     }
 
 
-def _first_launch(tensors: ExpertTensors, activation: Activation) -> Launch:
+def _bias_args(name: str, bias: TensorMeta | None) -> dict[str, Any]:
+    return {
+        "bias_ptr": None if bias is None else Ref(name),
+        "bias_stride_e": 0 if bias is None else bias.strides[0],
+        "bias_stride_n": 1 if bias is None else bias.strides[1],
+    }
+
+
+def _output_args(tensors: ExpertTensors) -> dict[str, Any]:
+    """What a kernel needs that sums over the routes of a token."""
+    shared, top_k = tensors.shared, tensors.topk_ids.shape[1]
+    return {
+        **_bias_args("w2_bias", tensors.w2_bias),
+        "weights_ptr": Ref("topk_weights"),
+        "shared_ptr": None if shared is None else Ref("shared"),
+        "out_ptr": Ref("combined"),
+        "features": tensors.w2.shape[1],
+        "route_stride_t": tensors.topk_weights.strides[0],
+        "route_stride_k": tensors.topk_weights.strides[1],
+        "shared_stride_t": 0 if shared is None else shared.strides[0],
+        "shared_stride_n": 1 if shared is None else shared.strides[1],
+        "TOP_K": top_k,
+        "ROUTES": next_power_of_2(top_k),
+    }
+
+
+def _up_launch(tensors: ExpertTensors, activation: Activation, gpu: Gpu) -> Launch:
     (num_tokens, top_k), x = tensors.topk_ids.shape, tensors.hidden_states
-    features = tensors.w2.shape[2]
-    config = gemv_config(2 if activation.is_gated else 1, tensors.w13, target_bytes=8192)
+    features, config = tensors.w2.shape[2], up_config(tensors.w13, activation.is_gated, gpu)
     args = {
         **_route_args(tensors),
-        **_weight_args("w13", tensors.w13, tensors.w13_bias),
+        **_weight_args("w13", tensors.w13, config),
+        **_bias_args("w13_bias", tensors.w13_bias),
         **activation_args(activation),
         "x_ptr": Ref("hidden_states"),
         "out_ptr": Ref("activated"),
@@ -117,33 +197,62 @@ def _first_launch(tensors: ExpertTensors, activation: Activation) -> Launch:
         "features": features,
         "x_stride_m": x.strides[0],
         "x_stride_k": x.strides[1],
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        "STAGES": config.stages,
     }
     grid = (num_tokens * top_k * cdiv(features, config.block_n),)
     return Launch(gemv_activation_kernel, grid, args, config.num_warps, 4)
 
 
-def _second_launch(tensors: ExpertTensors) -> Launch:
-    (num_tokens, top_k), shared = tensors.topk_ids.shape, tensors.shared
-    features, routes = tensors.w2.shape[1], next_power_of_2(top_k)
-    config = gemv_config(routes, tensors.w2, target_bytes=32768)
+def _down_launch(tensors: ExpertTensors, config: GemvConfig) -> Launch:
     args = {
         **_route_args(tensors),
-        **_weight_args("w2", tensors.w2, tensors.w2_bias),
+        **_weight_args("w2", tensors.w2, config),
+        **_output_args(tensors),
         "x_ptr": Ref("activated"),
-        "weights_ptr": Ref("topk_weights"),
-        "shared_ptr": None if shared is None else Ref("shared"),
-        "out_ptr": Ref("combined"),
-        "features": features,
-        "route_stride_t": tensors.topk_weights.strides[0],
-        "route_stride_k": tensors.topk_weights.strides[1],
-        "shared_stride_t": 0 if shared is None else shared.strides[0],
-        "shared_stride_n": 1 if shared is None else shared.strides[1],
-        "TOP_K": top_k,
-        "ROUTES": routes,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        "STAGES": config.stages,
     }
-    grid = (num_tokens * cdiv(features, config.block_n),)
+    grid = (tensors.topk_ids.shape[0] * cdiv(tensors.w2.shape[1], config.block_n),)
     return Launch(gemv_combine_kernel, grid, args, config.num_warps, 4)
+
+
+def _columns_launch(tensors: ExpertTensors, config: GemvConfig) -> tuple[Buffer, Launch]:
+    """The buffer `partial` [parts, T * K, H], and what fills it."""
+    (num_tokens, top_k), (_, features, depth) = tensors.topk_ids.shape, tensors.w2.shape
+    num_slots, blocks, steps = num_tokens * top_k, cdiv(features, config.block_n), cdiv(depth, config.block_k)
+    parts = _parts(num_slots * blocks, steps)
+    args = {
+        **_route_args(tensors),
+        **_weight_args("w2", tensors.w2, config),
+        "x_ptr": Ref("activated"),
+        "out_ptr": Ref("partial"),
+        "top_k": top_k,
+        "num_slots": num_slots,
+        "features": features,
+        "PART": cdiv(steps, parts) * config.block_k,
+    }
+    partial = Buffer("partial", (parts, num_slots, features), compute_dtype(tensors.w2.dtype))
+    grid = (parts * num_slots * blocks,)
+    return partial, Launch(gemv_columns_kernel, grid, args, config.num_warps, 1)
+
+
+def _parts(programs: int, steps: int) -> int:
+    """Into how many parts to cut the depth, of `steps`, so that there are enough programs."""
+    wanted = next_power_of_2(cdiv(_ENOUGH_PROGRAMS, max(programs, 1)))
+    return max(min(wanted, _MOST_PARTS, steps), 1)
+
+
+def _sum_launch(tensors: ExpertTensors, partial: Buffer) -> Launch:
+    output = _output_args(tensors)
+    parts, num_slots, features = partial.shape
+    block_n = min(_SUM_ELEMENTS // output["ROUTES"], _SUM_COLUMNS)
+    args = {
+        **_route_args(tensors),
+        **output,
+        "partial_ptr": Ref(partial.name),
+        "num_slots": num_slots,
+        "F64": partial.dtype == torch.float64,
+        "PARTS": parts,
+        "BLOCK_N": block_n,
+    }
+    grid = (tensors.topk_ids.shape[0] * cdiv(features, block_n),)
+    return Launch(gemv_sum_kernel, grid, args, _MAX_WARPS, 1)

@@ -163,7 +163,8 @@ def _blocked_launches(source: dict, num_slots: int) -> tuple[tuple[Buffer, ...],
     counts, prefix, totals = Ref("block_counts"), Ref("block_prefix"), Ref("expert_totals")
     scan = {"counts_ptr": counts, "prefix_ptr": prefix, "totals_ptr": totals, "num_blocks": num_blocks}
     scan["BLOCK"] = _SCAN_BLOCKS[num_blocks > _SCAN_BLOCKS[0]]
-    scatter = {**blocked, **_output_args(), "prefix_ptr": prefix, "totals_ptr": totals, "CHUNK": 32}
+    scatter = {**blocked, **_output_args(), "prefix_ptr": prefix, "totals_ptr": totals}
+    scatter["CHUNK"] = 32 if block == _SMALL_BLOCK else 8  # more spills
     workspace = (
         Buffer(counts.name, (buckets, num_blocks), torch.int32),
         Buffer(prefix.name, (buckets, num_blocks), torch.int32),

@@ -14,8 +14,10 @@ from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.common import compute_dtype
 from moe_ops.kernels.decode_plan import ExpertTensors, gemv_launches, prefers_gemv
 from moe_ops.kernels.dispatch import dispatch_launches
+from moe_ops.kernels.gemm import Gemm, Operand
 from moe_ops.kernels.gemm_config import sorts_rows_first
-from moe_ops.kernels.grouped_gemm import Gemm, Operand, plan, plan_all
+from moe_ops.kernels.gpu import Gpu, gpu_of
+from moe_ops.kernels.grouped_gemm import plan, plan_all
 from moe_ops.kernels.permute import permute_launch
 from moe_ops.kernels.program import (
     Buffer,
@@ -25,7 +27,6 @@ from moe_ops.kernels.program import (
     describe,
     describe_index,
     describe_optional,
-    multiprocessors,
 )
 from moe_ops.kernels.routing import routing_launches
 from moe_ops.types import Activation, RoutingConfig
@@ -52,22 +53,15 @@ def _up_gemm(
     bias: TensorMeta | None,
     num_slots: int,
     activation: Activation,
-    sms: int,
+    gpu: Gpu,
 ) -> Gemm:
-    top_k = num_slots // hidden_states.shape[0]
+    top_k = num_slots // max(hidden_states.shape[0], 1)
     operands = Operand("hidden_states", hidden_states), Operand("w13", w13), _operand("w13_bias", bias)
-    return Gemm(*operands, "activated", num_slots, sms, top_k, activation)
+    return Gemm(*operands, "activated", num_slots, gpu, top_k, activation)
 
 
-def _sorted_up_gemm(
-    rows: Buffer, w13: TensorMeta, bias: TensorMeta | None, activation: Activation, sms: int
-) -> Gemm:
-    operands = Operand(rows.name, _buffer_meta(rows)), Operand("w13", w13), _operand("w13_bias", bias)
-    return Gemm(*operands, "activated", rows.shape[0], sms, None, activation)
-
-
-def _down_gemm(x: Operand, w2: TensorMeta, bias: TensorMeta | None, sms: int) -> Gemm:
-    return Gemm(x, Operand("w2", w2), _operand("w2_bias", bias), "expert_out", x.meta.shape[0], sms)
+def _down_gemm(x: Operand, w2: TensorMeta, bias: TensorMeta | None, gpu: Gpu) -> Gemm:
+    return Gemm(x, Operand("w2", w2), _operand("w2_bias", bias), "expert_out", x.meta.shape[0], gpu)
 
 
 @lru_cache(maxsize=1024)
@@ -91,9 +85,9 @@ def _gather_gemm_act(
     num_slots: int,
     w13_bias: TensorMeta | None,
     activation: Activation,
-    sms: int,
+    gpu: Gpu,
 ) -> Program:
-    gemm = replace(_up_gemm(hidden_states, w13, w13_bias, num_slots, activation, sms), tail=True)
+    gemm = replace(_up_gemm(hidden_states, w13, w13_bias, num_slots, activation, gpu), tail=True)
     return Program(*plan(gemm), ("activated",))
 
 
@@ -104,40 +98,39 @@ def _gemm_combine(
     w2_bias: TensorMeta | None,
     topk_weights: TensorMeta,
     shared: TensorMeta | None,
-    sms: int,
+    gpu: Gpu,
 ) -> Program:
-    gemm = _down_gemm(Operand("x", x), w2, w2_bias, sms)
+    gemm = _down_gemm(Operand("x", x), w2, w2_bias, gpu)
     buffers, launches = plan(gemm)
     buffer, launch = combine_launch(gemm.out_meta, topk_weights, shared)
     return Program((*buffers, buffer), (*launches, launch), (buffer.name,))
 
 
-def _grouped_experts(tensors: ExpertTensors, activation: Activation, sms: int) -> _Plan:
+def _grouped_experts(tensors: ExpertTensors, activation: Activation, gpu: Gpu) -> _Plan:
     num_slots = tensors.topk_ids.shape[0] * tensors.topk_ids.shape[1]
     buffers, launches = dispatch_launches(tensors.topk_ids, tensors.expert_map, tensors.w13.shape[0])
-    if sorts_rows_first(num_slots, tensors.w13):
+    up = _up_gemm(tensors.hidden_states, tensors.w13, tensors.w13_bias, num_slots, activation, gpu)
+    if sorts_rows_first(up):
         rows, permute = permute_launch(tensors.hidden_states, num_slots)
         buffers, launches = (*buffers, rows), (*launches, permute)
-        up = _sorted_up_gemm(rows, tensors.w13, tensors.w13_bias, activation, sms)
-    else:
-        up = _up_gemm(tensors.hidden_states, tensors.w13, tensors.w13_bias, num_slots, activation, sms)
-    down = _down_gemm(Operand(up.out, up.out_meta), tensors.w2, tensors.w2_bias, sms)
+        up = replace(up, x=Operand(rows.name, _buffer_meta(rows)), top_k=None)
+    down = _down_gemm(Operand(up.out, up.out_meta), tensors.w2, tensors.w2_bias, gpu)
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, tensors.topk_weights, tensors.shared)
     return (*buffers, *gemm_buffers, buffer), (*launches, *gemm_launches, launch)
 
 
-def _experts_launches(tensors: ExpertTensors, activation: Activation, sms: int) -> _Plan:
+def _experts_launches(tensors: ExpertTensors, activation: Activation, gpu: Gpu) -> _Plan:
     num_tokens, top_k = tensors.topk_ids.shape
     num_ids = tensors.w13.shape[0] if tensors.expert_map is None else tensors.expert_map.shape[0]
     if prefers_gemv(num_tokens, top_k, num_ids):
-        return gemv_launches(tensors, activation)
-    return _grouped_experts(tensors, activation, sms)
+        return gemv_launches(tensors, activation, gpu)
+    return _grouped_experts(tensors, activation, gpu)
 
 
 @lru_cache(maxsize=1024)
-def _fused_experts(tensors: ExpertTensors, activation: Activation, sms: int) -> Program:
-    return Program(*_experts_launches(tensors, activation, sms), ("combined",))
+def _fused_experts(tensors: ExpertTensors, activation: Activation, gpu: Gpu) -> Program:
+    return Program(*_experts_launches(tensors, activation, gpu), ("combined",))
 
 
 @lru_cache(maxsize=1024)
@@ -147,10 +140,10 @@ def _fused_moe(
     correction_bias: TensorMeta | None,
     routing: RoutingConfig,
     activation: Activation,
-    sms: int,
+    gpu: Gpu,
 ) -> Program:
     buffers, launches = routing_launches(router_logits, correction_bias, routing)
-    more_buffers, more_launches = _experts_launches(tensors, activation, sms)
+    more_buffers, more_launches = _experts_launches(tensors, activation, gpu)
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
 
 
@@ -173,7 +166,7 @@ def gather_gemm_act_program(
     describe_index("sorted_slots", sorted_slots)
     describe_index("expert_offsets", expert_offsets)
     metas = describe(hidden_states), describe(w13), sorted_slots.shape[0], describe_optional(w13_bias)
-    return _gather_gemm_act(*metas, activation, multiprocessors(hidden_states.device))
+    return _gather_gemm_act(*metas, activation, gpu_of(hidden_states.device))
 
 
 def gemm_combine_program(x, w2, expert_offsets, w2_bias, topk_weights, inverse, shared) -> Program:
@@ -181,7 +174,7 @@ def gemm_combine_program(x, w2, expert_offsets, w2_bias, topk_weights, inverse, 
     describe_index("expert_offsets", expert_offsets)
     describe_index("inverse", inverse)
     metas = describe(x), describe(w2), describe_optional(w2_bias), describe(topk_weights)
-    return _gemm_combine(*metas, describe_optional(shared), multiprocessors(x.device))
+    return _gemm_combine(*metas, describe_optional(shared), gpu_of(x.device))
 
 
 def fused_experts_program(
@@ -202,7 +195,7 @@ def fused_experts_program(
     return _fused_experts(
         ExpertTensors(*needed, *optional, describe_optional(shared)),
         activation,
-        multiprocessors(hidden_states.device),
+        gpu_of(hidden_states.device),
     )
 
 
@@ -224,8 +217,8 @@ def fused_moe_program(
     routed = weights, weights._replace(dtype=torch.int32)
     optional = (*map(describe_optional, (w13_bias, w2_bias)), describe_index("expert_map", expert_map), None)
     tensors = ExpertTensors(*map(describe, (hidden_states, w13, w2)), *routed, *optional)
-    sms = multiprocessors(hidden_states.device)
-    return _fused_moe(tensors, logits, describe_optional(correction_bias), routing, activation, sms)
+    gpu = gpu_of(hidden_states.device)
+    return _fused_moe(tensors, logits, describe_optional(correction_bias), routing, activation, gpu)
 
 
 def routing_dispatch(

@@ -1,119 +1,69 @@
 """Which grouped-GEMM kernel and block sizes a problem gets: a pure function of shapes, strides and dtypes."""
 
-from dataclasses import dataclass
-
 import torch
 
+from moe_ops.kernels import tma
 from moe_ops.kernels.common import cdiv, next_power_of_2
-from moe_ops.kernels.program import TensorMeta
+from moe_ops.kernels.gemm import Gemm
+from moe_ops.kernels.gemm_tables import BY_POINTER, BY_TMA, TMA_ALTERNATIVES, LaunchConfig, Tables
+from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import ALIGNMENT, TensorMeta
 
-_TMA_ALIGNMENT = 16
 _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
-_DEEP = (
-    4096  # beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert
-)
+# Beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert.
+_DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """Block sizes and launch parameters. block_n counts weight rows on the TMA path, output columns on the other."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    ctas_per_sm: int = 1
-
-
-# Keyed by rows per tile. Small tiles stream weights (two CTAs per SM keep enough bytes in flight); 128 rows fill
-# the tensor cores. All are spill-free on sm_90, which the ahead-of-time tests assert.
-_TMA_CONFIGS = {
-    16: LaunchConfig(16, 128, 128, 4, 3, 2),
-    32: LaunchConfig(32, 128, 128, 4, 3, 2),
-    64: LaunchConfig(64, 128, 64, 4, 4, 2),
-    128: LaunchConfig(128, 256, 64, 8, 4, 1),
-}
-# Worth timing against the choice above on a shape of its own.
-_TMA_ALTERNATIVES = (
-    LaunchConfig(16, 64, 128, 4, 4, 2),
-    LaunchConfig(16, 64, 256, 4, 3, 1),
-    LaunchConfig(32, 64, 128, 4, 4, 2),
-    LaunchConfig(64, 256, 64, 4, 4, 1),
-    LaunchConfig(128, 128, 64, 8, 3, 2),
-    LaunchConfig(128, 256, 64, 8, 3, 1),
-)
-_HALF_CONFIGS = {
-    16: LaunchConfig(16, 64, 64, 4, 3),
-    32: LaunchConfig(32, 64, 64, 4, 3),
-    64: LaunchConfig(64, 64, 32, 8, 3),
-}
-_F32_CONFIGS = {
-    16: LaunchConfig(16, 64, 32, 4, 2),
-    32: LaunchConfig(32, 64, 32, 4, 2),
-    64: LaunchConfig(64, 64, 16, 8, 2),
-}
-_F64_CONFIGS = {16: LaunchConfig(16, 32, 16, 4, 2), 32: LaunchConfig(32, 32, 16, 4, 2)}
-
-
-def takes_tma(weight: TensorMeta) -> bool:
-    """Whether host TMA descriptors can address the weight [E, B, A]."""
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not weight.aligned:
-        return False
-    outer = [stride for stride in outer_strides(weight) if stride % (_TMA_ALIGNMENT // 2) or stride == 0]
-    return 1 in weight.strides[1:] and not outer
-
-
-def loads_rows_by_tma(x: TensorMeta, weight: TensorMeta, config: LaunchConfig) -> bool:
+def loads_rows_by_tma(gemm: Gemm, block_m: int) -> bool:
     """Whether rows [S, A] that lie in order come by TMA (up to 4 % faster on an H200) or by cp.async."""
-    addressable = x.aligned and x.strides[1] == 1 and x.strides[0] * x.dtype.itemsize % _TMA_ALIGNMENT == 0
-    suits = x.shape[1] <= _DEEP or _is_compute_bound(x.shape[0], weight)
-    return addressable and suits and config.block_m >= _TMA_TILE_ROWS
+    x = gemm.x.meta
+    in_order = gemm.top_k is None and not gemm.tail
+    suits = x.shape[1] <= _DEEP or _is_compute_bound(gemm)
+    many = block_m >= _TMA_TILE_ROWS
+    return in_order and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
 
 
-def sorts_rows_first(num_slots: int, w13: TensorMeta) -> bool:
+def _loads_rows_in_pieces(x: TensorMeta) -> bool:
+    """Whether the compiler sees that rows [S, A] load in pieces of 16 bytes: it knows of multiples of 16 elements."""
+    return x.aligned and x.strides[1] == 1 and x.strides[0] % ALIGNMENT == 0 and x.shape[1] % ALIGNMENT == 0
+
+
+def sorts_rows_first(gemm: Gemm) -> bool:
     """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less."""
-    return _is_compute_bound(num_slots, w13) and w13.shape[1] >= _WIDE_FEATURES and takes_tma(w13)
+    wide = gemm.weight.meta.shape[1] >= _WIDE_FEATURES
+    return wide and _is_compute_bound(gemm) and gemm.weight_by_tma
 
 
-def _is_compute_bound(num_slots: int, weight: TensorMeta) -> bool:
-    return num_slots >= _COMPUTE_BOUND_ROWS * weight.shape[0]
+def _is_compute_bound(gemm: Gemm) -> bool:
+    return gemm.num_slots >= _COMPUTE_BOUND_ROWS * gemm.weight.meta.shape[0]
 
 
-def is_transposed(weight: TensorMeta) -> bool:
-    """Whether the output dimension of the weight [E, B, A] is the contiguous one."""
-    return weight.strides[2] != 1
+def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
+    """The configurations worth timing for this product, those `pick_config` chooses from first."""
+    choices = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True).values()
+    return tuple(choices) + (TMA_ALTERNATIVES if gemm.weight_by_tma else ())
 
 
-def outer_strides(weight: TensorMeta) -> tuple[int, int]:
-    """Strides of the expert and of the non-contiguous matrix dimension."""
-    return weight.strides[0], weight.strides[2 if is_transposed(weight) else 1]
-
-
-def candidates(weight: TensorMeta) -> tuple[LaunchConfig, ...]:
-    """The configurations worth timing for this weight, those `pick_config` chooses from first."""
-    return tuple(_table(weight).values()) + (_TMA_ALTERNATIVES if takes_tma(weight) else ())
-
-
-def pick_config(num_slots: int, weight: TensorMeta) -> LaunchConfig:
-    """Configuration for `num_slots` rows spread over the experts of `weight` [E, B, A]."""
-    table = _table(weight)
-    wanted = _rows_per_tile(num_slots / weight.shape[0])
+def pick_config(gemm: Gemm) -> LaunchConfig:
+    """Configuration for rows spread over the experts of the weight [E, B, A]."""
+    num_experts, _, depth = gemm.weight.meta.shape
+    wanted = _rows_per_tile(gemm.num_slots / num_experts)
+    even = loads_rows_by_tma(gemm, wanted) or _loads_rows_in_pieces(gemm.x.meta)
+    table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]
-    depth = weight.shape[2]
-    if config.block_k > 64 and takes_tma(weight) and depth % config.block_k:
+    if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:
         config = _with_short_k(config)
     return config
 
 
-def _table(weight: TensorMeta) -> dict[int, LaunchConfig]:
-    if takes_tma(weight):
-        return _TMA_CONFIGS
-    if weight.dtype == torch.float64:
-        return _F64_CONFIGS
-    return _F32_CONFIGS if weight.dtype == torch.float32 else _HALF_CONFIGS
+def _tables(gemm: Gemm) -> Tables:
+    return BY_TMA if gemm.weight_by_tma else BY_POINTER[gemm.weight.meta.dtype]
+
+
+def _is_tuned(gpu: Gpu) -> bool:
+    return gpu.capability == H200.capability
 
 
 def _with_short_k(config: LaunchConfig) -> LaunchConfig:
@@ -131,26 +81,27 @@ def _rows_per_tile(mean_rows: float) -> int:
     return 128
 
 
-def weight_gradient_config(dtype: torch.dtype, features: int, depth: int) -> LaunchConfig:
+def weight_gradient_config(dtype: torch.dtype, features: int, depth: int, gpu: Gpu) -> LaunchConfig:
     """Blocks of the weight gradient: block_n x block_k outputs, block_m rows per step."""
     if dtype == torch.float64:
         return LaunchConfig(16, 32, 32, 4, 2)
     if dtype == torch.float32:
         return LaunchConfig(16, 64, 64, 8, 2)
-    block_n, block_k = (min(max(next_power_of_2(size), 16), 128) for size in (features, depth))
-    return LaunchConfig(64, block_n, block_k, 8 if block_n * block_k > 64 * 128 else 4, 3)
+    most = 128 if _is_tuned(gpu) else 64  # elsewhere as many accumulators and odd rows at once spill
+    block_n, block_k = (
+        min(max(next_power_of_2(size), 16), limit) for size, limit in ((features, 128), (depth, most))
+    )
+    return LaunchConfig(64, block_n, block_k, 8 if block_n * block_k > 64 * most else 4, 3)
 
 
-def persistent_programs(num_tiles: int, config: LaunchConfig, sms: int) -> int:
-    """CTAs of the persistent kernel: what the GPU holds at once, never more than there can be tiles."""
-    return max(min(num_tiles, sms * config.ctas_per_sm), 1)
+def persistent_programs(num_tiles: int, config: LaunchConfig, gpu: Gpu) -> int:
+    """CTAs of the persistent kernel: what the GPU holds at once, never more than there can be tiles, so 0 for none."""
+    # Two have room where there is as much memory as the blocks were made for.
+    per_multiprocessor = config.ctas_per_sm if gpu.shared_memory >= H200.shared_memory else 1
+    return min(num_tiles, gpu.multiprocessors * per_multiprocessor)
 
 
-def output_block(config: LaunchConfig, weight: TensorMeta, gated: bool) -> int:
-    """Output columns per tile: half the weight rows of a gated TMA tile."""
-    return config.block_n // 2 if gated and takes_tma(weight) else config.block_n
-
-
-def column_blocks(features: int, config: LaunchConfig, weight: TensorMeta, gated: bool) -> int:
-    """Tiles across the output columns."""
-    return cdiv(features, output_block(config, weight, gated))
+def column_blocks(gemm: Gemm, config: LaunchConfig) -> int:
+    """Tiles across the output columns: a gated TMA tile has two weight rows for each."""
+    halved = gemm.gated and gemm.weight_by_tma
+    return cdiv(gemm.features, config.block_n // 2 if halved else config.block_n)

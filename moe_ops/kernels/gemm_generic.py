@@ -7,14 +7,14 @@ and float64. One CTA per tile; tiles past the last one return at once. Weight gr
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, dot
+from moe_ops.kernels.common import apply_activation, dot, offset, source_row
 from moe_ops.kernels.tiles import tile_at
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_generic_kernel(
     x_ptr, slots_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_experts, features, depth,
+    top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -31,34 +31,36 @@ def grouped_gemm_generic_kernel(
         present = rows < tl.where(expert < num_experts, end, 0)
         source = rows
         if slots_ptr is not None:
-            source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
+            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
         columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < tl.where(expert < num_experts, features, 0)
         gate_columns = columns * 2 if INTERLEAVED else columns
         up_columns = gate_columns + (1 if INTERLEAVED else features)
         depths = tl.arange(0, BLOCK_K)
-        x_row_ptr = x_ptr + source.to(tl.int64)[:, None] * x_stride_m
-        expert_ptr = weight_ptr + expert.to(tl.int64) * weight_stride_e
-        gate_ptr = expert_ptr + gate_columns.to(tl.int64)[None, :] * weight_stride_n
-        up_ptr = expert_ptr + up_columns.to(tl.int64)[None, :] * weight_stride_n
+        x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None]
+        expert_ptr = weight_ptr + offset(expert, weight_stride_e)
+        gate_ptr = expert_ptr + offset(gate_columns, weight_stride_n)[None, :]
+        up_ptr = expert_ptr + offset(up_columns, weight_stride_n)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         for k in range(0, depth, BLOCK_K):
-            offsets = (k + depths).to(tl.int64)
-            inside = offsets < depth
+            inner = k + depths
+            inside = inner < depth
             x_mask = present[:, None] & inside[None, :]
             weight_mask = column_mask[None, :] & inside[:, None]
-            x = tl.load(x_row_ptr + offsets[None, :] * x_stride_k, mask=x_mask, other=0.0)
-            weight_offsets = offsets[:, None] * weight_stride_k
+            x = tl.load(x_row_ptr + offset(inner, x_stride_k)[None, :], mask=x_mask, other=0.0)
+            weight_offsets = offset(inner, weight_stride_k)[:, None]
             acc = dot(x, tl.load(gate_ptr + weight_offsets, mask=weight_mask, other=0.0), acc)
             if GATED:
                 acc_up = dot(x, tl.load(up_ptr + weight_offsets, mask=weight_mask, other=0.0), acc_up)
         if bias_ptr is not None:
-            bias_row_ptr = bias_ptr + expert.to(tl.int64) * bias_stride_e
-            bias = tl.load(bias_row_ptr + gate_columns * bias_stride_n, mask=column_mask, other=0.0)
+            bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
+            bias_ptrs = bias_row_ptr + offset(gate_columns, bias_stride_n)
+            bias = tl.load(bias_ptrs, mask=column_mask, other=0.0)
             acc += bias.to(ACC)[None, :]
             if GATED:
-                bias = tl.load(bias_row_ptr + up_columns * bias_stride_n, mask=column_mask, other=0.0)
+                bias_ptrs = bias_row_ptr + offset(up_columns, bias_stride_n)
+                bias = tl.load(bias_ptrs, mask=column_mask, other=0.0)
                 acc_up += bias.to(ACC)[None, :]
         if NAME is not None:
             acc = apply_activation(acc, acc_up, NAME, ALPHA, LIMIT)
@@ -81,16 +83,16 @@ def weight_gradient_kernel(
     local = tl.program_id(0) % blocks
     columns = (local // depth_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     depths = (local % depth_blocks) * BLOCK_K + tl.arange(0, BLOCK_K)
-    start = tl.maximum(tl.load(offsets_ptr + expert), 0)
-    end = tl.minimum(tl.load(offsets_ptr + expert + 1), num_rows)
+    # Both ends within the rows, whatever the caller's offsets say: a loop's look-ahead must not overflow.
+    start = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert), 0), num_rows)
+    end = tl.minimum(tl.maximum(tl.load(offsets_ptr + expert + 1), start), num_rows)
     acc = tl.zeros((BLOCK_N, BLOCK_K), ACC)
     for first in range(start, end, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        wide = rows.to(tl.int64)
         grad_mask = (columns < features)[:, None] & (rows < end)[None, :]
-        grad_offsets = wide[None, :] * grad_stride_m + columns[:, None] * grad_stride_n
+        grad_offsets = offset(rows, grad_stride_m)[None, :] + offset(columns, grad_stride_n)[:, None]
         x_mask = (rows < end)[:, None] & (depths < depth)[None, :]
-        x_offsets = wide[:, None] * x_stride_m + depths[None, :] * x_stride_k
+        x_offsets = offset(rows, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
         grad = tl.load(grad_ptr + grad_offsets, mask=grad_mask, other=0.0)
         acc = dot(grad, tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0), acc)
     out_row_ptr = out_ptr + (expert.to(tl.int64) * features + columns)[:, None] * depth

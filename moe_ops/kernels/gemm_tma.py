@@ -8,7 +8,7 @@ against rows sorted beforehand.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, dot
+from moe_ops.kernels.common import apply_activation, dot, offset, source_row
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -29,7 +29,7 @@ def _weight_tile(
 
 @triton.jit
 def _add_bias(acc, bias_ptr, rows, inside, stride_n):
-    return acc + tl.load(bias_ptr + rows * stride_n, mask=inside, other=0.0).to(acc.dtype)[None, :]
+    return acc + tl.load(bias_ptr + offset(rows, stride_n), mask=inside, other=0.0).to(acc.dtype)[None, :]
 
 
 @triton.jit
@@ -49,9 +49,8 @@ def _store_pair(
     if bias_ptr is not None:
         columns = column + tl.arange(0, gate.shape[1])
         gate = _add_bias(gate, bias_ptr, columns, columns < bias_features, bias_stride_n)
-        up = _add_bias(
-            up, bias_ptr + features * bias_stride_n, columns, columns < bias_features, bias_stride_n
-        )
+        up_bias_ptr = bias_ptr + offset(features, bias_stride_n)
+        up = _add_bias(up, up_bias_ptr, columns, columns < bias_features, bias_stride_n)
     _store(apply_activation(gate, up, NAME, ALPHA, LIMIT), out_ptr, rows, end, column, features, out_stride_m)
 
 
@@ -68,10 +67,10 @@ def _store_interleaved(
     _store(apply_activation(gate, up, NAME, ALPHA, LIMIT), out_ptr, rows, end, column, features, out_stride_m)
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_tma_kernel(
     x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_experts, features, depth, programs,
+    top_k, num_tokens, num_experts, features, depth, programs,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -92,9 +91,9 @@ def grouped_gemm_tma_kernel(
         present = rows < tl.where(expert < num_experts, end, 0)
         source = rows
         if slots_ptr is not None:
-            source = tl.load(slots_ptr + rows, mask=present, other=0) // top_k
+            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
         depths = tl.arange(0, BLOCK_K)
-        x_row_ptr = x_ptr + source.to(tl.int64)[:, None] * x_stride_m + depths[None, :] * x_stride_k
+        x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
         column = column_block * OUT_N
         weight_column = column * 2 if GATED and INTERLEAVED else column
         acc = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
@@ -104,7 +103,7 @@ def grouped_gemm_tma_kernel(
                 x = x_desc.load([row, k])
             else:
                 mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
-                x = tl.load(x_row_ptr + k * x_stride_k, mask=mask, other=0.0)
+                x = tl.load(x_row_ptr + offset(k, x_stride_k), mask=mask, other=0.0)
             weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
             acc = dot(x, weight, acc)
             if PAIRED:
@@ -116,7 +115,7 @@ def grouped_gemm_tma_kernel(
         bias_features = tl.where(expert < num_experts, features, 0)
         bias_row_ptr = bias_ptr
         if bias_ptr is not None:
-            bias_row_ptr = bias_ptr + expert.to(tl.int64) * bias_stride_e
+            bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
         if PAIRED:
             _store_pair(
                 acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,

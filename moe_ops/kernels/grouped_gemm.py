@@ -1,17 +1,18 @@
 """grouped_gemm and its weight gradient: plans for the kernels of `gemm_tma` and `gemm_generic`."""
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from moe_ops.kernels import gemm_config
+from moe_ops.kernels import gemm_config, tma
 from moe_ops.kernels.activation import activation_args
 from moe_ops.kernels.common import cdiv
+from moe_ops.kernels.gemm import Gemm, Operand
 from moe_ops.kernels.gemm_config import LaunchConfig
 from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel, weight_gradient_kernel
 from moe_ops.kernels.gemm_tma import grouped_gemm_tma_kernel
+from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.program import (
     Buffer,
     Descriptor,
@@ -22,64 +23,19 @@ from moe_ops.kernels.program import (
     describe,
     describe_index,
     describe_optional,
-    multiprocessors,
 )
 from moe_ops.kernels.tiles import tile_capacity, tile_map
-from moe_ops.types import Activation
 
 _NO_ACTIVATION = {"NAME": None, "ALPHA": None, "LIMIT": None, "GATED": False, "INTERLEAVED": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor a plan reads: its name in the program and its metadata."""
-
-    name: str
-    meta: TensorMeta
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """One grouped product: out[r] = activation(x[r] @ weight[e].T + bias[e]), a buffer [num_slots, features].
-
-    top_k: None when x has a row per slot; else row r of the product is x[sorted_slots[r] // top_k].
-    tail: rows past the last expert are written as zeros (else not at all).
-    """
-
-    x: Operand
-    weight: Operand
-    bias: Operand | None
-    out: str
-    num_slots: int
-    sms: int
-    top_k: int | None = None
-    activation: Activation | None = None
-    tail: bool = False
-
-    @property
-    def gated(self) -> bool:
-        """Whether the weight has gate and up rows."""
-        return self.activation is not None and self.activation.is_gated
-
-    @property
-    def features(self) -> int:
-        """Output columns."""
-        return self.weight.meta.shape[1] // 2 if self.gated else self.weight.meta.shape[1]
-
-    @property
-    def out_meta(self) -> TensorMeta:
-        """Metadata of the output buffer."""
-        return TensorMeta((self.num_slots, self.features), (self.features, 1), self.x.meta.dtype, True)
-
-
 def plan(gemm: Gemm, config: LaunchConfig | None = None) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     """Buffers (tile map, output) and launches of one grouped product; reads `expert_offsets`."""
-    config = config or gemm_config.pick_config(gemm.num_slots, gemm.weight.meta)
+    config = config or gemm_config.pick_config(gemm)
     num_experts = gemm.weight.meta.shape[0]
     tiles, map_launch = tile_map(gemm.num_slots, num_experts, config.block_m, gemm.tail)
     out = Buffer(gemm.out, gemm.out_meta.shape, gemm.out_meta.dtype)
-    use_tma = gemm_config.takes_tma(gemm.weight.meta)
-    launch = (_tma_launch if use_tma else _generic_launch)(gemm, config, tiles.name)
+    launch = (_tma_launch if gemm.weight_by_tma else _generic_launch)(gemm, config, tiles.name)
     return (tiles, out), (map_launch, launch)
 
 
@@ -97,9 +53,8 @@ def plan_all(gemms: tuple[Gemm, ...]) -> tuple[tuple[Buffer, ...], tuple[Launch,
 
 
 def _num_tiles(gemm: Gemm, config: LaunchConfig) -> int:
-    weight = gemm.weight.meta
-    rows = tile_capacity(gemm.num_slots, weight.shape[0], config.block_m, gemm.tail)
-    return rows * gemm_config.column_blocks(gemm.features, config, weight, gemm.gated)
+    rows = tile_capacity(gemm.num_slots, gemm.weight.meta.shape[0], config.block_m, gemm.tail)
+    return rows * gemm_config.column_blocks(gemm, config)
 
 
 def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]:
@@ -111,6 +66,7 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "out_ptr": Ref(gemm.out),
         "tiles_ptr": Ref(tiles),
         "top_k": gemm.top_k or 1,
+        "num_tokens": x.shape[0],
         "num_experts": gemm.weight.meta.shape[0],
         "features": gemm.features,
         "depth": x.shape[1],
@@ -128,13 +84,13 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
 
 def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
     weight = gemm.weight.meta
-    programs = gemm_config.persistent_programs(_num_tiles(gemm, config), config, gemm.sms)
+    programs = gemm_config.persistent_programs(_num_tiles(gemm, config), config, gemm.gpu)
     args = {
         **_common_args(gemm, config, tiles),
         "x_desc": _rows_descriptor(gemm, config),
-        "weight_desc": _descriptor(gemm, config),
+        "weight_desc": _weight_descriptor(gemm, config),
         "programs": programs,
-        "TRANSPOSED": gemm_config.is_transposed(weight),
+        "TRANSPOSED": tma.is_transposed(weight),
         "EVEN_K": weight.shape[2] % config.block_k == 0,
         "STAGES": config.num_stages,
     }
@@ -143,26 +99,18 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 
 def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
     """TMA descriptor of rows that lie in order, where it pays."""
-    x = gemm.x.meta
-    in_order = gemm.top_k is None and not gemm.tail
-    if not in_order or not gemm_config.loads_rows_by_tma(x, gemm.weight.meta, config):
+    if not gemm_config.loads_rows_by_tma(gemm, config.block_m):
         return None
-    return Descriptor(gemm.x.name, x.shape, x.strides, (config.block_m, config.block_k))
+    return Descriptor(gemm.x.name, gemm.x.meta.shape, gemm.x.meta.strides, (config.block_m, config.block_k))
 
 
-def _descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor:
-    name, (shape, strides, _, _) = gemm.weight.name, gemm.weight.meta
-    (experts, rows, depth), block_n, block_k = shape, config.block_n, config.block_k
-    halves = gemm.gated and gemm.activation is not None and not gemm.activation.interleaved
-    expert_stride, stride = gemm_config.outer_strides(gemm.weight.meta)
-    if gemm_config.is_transposed(gemm.weight.meta):
-        block = (1, block_k, block_n // 2 if halves else block_n)
-        return Descriptor(name, (experts, depth, rows), (expert_stride, stride, 1), block)
-    if halves:  # [E, 2, I, H]: one box brings a gate tile and the up tile that belongs to it
-        half = rows // 2
-        strides = (expert_stride, half * stride, stride, 1)
-        return Descriptor(name, (experts, 2, half, depth), strides, (1, 2, block_n // 2, block_k))
-    return Descriptor(name, (experts, rows, depth), (expert_stride, stride, 1), (1, block_n, block_k))
+def _weight_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor:
+    boxed, block_n = gemm.boxed_weight, config.block_n // 2 if gemm.halves else config.block_n
+    if tma.is_transposed(gemm.weight.meta):
+        block = (1, config.block_k, block_n)
+    else:
+        block = (1, 2, block_n, config.block_k) if gemm.halves else (1, block_n, config.block_k)
+    return Descriptor(gemm.weight.name, boxed.shape, boxed.strides, block)
 
 
 def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
@@ -175,21 +123,21 @@ def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
         "weight_stride_k": weight.strides[2],
         "F64": weight.dtype == torch.float64,
     }
-    grid = (max(_num_tiles(gemm, config), 1),)
+    grid = (_num_tiles(gemm, config),)
     return Launch(grouped_gemm_generic_kernel, grid, args, config.num_warps, config.num_stages)
 
 
 @lru_cache(maxsize=1024)
-def _program(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None, sms: int) -> Program:
+def _program(x: TensorMeta, weight: TensorMeta, bias: TensorMeta | None, gpu: Gpu) -> Program:
     operands = Operand("x", x), Operand("weight", weight), None if bias is None else Operand("bias", bias)
-    buffers, launches = plan(Gemm(*operands, "product", x.shape[0], sms, tail=True))
+    buffers, launches = plan(Gemm(*operands, "product", x.shape[0], gpu, tail=True))
     return Program(buffers, launches, ("product",))
 
 
 @lru_cache(maxsize=1024)
-def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int) -> Program:
+def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> Program:
     (num_rows, features), depth = grad.shape, x.shape[1]
-    config = gemm_config.weight_gradient_config(x.dtype, features, depth)
+    config = gemm_config.weight_gradient_config(x.dtype, features, depth, gpu)
     args = {
         "grad_ptr": Ref("grad"),
         "x_ptr": Ref("x"),
@@ -217,13 +165,14 @@ def _weight_backward_program(grad: TensorMeta, x: TensorMeta, num_experts: int) 
 def grouped_gemm_program(x, weight, expert_offsets, bias) -> Program:
     """The program of `moe.grouped_gemm` for tensors with this metadata."""
     describe_index("expert_offsets", expert_offsets)
-    return _program(describe(x), describe(weight), describe_optional(bias), multiprocessors(x.device))
+    return _program(describe(x), describe(weight), describe_optional(bias), gpu_of(x.device))
 
 
 def grouped_gemm_weight_backward_program(grad, x, expert_offsets) -> Program:
     """The program of `moe.grouped_gemm_weight_backward` for tensors with this metadata."""
     describe_index("expert_offsets", expert_offsets)
-    return _weight_backward_program(describe(grad), describe(x), expert_offsets.shape[0] - 1)
+    experts = expert_offsets.shape[0] - 1
+    return _weight_backward_program(describe(grad), describe(x), experts, gpu_of(x.device))
 
 
 def launch(

@@ -9,52 +9,60 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, next_power_of_2
+from moe_ops.kernels.common import cdiv, next_power_of_2, offset, source_row
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_index
 
 _MAX_COLUMNS = 1024
 _SCATTER_BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def _permute_kernel(
     hidden_ptr, slots_ptr, out_ptr,
-    top_k, num_columns, stride_t, stride_h,
+    top_k, num_tokens, num_columns, stride_t, stride_h,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = hidden[sorted_slots[row] // top_k]; grid (S * column blocks)."""
+    """out[row] = hidden[sorted_slots[row] // top_k], zeros for a slot of no token; grid (S * column blocks)."""
     column_blocks = tl.cdiv(num_columns, BLOCK)
     row = (tl.program_id(0) // column_blocks).to(tl.int64)
     columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
-    token = (tl.load(slots_ptr + row) // top_k).to(tl.int64)
-    values = tl.load(hidden_ptr + token * stride_t + columns * stride_h, mask=mask)
+    token, known = source_row(slots_ptr, row, row >= 0, top_k, num_tokens)
+    row_ptr = hidden_ptr + offset(token, stride_t)
+    readable = columns < tl.where(known, num_columns, 0)
+    values = tl.load(row_ptr + offset(columns, stride_h), mask=readable, other=0.0)
     tl.store(out_ptr + row * num_columns + columns, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _invert_kernel(slots_ptr, rows_ptr, num_slots, BLOCK: tl.constexpr):
-    """rows[sorted_slots[row]] = row."""
+    """rows[sorted_slots[row]] = row. A slot that `sorted_slots` does not name keeps what memory held."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = rows < num_slots
-    tl.store(rows_ptr + tl.load(slots_ptr + rows, mask=mask, other=0), rows, mask=mask)
+    slots = tl.load(slots_ptr + rows, mask=rows < num_slots, other=-1)
+    tl.store(rows_ptr + slots, rows, mask=(slots >= 0) & (slots < num_slots))
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["top_k", "num_slots"])
 def _permute_backward_kernel(
-    grad_ptr, rows_ptr, out_ptr,
-    top_k, num_columns, stride_s, stride_h,
+    grad_ptr, rows_ptr, slots_ptr, out_ptr,
+    top_k, num_slots, num_columns, stride_s, stride_h,
     F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = sum over k of grad[rows[token * top_k + k]], in slot order."""
+    """out[token] = sum over k of grad[rows[token * top_k + k]], in slot order; a slot that has no row adds nothing."""
     column_blocks = tl.cdiv(num_columns, BLOCK)
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
     columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns
     total = tl.zeros((BLOCK,), tl.float64 if F64 else tl.float32)
     for k in range(top_k):
-        row = tl.load(rows_ptr + token * top_k + k).to(tl.int64)
-        total += tl.load(grad_ptr + row * stride_s + columns * stride_h, mask=mask, other=0.0).to(total.dtype)
+        slot = token * top_k + k
+        row = tl.load(rows_ptr + slot)
+        readable = (row >= 0) & (row < num_slots)
+        named = tl.load(slots_ptr + row, mask=readable, other=-1) == slot
+        row_ptr = grad_ptr + offset(row, stride_s) + offset(columns, stride_h)
+        # Both loads go out together: what the check rejects is read and not added.
+        values = tl.load(row_ptr, mask=columns < tl.where(readable, num_columns, 0), other=0.0)
+        total += tl.where(named, values.to(total.dtype), 0.0)
     tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -71,7 +79,8 @@ def permute_launch(hidden_states: TensorMeta, num_slots: int) -> tuple[Buffer, L
         "hidden_ptr": Ref("hidden_states"),
         "slots_ptr": Ref("sorted_slots"),
         "out_ptr": Ref("permuted"),
-        "top_k": num_slots // num_tokens,
+        "top_k": num_slots // max(num_tokens, 1),
+        "num_tokens": num_tokens,
         "num_columns": columns,
         "stride_t": hidden_states.strides[0],
         "stride_h": hidden_states.strides[1],
@@ -99,8 +108,10 @@ def _backward_program(grad: TensorMeta, num_tokens: int) -> Program:
     gather = {
         "grad_ptr": Ref("grad"),
         "rows_ptr": Ref("slot_rows"),
+        "slots_ptr": Ref("sorted_slots"),
         "out_ptr": Ref("grad_hidden"),
-        "top_k": num_slots // num_tokens,
+        "top_k": num_slots // max(num_tokens, 1),
+        "num_slots": num_slots,
         "num_columns": columns,
         "stride_s": grad.strides[0],
         "stride_h": grad.strides[1],

@@ -7,15 +7,14 @@ buffers after what they hold.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_ALIGNMENT = 16
-_DEFAULT_MULTIPROCESSORS = 132  # H100/H200: the target of kernels planned without a GPU
+ALIGNMENT = 16
+"""Bytes on which a tensor must start for TMA, and does if an allocator placed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class TensorSketch:
 
 
 class TensorMeta(NamedTuple):
-    """What a plan may know of a tensor. `aligned`: its data starts on 16 bytes, as TMA needs."""
+    """What a plan may know of a tensor. `aligned`: its data starts on 16 bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -103,7 +102,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Allocate `buffers`, run `launches` in order on the current stream, return the tensors named in `outputs`."""
+    """Allocate `buffers`, run `launches` in order on the current stream, return the tensors named in `outputs`.
+
+    A launch of no programs at all, over a tensor without elements, is left out.
+    """
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
@@ -111,6 +113,7 @@ class Program:
     _steps: tuple["_Step", ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "launches", tuple(launch for launch in self.launches if all(launch.grid)))
         object.__setattr__(self, "_steps", tuple(map(_compile_step, self.launches)))
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
@@ -201,14 +204,6 @@ def describe_index(name: str, tensor: Any) -> TensorMeta | None:
 
 def _is_aligned(tensor: Any) -> bool:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor.data_ptr() % _ALIGNMENT == 0
+        return tensor.data_ptr() % ALIGNMENT == 0
     # A fake tensor has no address to ask for; allocators align storages further than we need.
-    return tensor.storage_offset() * tensor.dtype.itemsize % _ALIGNMENT == 0
-
-
-@lru_cache(maxsize=None)
-def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors `device` has; 132 where there is no GPU to ask (fake tensors, interpreter)."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return _DEFAULT_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return tensor.storage_offset() * tensor.dtype.itemsize % ALIGNMENT == 0

@@ -1,7 +1,7 @@
 """topk_routing: scores, group limits and K passes of "largest remaining, lowest id first", one warp per few tokens.
 
-The definition is `moe_ops.routing.reference`. Experts are laid out as [groups, members], both padded to powers of
-two, so that group scores are plain reductions; flattened they keep the order of the expert ids.
+The definition is `moe_ops.routing.reference`. For group scores experts are laid out as [groups, members], both padded
+to powers of two, so that they are plain reductions.
 """
 
 from functools import lru_cache
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
+from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2, offset
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, describe, describe_optional
 from moe_ops.types import RoutingConfig
 
@@ -32,27 +32,39 @@ def _lowest_best(values, available, numbers):
 
 
 @triton.jit
-def _keep_best_groups(
-    selection, member,
-    NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr,
-):  # fmt: skip
-    """selection [rows, groups, members] with the experts outside the best groups set to GROUP_FILL."""
-    ROWS: tl.constexpr = selection.shape[0]
-    GROUPS: tl.constexpr = selection.shape[1]
-    group_score = tl.max(selection, 2)
+def _selections(
+    logits,
+    bias_ptr,
+    experts,
+    there,
+    stride_b,
+    largest,
+    total,
+    SOFTMAX: tl.constexpr,
+    SCORE_FIRST: tl.constexpr,
+):
+    """(score, selection) of a block of experts, -inf where it is not finite; softmax is exp(. - largest) / total."""
+    score = logits
+    if SCORE_FIRST:
+        if SOFTMAX:
+            score = tl.exp(logits - largest) / total
+        else:
+            score = tl.sigmoid(logits)
+    selection = score
+    if bias_ptr is not None:
+        selection += tl.load(bias_ptr + offset(experts, stride_b), mask=there, other=0.0).to(score.dtype)
+    return score, tl.where(there & _is_finite(selection), selection, -float("inf"))
+
+
+@triton.jit
+def _group_scores(selection, TOP2_SUM: tl.constexpr):
+    """[rows, groups] of selections [rows, groups, members]."""
+    best = tl.max(selection, 2)
     if TOP2_SUM:
         numbers = tl.arange(0, selection.shape[2])[None, None, :]
-        first = tl.min(tl.where(selection == group_score[:, :, None], numbers, _NO_EXPERT), 2)
-        group_score += tl.max(tl.where(numbers == first[:, :, None], -float("inf"), selection), 2)
-    groups = tl.arange(0, GROUPS)[None, :]
-    available = (groups < NUM_GROUPS) & tl.full((ROWS, GROUPS), True, tl.int1)
-    kept = tl.full((ROWS, GROUPS), False, tl.int1)
-    for _ in range(TOPK_GROUPS):
-        _, pick = _lowest_best(group_score, available, groups)
-        kept = kept | (groups == pick[:, None])
-        available = available & (groups != pick[:, None])
-    fill = -float("inf") if GROUP_FILL is None else GROUP_FILL
-    return tl.where(member & (kept[:, :, None] == 0), fill, selection)
+        first = tl.min(tl.where(selection == best[:, :, None], numbers, _NO_EXPERT), 2)
+        best += tl.max(tl.where(numbers == first[:, :, None], -float("inf"), selection), 2)
+    return best
 
 
 @triton.jit
@@ -73,40 +85,50 @@ def _topk_routing_kernel(
     num_tokens, stride_t, stride_e, stride_b,
     TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
     RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, MEMBERS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = tokens < num_tokens
-    groups = tl.arange(0, BLOCK_G)[None, :, None]
-    members = tl.arange(0, BLOCK_M)[None, None, :]
-    experts = groups * MEMBERS + members
-    one_row = (groups < NUM_GROUPS) & (members < MEMBERS)
-    member = one_row & tl.full((ROWS, BLOCK_G, BLOCK_M), True, tl.int1)
-    rows_ptr = logits_ptr + tokens.to(tl.int64)[:, None, None] * stride_t
-    logits = tl.load(rows_ptr + experts * stride_e, mask=present[:, None, None] & one_row, other=0.0).to(ACC)
-    score = logits
-    if SCORE_FIRST:
-        if SOFTMAX:
-            logits = tl.where(member, logits, -float("inf"))
-            exps = tl.exp(logits - tl.max(tl.max(logits, 2), 1)[:, None, None])
-            score = exps / tl.sum(tl.sum(exps, 2), 1)[:, None, None]
-        else:
-            score = tl.sigmoid(logits)
-    selection = score
-    if bias_ptr is not None:
-        selection += tl.load(bias_ptr + experts * stride_b, mask=one_row, other=0.0).to(ACC)
-    usable = member & _is_finite(selection)
-    selection = tl.where(usable, selection, -float("inf"))
-    if NUM_GROUPS > 1:  # A finite GROUP_FILL must not make an unusable score usable.
-        selection = _keep_best_groups(selection, member, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL)
-        selection = tl.where(usable, selection, -float("inf"))
-    BLOCK_E: tl.constexpr = BLOCK_G * BLOCK_M
-    score = tl.reshape(tl.where(member & _is_finite(score), score, 0.0), (ROWS, BLOCK_E))
-    selection = tl.reshape(selection, (ROWS, BLOCK_E))
-    available = tl.reshape(member, (ROWS, BLOCK_E))
-    experts = tl.reshape(tl.where(member, experts, _NO_EXPERT), (ROWS, BLOCK_E))
+    rows_ptr = logits_ptr + offset(tokens, stride_t)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    there = experts < NUM_EXPERTS
+    largest = tl.zeros((ROWS,), ACC)
+    total = largest + 1.0
+    logits_ptrs = rows_ptr[:, None] + offset(experts, stride_e)
+    logits = tl.load(logits_ptrs, mask=present[:, None] & there, other=0.0).to(ACC)
+    if SOFTMAX and SCORE_FIRST:
+        logits = tl.where(there, logits, -float("inf"))
+        largest = tl.max(logits, 1)
+        total = tl.sum(tl.exp(logits - largest[:, None]), 1)
+    score, selection = _selections(
+        logits, bias_ptr, experts, there, stride_b, largest[:, None], total[:, None], SOFTMAX, SCORE_FIRST
+    )
+    if NUM_GROUPS > 1:
+        # Loaded once more as [rows, groups, members]. Turning one shape into the other would save that, but Triton 3.6
+        # then reduces over the wrong lanes: on an H200 tokens got each other's experts.
+        groups = tl.arange(0, BLOCK_G)
+        members = tl.arange(0, BLOCK_M)[None, None, :]
+        grouped = groups[None, :, None] * MEMBERS + members
+        in_group = (groups[None, :, None] < NUM_GROUPS) & (members < MEMBERS)
+        logits_ptrs = rows_ptr[:, None, None] + offset(grouped, stride_e)
+        _, by_group = _selections(
+            tl.load(logits_ptrs, mask=present[:, None, None] & in_group, other=0.0).to(ACC), bias_ptr, grouped,
+            in_group, stride_b, largest[:, None, None], total[:, None, None], SOFTMAX, SCORE_FIRST,
+        )  # fmt: skip
+        group_score = _group_scores(by_group, TOP2_SUM)
+        untaken = (groups[None, :] < NUM_GROUPS) & tl.full((ROWS, BLOCK_G), True, tl.int1)
+        kept = tl.full((ROWS, BLOCK_E), False, tl.int1)
+        for _ in range(TOPK_GROUPS):
+            _, group = _lowest_best(group_score, untaken, groups[None, :])
+            kept = kept | (experts // MEMBERS == group[:, None])
+            untaken = untaken & (groups[None, :] != group[:, None])
+        # A finite GROUP_FILL must not make an unusable score usable.
+        fill = -float("inf") if GROUP_FILL is None else GROUP_FILL
+        selection = tl.where(kept | (selection == -float("inf")), selection, fill)
+    score = tl.where(there & _is_finite(score), score, 0.0)
+    available = there & tl.full((ROWS, BLOCK_E), True, tl.int1)
     columns = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((ROWS, BLOCK_K), ACC)
     ranked = tl.full((ROWS, BLOCK_K), -float("inf"), ACC)
@@ -147,21 +169,22 @@ def _topk_routing_backward_kernel(
     tokens = tokens.to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK_K)[None, :]
     mask = present & (columns < TOP_K)
-    ids = tl.load(ids_ptr + tokens * ids_stride_t + columns * ids_stride_k, mask=mask, other=-1)
+    id_ptrs = ids_ptr + offset(tokens, ids_stride_t) + offset(columns, ids_stride_k)
+    ids = tl.load(id_ptrs, mask=mask, other=-1)
     mask = mask & (ids >= 0) & (ids < NUM_EXPERTS)
-    picked = tl.load(logits_ptr + tokens * stride_t + ids * stride_e, mask=mask, other=0.0).to(ACC)
-    grad = tl.load(grad_ptr + tokens * grad_stride_t + columns * grad_stride_k, mask=mask, other=0.0).to(ACC)
+    row_ptr = logits_ptr + offset(tokens, stride_t)
+    picked = tl.load(row_ptr + offset(ids, stride_e), mask=mask, other=0.0).to(ACC)
+    grad_ptrs = grad_ptr + offset(tokens, grad_stride_t) + offset(columns, grad_stride_k)
+    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
     # A weight of zero: the selection was not finite, so the slot is constant; or the score underflowed, so it is flat.
-    weight = tl.load(weights_ptr + tokens * weight_stride_t + columns * weight_stride_k, mask=mask, other=0.0)
-    valid = mask & (weight != 0)
+    weight_ptrs = weights_ptr + offset(tokens, weight_stride_t) + offset(columns, weight_stride_k)
+    valid = mask & (tl.load(weight_ptrs, mask=mask, other=0.0) != 0)
     experts = tl.arange(0, BLOCK_E)[None, :]
     expert_mask = present & (experts < NUM_EXPERTS)
     score = tl.zeros((ROWS, BLOCK_E), ACC)
     if SCORE_FIRST:
         if SOFTMAX:
-            logits = tl.load(
-                logits_ptr + tokens * stride_t + experts * stride_e, mask=expert_mask, other=0.0
-            ).to(ACC)
+            logits = tl.load(row_ptr + offset(experts, stride_e), mask=expert_mask, other=0.0).to(ACC)
             logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
             largest = tl.max(logits, 1)[:, None]
             exps = tl.exp(logits - largest)
@@ -199,6 +222,7 @@ def routing_launches(
     """Buffers and launches that turn `router_logits` [T, E] into `topk_weights` and `topk_ids` [T, K]."""
     num_tokens, num_experts = router_logits.shape
     blocks = {
+        "BLOCK_E": next_power_of_2(num_experts),
         "BLOCK_G": next_power_of_2(routing.num_groups),
         "BLOCK_M": next_power_of_2(num_experts // routing.num_groups),
         "BLOCK_K": next_power_of_2(routing.top_k),
@@ -218,6 +242,7 @@ def routing_launches(
         "TOPK_GROUPS": routing.topk_groups,
         "TOP2_SUM": routing.group_score == "top2_sum",
         "GROUP_FILL": None if routing.group_fill == float("-inf") else routing.group_fill,
+        "NUM_EXPERTS": num_experts,
         "MEMBERS": num_experts // routing.num_groups,
         "ROWS": tile.rows,
         **blocks,

@@ -1,5 +1,6 @@
 """What Inductor generates for an H200: launches for static sizes, one call for symbolic ones. No GPU needed."""
 
+import dataclasses
 import logging
 import math
 import re
@@ -9,6 +10,7 @@ import torch
 
 import moe_ops
 from inductor_passes.lowerings import programs
+from inductor_passes.pipeline import MoEPasses
 from tests.compile.fake_cuda import body, compile_for_h200
 
 HIDDEN, EXPERTS, INTERMEDIATE = 64, 8, 32
@@ -100,6 +102,57 @@ def test_a_launch_torch_would_drop_leaves_the_call(monkeypatch):
     monkeypatch.setattr("inductor_passes._compat.written_arguments", lambda *args: frozenset())
     compiled = compile_for_h200(_layer, _inputs)
     assert body(compiled.code).count("torch.ops.moe.fused_moe.default(") == 1 and not _ours(compiled)
+
+
+def _refused(caplog, reason, inputs=_inputs, **options):
+    """The layer stays one call, nothing of an unfinished plan is left, and the log says why."""
+    left = []
+
+    def passes(graph):
+        MoEPasses(())(graph)
+        left.extend(node for node in graph.nodes if node.op == "call_function" and not node.users)
+
+    with caplog.at_level(logging.DEBUG, logger="inductor_passes"):
+        compiled = compile_for_h200(_layer, inputs, graph_pass=passes, **options)
+    assert not left
+    assert body(compiled.code).count("torch.ops.moe.fused_moe.default(") == 1 and not _ours(compiled)
+    assert reason in caplog.text
+
+
+def test_an_argument_without_elements_leaves_the_call(caplog):
+    def no_features(tokens):
+        shapes = (EXPERTS, 0, HIDDEN), (EXPERTS, HIDDEN, 0)
+        weights = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        return *_inputs(tokens)[:2], *weights
+
+    _refused(caplog, "an argument is empty; the operator returns without a launch", no_features)
+
+
+def test_symbolic_sizes_say_so(caplog):
+    _refused(caplog, "has symbolic sizes; the operator picks its kernels at run time", symbolic=True)
+
+
+def test_a_launch_that_seems_to_write_an_input_leaves_the_call(monkeypatch, caplog):
+    def everything(kernel, arguments, descriptors):
+        return [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+
+    monkeypatch.setattr(programs, "_WRITTEN", {})
+    monkeypatch.setattr("inductor_passes._compat.written_arguments", everything)
+    _refused(caplog, "which is no whole buffer")
+
+
+def test_a_plan_with_other_outputs_leaves_the_call(monkeypatch, caplog):
+    from moe_ops.kernels import fused
+
+    plan = fused.fused_moe_program
+
+    def other(*args):
+        program = plan(*args)
+        unlike = next(buffer for buffer in program.buffers if buffer.name not in program.outputs)
+        return dataclasses.replace(program, outputs=(unlike.name,))
+
+    monkeypatch.setattr(fused, "fused_moe_program", other)
+    _refused(caplog, "the launch plan returns")
 
 
 def _gpt_oss_inputs(tokens):

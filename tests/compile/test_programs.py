@@ -54,7 +54,7 @@ def _program(hidden, logits, w13, *_):
     }
     buffers = tuple(Buffer(name, (TOKENS, HIDDEN), hidden.dtype) for name in ("scaled", "out"))
     launches = (
-        _scale(View("hidden_states", (count,), (1,)), "scaled", 8),
+        _scale(View("hidden_states", (count // 2,), (1,), count // 2), "scaled", 8),
         _scale(Ref("scaled"), "out", 8),
         Launch(_add_tiles_kernel, (32,), add, 4, 3),
     )
@@ -105,3 +105,12 @@ def test_descriptors_are_built_over_views_of_the_tensor_itself(wrapper):
 def test_launch_options_reach_the_kernels(wrapper):
     assert re.search(r"'num_warps': 8, 'num_stages': 2", wrapper.code)
     assert re.search(r"'num_warps': 4, 'num_stages': 3", wrapper.code)
+
+
+def test_views_start_where_they_should(wrapper):
+    assert re.search(r"reinterpret_tensor\(\w+, \(2048, ?\), \(1, ?\), 2048\)", body(wrapper.code))
+
+
+def test_grids_reach_the_launches(wrapper):
+    runs = [line for line in body(wrapper.code).splitlines() if "_kernel_" in line and ".run(" in line]
+    assert len(runs) == 3 and all(", 32, 1, 1, stream=" in run for run in runs)

@@ -10,6 +10,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from layers import huggingface
 from layers.huggingface.experts import experts_forward, known_activation
+from tests.huggingface.families import HIDDEN, pair
 
 E, H, I, T, K = 5, 16, 12, 9, 2
 
@@ -182,3 +183,15 @@ def test_modules_without_the_newer_flags():
         if flag in vars(experts):
             delattr(experts, flag)
     assert torch.equal(experts_forward(experts, *args), expected)
+
+
+@torch.no_grad()
+def test_a_clamp_of_another_limit_without_a_patch():
+    """Nothing has been settled for it then: the module computes its gate itself."""
+    stock, ours = pair("gpt_oss", num_hidden_layers=1)
+    for model in (stock, ours):
+        model.model.layers[0].mlp.experts.limit = 0.5  # instead of 7.0, so that it clamps
+    huggingface.register()
+    ours.set_experts_implementation("moe_ops")
+    hidden = torch.randn(2, 9, HIDDEN)
+    torch.testing.assert_close(ours.model.layers[0].mlp(hidden)[0], stock.model.layers[0].mlp(hidden)[0])

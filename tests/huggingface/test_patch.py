@@ -5,7 +5,8 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-from types import MethodType
+from inspect import unwrap
+from types import FunctionType, MethodType
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 
 from layers import huggingface
+from layers.huggingface import routers
 from tests.huggingface.families import (
     CONFIGS,
     EXPERTS,
@@ -205,6 +207,29 @@ def test_forwards_replaced_by_others_are_left_alone():
     assert "replaced" in reasons["model.layers.1.mlp.experts"]
     assert "shares its config" in reasons["model.layers.0.mlp.experts"]
     assert model.config._experts_implementation == "eager"
+
+
+def test_a_router_with_a_replaced_forward_is_left_alone():
+    model = tiny_model("mixtral")
+    gate = model.model.layers[0].mlp.gate
+    gate.forward = MethodType(lambda self, *args: type(self).forward(self, *args), gate)
+    report = huggingface.patch(model)
+    assert len(report.experts) == 2
+    assert report.routers == ("model.layers.1.mlp.gate",)
+    assert report.left == (("model.layers.0.mlp.gate", "its forward has been replaced on the instance"),)
+
+
+def test_a_router_of_the_same_code_with_other_constants_is_unknown():
+    gate = tiny_model("mixtral").model.layers[0].mlp.gate
+    code = unwrap(type(gate).forward).__code__
+    constants = tuple(-2 if constant == -1 else constant for constant in code.co_consts)
+
+    class Other(type(gate)):
+        forward = FunctionType(code.replace(co_consts=constants), globals())
+
+    assert routers.known_kind(gate) is not None
+    gate.__class__ = Other
+    assert routers.known_kind(gate) is None
 
 
 def test_quantised_experts_are_left_alone():

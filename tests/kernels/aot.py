@@ -1,4 +1,4 @@
-"""Compiles the kernels of a program for an H200 without a GPU and reads registers, stack and PTX of the result."""
+"""Compiles the kernels of a program for a GPU without having it, and reads registers, stack and PTX of the result."""
 
 import os
 import re
@@ -13,10 +13,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Descriptor, Launch, Program, Ref, View
 
-SHARED_MEMORY = 227 * 1024  # what one CTA may use on sm_90
-_TARGET = GPUTarget("cuda", 90, 32)
+REGISTERS = 65536  # of a CTA
 _CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -33,13 +33,21 @@ class Compiled:
     """What the cubin of one launch needs."""
 
     name: str
+    num_warps: int
     registers: int
     stack: int
     shared: int
+    ttir: str
     ptx: str
 
+    def misfit(self, gpu: Gpu, parked: int = 0) -> str | None:
+        """What keeps the kernel from running on `gpu` as planned, None if nothing does. parked: bytes of stack."""
+        found = f"{self.registers} registers, {self.stack} bytes of stack, {self.shared} of shared memory"
+        fits = self.registers * 32 * self.num_warps <= REGISTERS and self.shared <= gpu.shared_memory
+        return None if fits and self.stack <= parked else f"{self.name}: {found}"
 
-def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype]) -> Compiled:
+
+def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], gpu: Gpu = H200) -> Compiled:
     """Compiles one launch as the runtime would for 16-byte aligned tensors of these dtypes."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -53,7 +61,7 @@ def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype]) -> Compiled:
         if divisible and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     key = tuple(signature.items()), tuple(constants.items()), tuple((k, 16) for k in attributes)
-    return _compile(launch.kernel, key, launch.num_warps, launch.num_stages)
+    return _compile(launch.kernel, key, gpu.capability, launch.num_warps, launch.num_stages)
 
 
 def _type_of(argument: Any, dtypes: dict[str, torch.dtype]) -> str:
@@ -66,14 +74,16 @@ def _type_of(argument: Any, dtypes: dict[str, torch.dtype]) -> str:
 
 
 @lru_cache(maxsize=None)
-def _compile(kernel: Any, key: tuple, num_warps: int, num_stages: int) -> Compiled:
+def _compile(kernel: Any, key: tuple, capability: int, num_warps: int, num_stages: int) -> Compiled:
     signature, constants, divisible = key
     attributes = {index: [["tt.divisibility", 16]] for index, _ in divisible}
     source = ASTSource(kernel, dict(signature), constexprs=dict(constants), attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    result = triton.compile(source, target=_TARGET, options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack = _resources(result.asm["cubin"])
-    return Compiled(kernel.__name__, registers, stack, result.metadata.shared, result.asm["ptx"])
+    asm = result.asm
+    shared = result.metadata.shared
+    return Compiled(kernel.__name__, num_warps, registers, stack, shared, asm["ttir"], asm["ptx"])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

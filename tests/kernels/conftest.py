@@ -5,6 +5,8 @@ import pytest
 import torch
 import triton
 
+from tests.kernels import memory
+
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -47,6 +49,13 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -7)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def _checked_memory() -> object:
+    """No interpreted kernel may touch what is none of its tensors."""
+    with memory.checked():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -175,10 +175,26 @@ def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
     assert not prefers_gemv(16, 8, 256)
 
 
+def test_decode_path_counts_the_experts_of_the_map() -> None:
+    """Eight local experts are few for 32 slots, but the slots of a token spread over all 128."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    routed = meta(4, 8, dtype=torch.float32), meta(4, 8, dtype=torch.int32)
+    tensors = meta(4, 64), meta(8, 64, 64), meta(8, 64, 32), *routed, None, None
+    for expert_map, first in (
+        (None, "_dispatch_one_cta_kernel"),
+        (meta(128, dtype=torch.int32), "gemv_activation_kernel"),
+    ):
+        program = fused.fused_experts_program(*tensors, expert_map, None, Activation())
+        assert program.launches[0].kernel.__name__ == first
+
+
 @pytest.mark.parametrize("sorts_first", [False, True])
 def test_rows_by_tma(sorts_first: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 128 rows take rows in order by TMA: those of the second product, and sorted ones of the first."""
-    monkeypatch.setattr(fused, "sorts_rows_first", lambda num_slots, w13: sorts_first)
+    monkeypatch.setattr(fused, "sorts_rows_first", lambda gemm: sorts_first)
     fused._fused_experts.cache_clear()
     monkeypatch.setitem(SIZES, "many", (150, 2, 2, 64, 136))
     tensors = _experts("many", torch.bfloat16, Activation(), biased=True)

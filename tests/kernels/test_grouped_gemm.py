@@ -1,12 +1,15 @@
 """The grouped product on both paths, every weight layout, and the weight gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from moe_ops.kernels import gemm_config, grouped_gemm
-from moe_ops.kernels.grouped_gemm import Gemm, Operand
-from moe_ops.kernels.program import Program, describe
+from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import Program
 from tests.kernels import oracles
+from tests.kernels.catalogue import meta, product
 from tests.kernels.oracles import assert_close
 
 OFFSETS = {  # empty experts, one hot expert, dropped rows at the end
@@ -43,7 +46,7 @@ def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: 
     x, bias = torch.randn(ROWS, 72).to(dtype), torch.randn(EXPERTS, 48).to(dtype)
     offsets = torch.tensor(OFFSETS[case], dtype=torch.int32)
     args = x.to(device), _on(device, weight), offsets.to(device)
-    assert gemm_config.takes_tma(describe(args[1])) == (dtype == torch.bfloat16 and layout != "misaligned")
+    assert product(args[1]).weight_by_tma == (dtype == torch.bfloat16 and layout != "misaligned")
     expected = oracles.grouped_gemm(x, weight, OFFSETS[case], bias)
     assert_close(grouped_gemm.launch(*args, bias.to(device)), expected)
     plain = oracles.grouped_gemm(x, weight, OFFSETS[case])
@@ -83,15 +86,11 @@ def test_offsets_that_make_no_sense_touch_nothing(device: str) -> None:
     assert_close(out, oracles.grouped_gemm(x, weight, offsets.tolist()))
 
 
-@pytest.mark.parametrize(
-    "config", gemm_config.candidates(describe(torch.empty(1, 8, 8, dtype=torch.bfloat16)))
-)
+@pytest.mark.parametrize("config", gemm_config.candidates(product(meta(1, 8, 8))))
 def test_every_block_size(config: gemm_config.LaunchConfig, device: str) -> None:
     rows, offsets = 200, [0, 129, 129, 190]
     weight, x = torch.randn(3, 264, 200).bfloat16().to(device), torch.randn(rows, 200).bfloat16().to(device)
-    gemm = Gemm(
-        Operand("x", describe(x)), Operand("weight", describe(weight)), None, "out", rows, 5, tail=True
-    )
+    gemm = replace(product(weight, rows, gpu=Gpu(90, 5, H200.shared_memory)), tail=True)
     tensors = {
         "x": x,
         "weight": weight,

@@ -9,8 +9,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from moe_ops.kernels import fused, gemm_config, grouped_gemm, permute
-from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, View, describe
+from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, View
 from moe_ops.types import Activation
+from tests.kernels.catalogue import meta, product
 
 
 def _experts_program(make, tokens: int = 16, hidden: int = 64) -> Program:
@@ -53,30 +54,11 @@ def test_a_launch_needs_every_kernel_parameter() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "shape, strides, offset, dtype, expected",
-    [
-        ((4, 64, 64), (4096, 64, 1), 0, torch.bfloat16, True),
-        ((4, 64, 64), (4096, 1, 64), 0, torch.float16, True),
-        ((4, 64, 64), (4096, 64, 1), 1, torch.bfloat16, False),
-        ((4, 64, 511), (64 * 511, 511, 1), 0, torch.bfloat16, False),
-        ((4, 64, 64), (4096, 64, 1), 0, torch.float32, False),
-        ((4, 32, 32), (4096, 128, 2), 0, torch.bfloat16, False),
-        ((4, 64, 64), (0, 64, 1), 0, torch.bfloat16, False),
-    ],
-)
-def test_tma_takes_aligned_half_precision_rows(shape, strides, offset, dtype, expected) -> None:
-    weight = torch.zeros(1 << 18, dtype=dtype).as_strided(shape, strides, offset)
-    assert gemm_config.takes_tma(describe(weight)) is expected
-
-
 def test_rows_per_tile_grow_with_the_rows_of_an_expert() -> None:
-    weight = describe(torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"))
-    blocks = [gemm_config.pick_config(slots, weight).block_m for slots in (8, 128, 2048, 8192, 1 << 17)]
-    assert blocks == [16, 16, 32, 64, 128]
-    assert {gemm_config.pick_config(slots, weight) for slots in (8, 2048, 8192, 1 << 17)} <= {
-        *gemm_config.candidates(weight)
-    }
+    products = [product(meta(128, 1536, 2048), slots) for slots in (8, 128, 2048, 8192, 1 << 17)]
+    configs = [gemm_config.pick_config(gemm) for gemm in products]
+    assert [config.block_m for config in configs] == [16, 16, 32, 64, 128]
+    assert {*configs} <= {*gemm_config.candidates(products[0])}
 
 
 def test_two_products_share_a_tile_map() -> None:
@@ -93,6 +75,7 @@ def test_views_reach_the_kernel(device: str) -> None:
         "slots_ptr": Ref("slots"),
         "out_ptr": Ref("out"),
         "top_k": 1,
+        "num_tokens": 4,
         "num_columns": 3,
         "stride_t": 6,
         "stride_h": 2,

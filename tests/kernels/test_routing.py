@@ -11,6 +11,7 @@ from tests.kernels.oracles import assert_close
 CONFIGS = [
     RoutingConfig(top_k=3),
     RoutingConfig(top_k=1, renormalize=False),
+    RoutingConfig(top_k=2, renorm_eps=0.25),
     RoutingConfig(top_k=4, order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=4, order="topk_then_score", score_fn="sigmoid", scale=1.5),
     RoutingConfig(top_k=5, score_fn="sigmoid", renorm_eps=1e-20, scale=2.5),
@@ -34,12 +35,27 @@ def _reference(logits, bias, config):
 def test_matches_the_definition(config: RoutingConfig, tokens: int, device: str) -> None:
     logits = torch.randn(tokens, _experts(config)).to(device)
     bias = (torch.rand(_experts(config)) / 4).to(device)
-    for correction in (None, bias):
+    # Below zero, experts of groups that were left out win with a group_fill of 0.
+    for correction in (None, bias, bias - 3):
         weights, ids = kernels.launch(logits, correction, config)
         expected_weights, expected_ids = _reference(logits, correction, config)
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32
         assert torch.equal(ids.cpu(), expected_ids)
         assert_close(weights, expected_weights)
+
+
+@pytest.mark.parametrize("score", ["max", "top2_sum"])
+@pytest.mark.parametrize(
+    ("experts", "groups"), [(32, 16), (60, 5), (64, 8), (96, 4), (128, 2), (160, 8), (256, 8)]
+)
+def test_groups_of_every_size(experts: int, groups: int, score: str, device: str) -> None:
+    """Rows whose logits load in pieces: several of them in one block once chose each other's experts on a GPU."""
+    config = RoutingConfig(top_k=2, num_groups=groups, topk_groups=2, group_score=score, score_fn="sigmoid")
+    logits = torch.randn(33, experts).to(device)
+    weights, ids = kernels.launch(logits, None, config)
+    expected_weights, expected_ids = _reference(logits, None, config)
+    assert torch.equal(ids.cpu(), expected_ids)
+    assert_close(weights, expected_weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

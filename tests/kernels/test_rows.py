@@ -12,11 +12,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ACTIVATIONS = [
     Activation("silu"),
     Activation("silu", interleaved=True),
-    Activation("silu", limit=1.0),
+    Activation("silu", limit=0.7),  # no float32 is 0.7
     Activation("gelu"),
     Activation("gelu_tanh"),
     Activation("relu2"),
-    Activation("swiglu_oai", limit=1.5, interleaved=True),
+    Activation("swiglu_oai", alpha=1.2, limit=1.3, interleaved=True),
     Activation("swiglu_oai", alpha=1.1),
 ]
 

@@ -34,14 +34,14 @@ def experts(module: FusedMoE, hidden: Tensor, logits: Tensor) -> Tensor:
 def block(module: MoEBlock, hidden: Tensor) -> Tensor:
     shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
     logits = hidden.double() @ module.gate.weight.double().T
-    if module.gate.bias is not None:
+    if module.config.router.has_bias:
         logits = logits + module.gate.bias.double()
     out = experts(module.experts, hidden, logits)
-    if module.shared_experts is not None:
+    if module.config.shared_experts is not None:
         shared = module.shared_experts
         gate_up = hidden.double() @ shared.gate_up_proj.weight.double().T
         addend = _activate(gate_up, module.config.activation) @ shared.down_proj.weight.double().T
-        if shared.gate is not None:
+        if module.config.shared_experts.gated == "sigmoid":
             addend = addend * torch.sigmoid(hidden.double() @ shared.gate.weight.double().T)
         out = out + addend
     return out.reshape(shape)

@@ -41,6 +41,7 @@ def test_equal_configs_are_equal_hashable_and_pickle():
         ({"activation": 3}, TypeError, ("activation=3", "Activation or str")),
         ({"has_bias": 1}, TypeError, ("has_bias=1", "bool")),
         ({"emit": "eager"}, ValueError, ("emit='eager'", "'stages'")),
+        ({"save_for_backward": "all"}, ValueError, ("save_for_backward='all'", "'activations'")),
         ({"router": None}, TypeError, ("router=None", "RouterConfig")),
         ({"shared_experts": 64}, TypeError, ("shared_experts=64", "SharedExpertConfig")),
         ({"routing": RoutingConfig(top_k=2, num_groups=3)}, ValueError, ("num_groups=3", "num_experts=8")),

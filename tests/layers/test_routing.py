@@ -12,6 +12,7 @@ from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
 H, I, E, K = 16, 24, 8, 2
 OPTIONS = {
     "plain": {},
+    "biases": {"has_bias": True},
     "deepseek": {
         "routing": RoutingConfig(
             K, "sigmoid", num_groups=4, topk_groups=2, group_score="top2_sum", scale=2.5

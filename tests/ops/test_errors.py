@@ -200,6 +200,26 @@ BAD_CALLS = {
         ValueError,
         r"apply_router_weight_on_input=True with topk_weights of shape \[2, 2\]: expected \[T, 1\]",
     ),
+    "no expert weights": (
+        lambda: moe_ops.fused_experts(
+            torch.randn(2, 4), torch.randn(0, 6, 4), torch.randn(0, 4, 3), torch.ones(2, 2), torch.zeros(2, 2).int(),
+            emit="fused",
+        ),
+        ValueError,
+        r"w13 has shape \[0, 6, 4\]: expected at least one expert",
+    ),
+    "w2 strides": (
+        lambda: moe_ops.fused_moe(**{**good(), "w2": torch.randn(E, 2 * H, 2 * I)[:, ::2, ::2]}, emit="fused"),
+        ValueError,
+        r"w2 has strides \[160, 20, 2\]: expected stride 1 in one of the last two",
+    ),
+    "plan": (
+        lambda: moe_ops.gather_gemm_act(
+            torch.randn(2, 4), torch.randn(1, 6, 4), (torch.arange(2).int(), torch.arange(2).int(), OFFSETS[:2])
+        ),
+        TypeError,
+        "plan=<tuple>: expected a DispatchPlan",
+    ),
     "routing type": (lambda: moe_ops.topk_routing(torch.randn(2, 4), "top_k=2"), TypeError, "expected a RoutingConfig"),
     "activation type": (lambda: moe_ops.gated_activation(torch.randn(2, 4), 3), TypeError, "activation=3: expected"),
     "emit": (lambda: moe_ops.fused_moe(**good(), emit="both"), ValueError, "emit='both': expected 'auto', 'stages'"),
@@ -282,6 +302,19 @@ def test_unbacked_token_counts(backend):
         for tensor in (x, logits):
             torch._dynamo.decorators.mark_unbacked(tensor, 0)
         torch.testing.assert_close(compiled(x, logits), layer(x, logits))
+    x, logits = torch.randn(4, H), torch.randn(3, E)
+    for tensor in (x, logits):
+        torch._dynamo.decorators.mark_unbacked(tensor, 0)
+    with pytest.raises((RuntimeError, AssertionError), match=r"Eq\(|=="):  # of torch's: only the run can tell
+        compiled(x, logits)
+
+
+def test_a_size_of_one_against_a_symbol():
+    """make_fx takes 1 for a number and 4 for a symbol of at least 2: they are known to differ."""
+    x, logits, w13, w2, routing = good().values()
+    layer = lambda *tensors: moe_ops.fused_moe(*tensors, routing)  # noqa: E731
+    with pytest.raises(ValueError, match=r"router_logits has shape \[1, .*\]: expected \[s\d+ \(now 4\)"):
+        make_fx(layer, tracing_mode="symbolic")(x, logits[:1], w13, w2)
 
 
 def test_a_dtensor_is_refused():

@@ -90,16 +90,28 @@ def test_first_and_second_derivatives(name):
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
+@pytest.mark.parametrize("usable", [14, 1], ids="{} usable".format)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.spec)
-def test_routing_with_a_correction_bias(routing):
+def test_routing_with_a_correction_bias(routing, usable):
+    """With fewer usable experts than are chosen some slots are constant."""
     bias = torch.randn(16, dtype=torch.float64)
-    bias[2], bias[5] = float("-inf"), float("nan")
+    bias[torch.randperm(16)[usable:]] = float("-inf")
+    bias[5] = float("nan")
     assert gradcheck(
         lambda x: moe_ops.topk_routing(x, routing, bias)[0], (double(5, 16),), check_forward_ad=True
     )
 
 
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", Activation("silu", limit=0.5)]
+INTERLEAVED = [Activation("silu", interleaved=True), Activation("swiglu_oai", interleaved=True)]
+ACTIVATIONS = [
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu2",
+    "swiglu_oai",
+    Activation("silu", limit=0.5),
+    *INTERLEAVED,
+]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
@@ -201,6 +213,16 @@ def test_a_compiled_hessian():
     scalar = lambda layer: lambda x: layer(x, *primals[1:]).sin().sum()  # noqa: E731
     compiled = torch.compile(hessian(scalar(our_layer("auto"))), fullgraph=True, backend="aot_eager")
     assert_same([compiled(primals[0])], [hessian(scalar(plain_layer))(primals[0])], 1e-11)
+
+
+def test_a_layer_with_a_correction_bias():
+    """It picks other experts than the logits would: every derivative has to pick them, too."""
+    primals, _ = problem(2)
+    bias = torch.tensor([4.0, -4.0, 0.0], dtype=torch.float64)
+    layer = lambda *args: moe_ops.fused_moe(*args, TOP2, correction_bias=bias, emit="fused")  # noqa: E731
+    leaves = tuple(tensor.requires_grad_() for tensor in primals)
+    assert gradcheck(layer, leaves, check_forward_ad=True)
+    assert gradgradcheck(lambda *args: layer(*args).sin(), leaves, check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("layout", ["expanded", "column major"])

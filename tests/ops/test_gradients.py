@@ -11,7 +11,16 @@ from tests.cases import CASES, make
 from tests.helpers import RELATIVE_NORM, assert_same, grads_of, relative_error
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", Activation("silu", limit=0.5)]
+INTERLEAVED = [Activation("silu", interleaved=True), Activation("swiglu_oai", interleaved=True)]
+ACTIVATIONS = [
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu2",
+    "swiglu_oai",
+    Activation("silu", limit=0.5),
+    *INTERLEAVED,
+]
 OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 
 
@@ -218,6 +227,9 @@ def test_vmap_over_an_expert_map_raises():
     ids, maps = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="vmap over expert_map"):
         vmap(lambda m: moe_ops.build_dispatch(ids, 2, m).sorted_slots)(maps)
+    logits, biases = torch.randn(3, 4), torch.randn(2, 4)
+    with pytest.raises(ValueError, match="vmap over correction_bias"):
+        vmap(lambda bias: moe_ops.topk_routing(logits, RoutingConfig(2), bias)[0])(biases)
 
 
 def test_functional_call():

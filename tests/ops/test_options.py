@@ -25,6 +25,8 @@ BAD_OPTIONS = {
     "limit": (lambda: Activation("gelu", limit=1.0), ValueError, "limit=1.0: activation 'gelu' has no limit"),
     "limit sign": (lambda: Activation("silu", limit=-1.0), ValueError, "limit=-1.0: expected a positive number"),
     "interleaved": (lambda: Activation("relu2", interleaved=True), ValueError, "has no gate to interleave"),
+    "no value": (lambda: RoutingConfig.from_spec("top_k"), ValueError, "option 'top_k': expected name=value"),
+    "empty value": (lambda: Activation.from_spec("silu;limit="), ValueError, "option 'limit=': expected name=value"),
     "group of one": (
         lambda: moe_ops.topk_routing(
             torch.randn(2, 4), RoutingConfig(2, num_groups=4, topk_groups=2, group_score="top2_sum")

@@ -1,5 +1,6 @@
 """Operators as the compiler sees them: opcheck on every one, tags, single registration, cache key."""
 
+import itertools
 import subprocess
 import sys
 
@@ -43,6 +44,27 @@ def test_real_and_fake_outputs_agree(name, layout):
         pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (outputs, fakes)), strict=True)
         for out, fake in pairs:
             assert (out.shape, out.dtype, out.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+KEPT_IN_FLOAT32 = {"router_logits", "correction_bias", "topk_weights", "grad_weights"}
+
+
+@pytest.mark.parametrize("name", all_operators())
+def test_real_and_fake_dtypes_agree_in_a_mixed_model(name):
+    """bfloat16 with float32 routing or without: each output has the dtype of the right input."""
+    op = getattr(OPS, name).default
+    for args, kept in itertools.product(samples()[name], (KEPT_IN_FLOAT32, ())):
+        given = [
+            arg.detach().bfloat16() if is_cast(arg) and argument.name not in kept else arg
+            for arg, argument in zip(args, op._schema.arguments, strict=True)
+        ]
+        outputs = op(*given), op(*(arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in given))
+        real, fake = ([each.dtype for each in (out if isinstance(out, tuple) else (out,))] for out in outputs)
+        assert real == fake
+
+
+def is_cast(arg):
+    return isinstance(arg, torch.Tensor) and arg.is_floating_point()
 
 
 @pytest.mark.parametrize("name", all_operators())

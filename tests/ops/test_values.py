@@ -60,10 +60,11 @@ def test_shared_enters_after_the_routed_sum(case, emit):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.spec)
-@pytest.mark.parametrize("biased", [False, True])
-def test_routing(routing, biased):
+@pytest.mark.parametrize("shift", [None, 0, -3])
+def test_routing(routing, shift):
+    """A bias that makes every selection negative lets experts of groups left out win with a group_fill of 0."""
     logits = torch.randn(33, 16, dtype=torch.float64)
-    bias = torch.randn(16) if biased else None
+    bias = None if shift is None else torch.randn(16) + shift
     weights, ids = moe_ops.topk_routing(logits, routing, bias)
     expected_weights, expected_ids = reference_routing(logits, routing, bias)
     torch.testing.assert_close(ids, expected_ids)
@@ -97,7 +98,7 @@ def test_zero_sum_divides_by_one():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_dispatch_is_stable_and_drops(dtype):
-    ids = torch.tensor([[2, 0], [-1, 2], [0, 7], [3, 2]], dtype=dtype)
+    ids = torch.tensor([[2, 0], [7, 2], [0, -1], [3, 2]], dtype=dtype)
     plan = moe_ops.build_dispatch(ids, 4)
     assert plan.expert_offsets.tolist() == [0, 2, 2, 5, 6]
     assert plan.sorted_slots.tolist() == [1, 4, 0, 3, 7, 6, 2, 5]
@@ -110,13 +111,19 @@ def test_dispatch_checks_ids_before_narrowing():
     assert moe_ops.build_dispatch(ids, 2).inverse.tolist() == [-1, -1, 0, -1]
 
 
-def test_expert_map():
-    """Global ids through a map: remote experts (-1) and map values out of range drop the slot."""
-    case = CASES[2]
+@pytest.mark.parametrize("size", [20, 10])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_expert_map(tokens, size):
+    """Global ids through a map: remote experts (-1), map values and ids out of range drop the slot.
+
+    Also ids that only a map of more experts would have, though they are ids of local experts.
+    """
+    case = dataclasses.replace(CASES[2], tokens=tokens)
     problem = make(case)
     expert_map = torch.full((20,), -1, dtype=torch.int32)
-    expert_map[4:17] = torch.randperm(13)
+    expert_map[[0, *range(4, 16)]] = torch.randperm(13).int()
     expert_map[18] = 99
+    expert_map = expert_map[:size]
     ids = torch.randint(-2, 22, (case.tokens, case.top_k))
     weights = torch.rand(case.tokens, case.top_k, dtype=torch.float64)
     expected = oracle(problem, weights, ids, expert_map)

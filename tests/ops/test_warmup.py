@@ -1,47 +1,129 @@
-"""moe_ops.warmup without a GPU: its checks, and that it plans what the operator launches."""
+"""moe_ops.warmup without a GPU: its checks, and that it loads what the operators launch, option by option."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import moe_ops
-from moe_ops import Activation, RoutingConfig
+from moe_ops import Activation, RoutingConfig, _library
+from moe_ops.fused_experts import _cuda as fused_experts_cuda
+from moe_ops.fused_moe import _cuda as fused_moe_cuda
+from moe_ops.kernels.program import Launch, Program, Ref
+from moe_ops.routing import _cuda as topk_routing_cuda
 
-CONFIG = SimpleNamespace(
-    num_experts=16,
-    hidden_size=256,
-    intermediate_size=192,
-    routing=RoutingConfig(top_k=4),
-    activation=Activation("silu"),
-    has_bias=True,
-)
+ON_A_GPU = {
+    "fused_moe": fused_moe_cuda,
+    "fused_experts": fused_experts_cuda,
+    "topk_routing": topk_routing_cuda,
+}
+OPTIONS = ("correction_bias", "expert_map", "shared")
+
+
+def _config(has_bias: bool = True, activation: str = "silu") -> SimpleNamespace:
+    return SimpleNamespace(
+        num_experts=16,
+        hidden_size=256,
+        intermediate_size=192,
+        routing=RoutingConfig(top_k=4),
+        activation=Activation(activation),
+        has_bias=has_bias,
+    )
 
 
 def test_nothing_to_load_on_the_cpu():
-    moe_ops.warmup(CONFIG, [1, 8], device="cpu")
+    moe_ops.warmup(_config(), [1, 8], device="cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_bad_arguments(device):
     with pytest.raises(ValueError, match="sizes has 0: expected token counts of at least 1"):
-        moe_ops.warmup(CONFIG, [0], device=device)
+        moe_ops.warmup(_config(), [0], device=device)
     with pytest.raises(TypeError, match=r"dtype=torch\.int32: expected a floating"):
-        moe_ops.warmup(CONFIG, [1], device=device, dtype=torch.int32)
+        moe_ops.warmup(_config(), [1], device=device, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"expert_map has shape \[3\] and dtype torch.int32: expected \[16\]"
+    ):
+        moe_ops.warmup(_config(), [1], device=device, expert_map=torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"expert_map has .* dtype torch.int64: .* torch.int32"):
+        moe_ops.warmup(_config(), [1], device=device, expert_map=torch.zeros(16, dtype=torch.int64))
+    with pytest.raises(ValueError, match="expert_map has -1 as its largest entry: expected a local expert"):
+        moe_ops.warmup(_config(), [1], device=device, expert_map=torch.full((16,), -1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 300])
-def test_loads_every_kernel_of_the_operators_plan(tokens, monkeypatch):
-    """The plan warmup loads is the one a call with real tensors of these sizes makes."""
-    from moe_ops.kernels import fused
-    from moe_ops.kernels.program import Program
+def _kernel(launch: Launch, dtypes: dict[str, torch.dtype]) -> tuple:
+    """What Triton compiles a launch by, and more: every argument, tensors by their dtype."""
+    args = {name: dtypes[a.name] if isinstance(a, Ref) else (type(a), a) for name, a in launch.args.items()}
+    return launch.kernel.__name__, launch.num_warps, launch.num_stages, tuple(args.items())
 
-    loaded = []
-    monkeypatch.setattr(Program, "load", lambda self, dtypes, device: loaded.append(self))
-    moe_ops.warmup(CONFIG, [tokens])
-    shapes = [(tokens, 256), (tokens, 16), (16, 384, 256), (16, 256, 192), (16, 384), (16, 256)]
-    tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
-    tensors[1] = tensors[1].float()
-    program = fused.fused_moe_program(*tensors, None, None, CONFIG.routing, CONFIG.activation)
-    assert len(loaded) == 2
-    assert program in loaded
+
+def _kernels(program: Program, dtypes: dict[str, torch.dtype]) -> set[tuple]:
+    known = dtypes | {buffer.name: buffer.dtype for buffer in program.buffers}
+    return {_kernel(launch, known) for launch in program.launches}
+
+
+@pytest.fixture
+def loaded(monkeypatch) -> set[tuple]:
+    """The kernels that warmup loads."""
+    kernels = set()
+    monkeypatch.setattr(Program, "load", lambda self, dtypes, device: kernels.update(_kernels(self, dtypes)))
+    return kernels
+
+
+@pytest.fixture
+def launched(monkeypatch) -> set[tuple]:
+    """The kernels that public functions launch, as on a GPU; nothing is computed."""
+    kernels = set()
+
+    def run(self, tensors):
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+        kernels.update(_kernels(self, dtypes))
+        buffers = {buffer.name: buffer for buffer in self.buffers}
+        return tuple(torch.zeros(buffers[name].shape, dtype=buffers[name].dtype) for name in self.outputs)
+
+    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(_library, "call", lambda name, *args: ON_A_GPU[name](*args))
+    return kernels
+
+
+def _call(config, tokens: int, dtype: torch.dtype, logits_dtype: torch.dtype, given: set[str]) -> None:
+    """One layer, routed by `fused_moe` and once more by hand."""
+    expert_map = _expert_map() if "expert_map" in given else None
+    experts = 16 if expert_map is None else int(expert_map.max()) + 1
+    rows = 384 if config.activation.is_gated else 192
+    hidden, logits = torch.zeros(tokens, 256, dtype=dtype), torch.zeros(tokens, 16, dtype=logits_dtype)
+    weights = torch.zeros(experts, rows, 256, dtype=dtype), torch.zeros(experts, 256, 192, dtype=dtype)
+    options = {"expert_map": expert_map, "shared": torch.zeros_like(hidden) if "shared" in given else None}
+    if config.has_bias:
+        options |= {
+            "w13_bias": torch.zeros(experts, rows, dtype=dtype),
+            "w2_bias": torch.zeros(experts, 256, dtype=dtype),
+        }
+    correction = torch.zeros(16) if "correction_bias" in given else None
+    moe_ops.fused_moe(
+        hidden, logits, *weights, config.routing, config.activation, correction_bias=correction, **options
+    )
+    routed = moe_ops.topk_routing(logits, config.routing, correction)
+    moe_ops.fused_experts(hidden, *weights, *routed, config.activation, **options)
+
+
+def _expert_map() -> torch.Tensor:
+    return torch.tensor([4, -1, 0, -1, 1, -1, 2, -1, 3, -1, -1, -1, -1, -1, -1, -1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["all experts", "expert map"])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("tokens", [1, 33, 5000])
+def test_loads_what_every_option_launches_and_no_more(
+    tokens, dtype, has_bias, activation, mapped, loaded, launched
+):
+    config = _config(has_bias, activation)
+    moe_ops.warmup(config, [tokens], dtype=dtype, expert_map=_expert_map() if mapped else None)
+    for logits_dtype, *given in itertools.product({dtype, torch.float32}, *[(None, o) for o in OPTIONS]):
+        if ("expert_map" in given) is mapped:
+            _call(config, tokens, dtype, logits_dtype, set(given))
+    assert len(launched) > 3
+    assert loaded == launched

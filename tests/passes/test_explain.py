@@ -86,6 +86,7 @@ def test_refusals_say_why(hidden):
     report = inductor_passes.explain(observed, *inputs())
     assert "gate_up has another user: aten.abs" in [each.reason for each in report.refused]
     assert {each.kind for each in report.lowered} == {"ATen"}
+    assert [(each.before, each.after) for each in report.layers] == [(7, 5)]  # picking an output is no call
 
 
 def test_training_graph_is_said_and_refused(hidden):

@@ -25,7 +25,15 @@ def test_data_dependent_nodes():
 
 def test_host_reads():
     found = _found(lambda x: x * x.sum().item(), torch.ones(3, dtype=torch.int64))
-    assert "aten._local_scalar_dense.default" in found
+    assert found["aten._local_scalar_dense.default"] == "its output is read on the host"
+
+
+def test_operators_that_say_so_themselves():
+    library = torch.library.Library("moe_hazards", "FRAGMENT")
+    library.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+    graph = torch.fx.Graph()
+    graph.call_function(torch.ops.moe_hazards.unsafe.default, (graph.placeholder("x"),))
+    assert [hazard.reason for hazard in capture_hazards(graph)] == ["it is tagged cudagraph_unsafe"]
 
 
 def test_a_boolean_mask_write():

@@ -80,6 +80,21 @@ def test_symbolic_columns_stay_a_call():
     ]
 
 
+def test_columns_that_would_lie_otherwise_stay_a_call():
+    """The operator returns rows, elementwise ATen keeps the strides of its input."""
+    result = rewrite(lambda x: moe_ops.gated_activation(x.t(), "relu2"), torch.randn(8, 4), passes=PASS)
+    assert result.ops() == ["gated_activation"]
+    assert "gives torch.float32 [4, 8] strides [1, 4]" in result.log.kept[0].reason
+
+
+@pytest.mark.parametrize(("top_k", "stays"), [(16, False), (17, True)])
+def test_a_sum_over_many_experts_stays_a_call(top_k, stays):
+    slots = torch.arange(2 * top_k, dtype=torch.int32)
+    result = rewrite(moe_ops.combine, torch.randn(2 * top_k, 4), torch.rand(2, top_k), slots, passes=PASS)
+    assert (result.ops() == ["combine"]) is stays
+    assert not stays or result.log.kept[0].reason.startswith("17 experts per token are too many")
+
+
 def test_second_run_finds_nothing():
     result = rewrite(moe_ops.gated_activation, torch.randn(4, 8), passes=PASS + PASS)
     assert len(result.log.lowered) == 1 and not result.log.kept

@@ -2,7 +2,8 @@
 
 import torch
 
-from inductor_passes import _compat
+import moe_ops
+from inductor_passes import _compat, cache_key
 from inductor_passes.pipeline import FUSIONS, PIPELINE, TRAINING_REASON, MoEPasses, is_training, run_passes
 from tests.passes.capture import post_grad, rewrite
 from tests.passes.moe import inputs, layer
@@ -23,6 +24,11 @@ def test_every_node_has_a_value_and_the_graph_is_sound():
     result = rewrite(layer, *inputs(dynamic=True), passes=PIPELINE)
     result.graph.lint()
     assert all("val" in node.meta for node in result.graph.nodes if node.op == "call_function")
+
+
+def test_on_a_cpu_the_fused_operator_stays_a_call():
+    result = rewrite(layer, *inputs(), passes=PIPELINE)
+    assert result.ops() == ["fused_moe"] and not (result.log.lowered or result.log.kept)
 
 
 def test_new_operator_nodes_pin_the_strides_of_their_arguments():
@@ -52,6 +58,13 @@ def test_backward_graph_is_a_training_graph_too():
     assert graphs == [True, True]
 
 
+def test_either_name_of_an_input_tells_a_training_graph():
+    for name, expected in (("primals_1", True), ("tangents_1", True), ("arg0_1", False)):
+        graph = torch.fx.Graph()
+        graph.placeholder(name)
+        assert is_training(graph) is expected
+
+
 def test_grad_mode_without_anything_to_train_is_inference():
     assert torch.is_grad_enabled()
     (graph,) = post_grad(layer, *inputs())
@@ -65,6 +78,13 @@ def test_uuid_depends_on_sources_passes_and_chained_passes(monkeypatch):
     assert ours != MoEPasses((_Named("a"),)).uuid() != MoEPasses((_Named("b"),)).uuid()
     monkeypatch.setattr("inductor_passes.pipeline.source_hash", lambda: "changed")
     assert ours != MoEPasses().uuid()
+
+
+def test_the_key_covers_the_operators_too(monkeypatch):
+    before = cache_key.source_hash()
+    assert cache_key.source_hash.__wrapped__() == before
+    monkeypatch.setattr(moe_ops, "source_hash", lambda: "changed")
+    assert cache_key.source_hash.__wrapped__() != before
 
 
 def test_the_key_of_a_chained_pass_is_its_own_and_not_its_address():

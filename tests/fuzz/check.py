@@ -1,0 +1,168 @@
+"""Runs one case and compares its output and gradients with the float64 oracle.
+
+An error by norm must stay below the bound of the dtypes involved times the norm of what was expected; a gradient
+passes through twice as many roundings as a value and gets twice the bound. Where the exact result is the small rest
+of terms that cancel, or a clamp's derivative jumps, rounding is not relative to the result. So an error above the
+bound is held against a second figure from the oracle alone: how far the exact result moves when every input is off
+by up to half the bound, the largest of some draws (backward stability). For sums of many terms it is the smaller one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.cases import Case
+from tests.fuzz.levels import LEVELS, Mismatch, Problem, Tensors
+from tests.fuzz.tensors import Maker
+from tests.helpers import RELATIVE_NORM, nan_in_empty_memory
+
+DRAWS = 32
+
+
+@dataclass
+class Verdict:
+    """`shares`: the error of each output over what is allowed; `wrong`: a line for each that is above 1."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)  # outputs that needed the second figure
+
+
+def check(case: Case, device: str) -> Verdict:
+    """Builds, runs and judges a case. What the call raises comes through."""
+    make, verdict = Maker(case, device), Verdict()
+    problem = LEVELS[case.level](make)
+    before = {name: tensor.clone() for name, tensor in problem.tensors.items()}
+    try:
+        _judge(problem, make, verdict)
+        for name, tensor in problem.tensors.items():
+            if not torch.equal(tensor.nan_to_num(), before[name].nan_to_num()):
+                verdict.wrong.append(f"{name} was changed by the call")
+    except Mismatch as mismatch:
+        verdict.wrong.append(str(mismatch))
+    return verdict
+
+
+def _judge(problem: Problem, make: Maker, verdict: Verdict) -> None:
+    wants_gradients = make.case.backward
+    inputs = {name: t.detach().requires_grad_(wants_gradients) for name, t in problem.tensors.items()}
+    output = _call(lambda: problem.run(inputs), make)
+    if output is None:
+        return
+    grad = make.grad(output.shape, output.dtype) if wants_gradients else None
+    actual = {"output": output.detach()}
+    if wants_gradients:
+        actual |= _call(lambda: gradients(output, inputs, grad), make)
+    exact = Exact(problem, grad, make)
+    _expect_metadata(output, exact, make)
+    for name, value in actual.items():
+        _compare(name, value, exact, verdict)
+
+
+def _call(function: Callable[[], Any], make: Maker) -> Any:
+    """Under poisoned memory, but for compiled code, which a patch would break. Waits, so that a fault shows here."""
+    if make.case.level == "compiled":
+        result = function()
+    else:
+        with nan_in_empty_memory():
+            result = function()
+    if make.device == "cuda":
+        torch.cuda.synchronize()
+    return result
+
+
+def gradients(output: Tensor, inputs: Tensors, grad: Tensor | None) -> Tensors:
+    """The gradient of every input by name; zeros where the output does not depend on it."""
+    if not output.requires_grad:
+        return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
+    found = torch.autograd.grad(output, list(inputs.values()), grad, materialize_grads=True)
+    return dict(zip(inputs, found, strict=True))
+
+
+class Exact:
+    """The oracle's output and gradients of a problem, and how far they move with its inputs."""
+
+    def __init__(self, problem: Problem, grad: Tensor | None, make: Maker) -> None:
+        self.problem, self.grad, self.make = problem, grad, make
+        self.results = self._compute(0.0)
+        self.sizes = dict(problem.sizes)
+
+    def _compute(self, off_by: float) -> Tensors:
+        problem, wants_gradients = self.problem, self.grad is not None
+        inputs = {
+            name: self._near(t, off_by).requires_grad_(wants_gradients) for name, t in problem.tensors.items()
+        }
+        output = problem.expected(inputs)
+        if not wants_gradients:
+            return {"output": output}
+        found = gradients(output, inputs, self._near(self.grad, off_by))
+        # A row of logits that is not finite has no derivative in plain PyTorch; the operator's is zero there.
+        if "router_logits" in found:
+            spoilt = ~problem.tensors["router_logits"].isfinite().all(1, keepdim=True)
+            clean = found["router_logits"].nan_to_num(nan=0.0)
+            found["router_logits"] = torch.where(
+                spoilt | self._has_strange_bias, clean, found["router_logits"]
+            )
+        return {"output": output.detach(), **found}
+
+    @property
+    def _has_strange_bias(self) -> bool:
+        return self.make.case.correction == "not finite"
+
+    def _near(self, tensor: Tensor, off_by: float) -> Tensor:
+        exact = tensor.detach().to(torch.float64, copy=True)
+        if off_by:
+            noise = torch.rand(tensor.shape, generator=self.make.generator).to(exact)
+            exact *= 1 + off_by * (2 * noise - 1)
+        return exact
+
+    @cached_property
+    def movement(self) -> dict[str, float]:
+        """By name, the largest distance from the exact result over some draws of inputs off by half the bound."""
+        farthest = dict.fromkeys(self.results, 0.0)
+        for _ in range(DRAWS):
+            for name, moved in self._compute(self.problem.bound / 2).items():
+                farthest[name] = max(farthest[name], (moved - self.results[name]).norm().item())
+        return farthest
+
+    def bound(self, name: str, dtype: torch.dtype) -> float:
+        """Of the relative error of a result that is stored in `dtype`."""
+        if name == "output":
+            return self.problem.bound
+        return 2 * max(self.problem.bound, RELATIVE_NORM[dtype])
+
+
+def _expect_metadata(output: Tensor, exact: Exact, make: Maker) -> None:
+    wanted = exact.results["output"].shape
+    if output.shape != wanted:
+        raise Mismatch(f"output has shape {list(output.shape)}, expected {list(wanted)}")
+    if not output.is_contiguous():
+        raise Mismatch(f"output has strides {list(output.stride())}, expected it contiguous")
+    is_routing = make.case.level in ("topk_routing", "routing_dispatch")
+    compute = torch.float64 if make.logits_dtype == torch.float64 else torch.float32
+    if output.dtype != (compute if is_routing else make.dtype):
+        raise Mismatch(f"output has dtype {output.dtype}")
+
+
+def _compare(name: str, actual: Tensor, exact: Exact, verdict: Verdict) -> None:
+    expected = exact.results[name]
+    if actual.numel() == 0:
+        return
+    error, bound = (actual.double() - expected).norm().item(), exact.bound(name, actual.dtype)
+    # Below its smallest normal number a format has no relative precision.
+    smallest = torch.finfo(actual.dtype).smallest_normal * actual.numel() ** 0.5
+    size = max(expected.norm().item(), exact.sizes.get(name, 0.0), smallest)
+    allowed = bound * size
+    if error > allowed:
+        verdict.cancelled.append(name)
+        allowed = max(allowed, exact.movement[name] * bound / exact.problem.bound)
+    verdict.shares[name] = error / allowed
+    if not error <= allowed:
+        verdict.wrong.append(
+            f"{name} {list(actual.shape)} {actual.dtype}: error {error:.3e}, allowed {allowed:.3e} "
+            f"(relative {bound:.1e}), size {size:.3e}, NaN {int(actual.isnan().sum())}"
+        )

@@ -1,0 +1,216 @@
+"""The fuzzer itself, on a CPU: what it draws, that it passes right operators and names wrong ones."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.reference import reference_experts, reference_routing
+from moe_ops.types import ActivationName, GroupScore, RoutingOrder, ScoreFn
+from tests.fuzz import cases, faults, levels, oracle, pool, worker
+from tests.fuzz.__main__ import run_one
+from tests.fuzz.cases import Case, draw
+from tests.fuzz.check import check
+from tests.fuzz.summary import Summary
+from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker, hangs_on_rounding
+
+ROOT = Path(__file__).parents[2]
+DRAWN = [draw(0, index) for index in range(2000)]
+
+
+def values(name):
+    return {getattr(case, name) for case in DRAWN}
+
+
+def fuzz(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def first(level, **wanted):
+    """The first case of `level` with these values."""
+    for index in range(5000):
+        case = draw(0, index)
+        if case.level == level and all(getattr(case, name) == value for name, value in wanted.items()):
+            return case
+    raise LookupError(level)
+
+
+def test_a_number_is_a_case():
+    assert draw(3, 17) == draw(3, 17)
+    assert draw(3, 17) != draw(4, 17)
+    case = first("fused_moe", dtype="bfloat16")
+    problems = [levels.LEVELS[case.level](Maker(case, "cpu")) for _ in range(2)]
+    for name, tensor in problems[0].tensors.items():
+        assert torch.equal(tensor, problems[1].tensors[name]), name
+        assert tensor.stride() == problems[1].tensors[name].stride(), name
+
+
+def test_every_option_is_drawn():
+    assert values("level") == set(cases.LEVELS) == set(levels.LEVELS)
+    assert values("w13_layout") == values("w2_layout") == set(WEIGHT_LAYOUTS)
+    assert values("hidden_layout") == values("small_layout") == set(MATRIX_LAYOUTS)
+    assert values("dtype") == values("logits_dtype") == set(cases.DTYPES)
+    assert values("activation") == set(cases.ACTIVATIONS)
+    assert {activation.name for activation in values("activation")} == set(ActivationName.__args__)
+    assert values("tokens") == set(cases.TOKENS)
+    assert values("experts") == set(cases.EXPERTS)
+    assert values("hidden") | values("intermediate") == {*cases.SIZES, *cases.LARGE_SIZES}
+    assert values("top_k") >= set(range(1, 9)) | {11, 16}
+    for switch in ("dropped", "bias", "shared", "weight_on_input", "backward"):
+        assert values(switch) == {False, True}, switch
+
+
+def test_every_routing_option_is_drawn():
+    drawn = {
+        option.name: {getattr(case.routing, option.name) for case in DRAWN}
+        for option in fields(moe_ops.RoutingConfig)
+    }
+    assert drawn["score_fn"] == set(ScoreFn.__args__)
+    assert drawn["order"] == set(RoutingOrder.__args__)
+    assert drawn["group_score"] == set(GroupScore.__args__)
+    assert drawn["renormalize"] == {False, True}
+    assert drawn["num_groups"] >= {1, 2, 3, 4, 5, 8, 16}
+    assert all(len(drawn[name]) > 1 for name in ("renorm_eps", "topk_groups", "group_fill", "scale"))
+    assert values("logits") == {"separate", "ties", "not finite"}
+    assert values("correction") == {"none", "finite", "not finite"}
+    assert values("skew") == {"even", "one", "few", "zipf"}
+    assert any(case.local_experts < case.experts for case in DRAWN)
+
+
+def test_cases_stay_within_their_budget():
+    for case in DRAWN:
+        assert case.local_experts * (case.columns + case.intermediate) * case.hidden <= cases.MAX_WEIGHTS
+        assert case.top_k <= case.routing.topk_groups * (case.experts // case.routing.num_groups)
+
+
+@pytest.mark.parametrize("name", WEIGHT_LAYOUTS)
+def test_weight_layouts_keep_values_and_one_dimension_of_stride_one(name):
+    weight = torch.randn(3, 4, 5)
+    laid_out = WEIGHT_LAYOUTS[name](weight)
+    assert laid_out.shape == weight.shape
+    assert 1 in laid_out.stride()[1:]
+    if "expanded" not in name:
+        assert torch.equal(laid_out, weight)
+    assert name == "dense" or not laid_out.is_contiguous() or laid_out.data_ptr() % 16
+
+
+def test_what_lies_between_padded_rows_is_nan():
+    padded = WEIGHT_LAYOUTS["padded"](torch.randn(3, 4, 5))
+    assert torch.as_strided(padded, (3, 4, 6), padded.stride())[..., 5].isnan().all()
+
+
+def test_the_oracle_is_the_reference():
+    case = Case(**{**vars(first("fused_moe", emit="fused")), "tokens": 5, "dtype": "float64", "bias": True})
+    make = Maker(case, "cpu")
+    tensors = {name: tensor.double() for name, tensor in levels.expert_tensors(make).items()}
+    routed = levels.Routed(make)
+    weights, ids = reference_routing(routed.logits.double(), case.routing, routed.correction)
+    actual = oracle.layer(tensors, routed.weights(routed.logits.double(), {}), routed.expert, case.activation)
+    shared = tensors.pop("shared", 0.0)
+    expected = reference_experts(
+        *(tensors[name] for name in ("hidden_states", "w13", "w2")), weights, ids, case.activation,
+        w13_bias=tensors["w13_bias"], w2_bias=tensors["w2_bias"], expert_map=routed.expert_map,
+    )  # fmt: skip
+    torch.testing.assert_close(actual, expected + shared, rtol=1e-12, atol=1e-13)
+
+
+def test_choices_do_not_hang_on_rounding():
+    for case in [each for each in DRAWN[:400] if each.level == "topk_routing"]:
+        make = Maker(case, "cpu")
+        bias = make.correction_bias()
+        logits = make.logits(bias).double()
+        assert not hangs_on_rounding(logits, None if bias is None else bias.double(), case).any(), case.number
+    near = torch.tensor([[1.0, 1.0 + 1e-7, 0.0, -1.0], [2.0, 1.0, 0.0, -1.0]]).double()
+    case = Case(**{**vars(DRAWN[0]), "routing": moe_ops.RoutingConfig(1), "top_k": 1})
+    near[0, 1] = 1.0 + 1e-9
+    assert hangs_on_rounding(near, None, case).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("level", [level for level in cases.LEVELS if level != "compiled"])
+def test_a_slightly_wrong_operator_is_found(level):
+    case = first(level, emit="fused", tokens=7, dtype="float32")
+    assert check(case, "cpu").wrong == []
+    with faults.spoilt(level):
+        assert check(case, "cpu").wrong
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_slightly_wrong_gradient_is_found(dtype):
+    """By ten percent in one input of many; of a clamp in half precision less can be known."""
+    drawn = first("fused_experts", backward=True, dtype=dtype, tokens=7)
+    case = Case(**{**vars(drawn), "activation": moe_ops.Activation("silu")})
+    original = moe_ops.fused_experts
+
+    def broken(hidden_states, w13, *args, **kwargs):
+        return original(hidden_states, 1.1 * w13 - 0.1 * w13.detach(), *args, **kwargs)
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(moe_ops, "fused_experts", broken):
+        (line,) = check(case, "cpu").wrong
+    assert line.startswith("w13 ")
+
+
+def test_an_input_that_is_changed_is_found():
+    case = first("permute", dtype="float32", tokens=7)
+    original = moe_ops.permute
+
+    def broken(hidden_states, slots):
+        out = original(hidden_states, slots)
+        with torch.no_grad():
+            hidden_states[-1, -1] += 1
+        return out
+
+    with mock.patch.object(moe_ops, "permute", broken):
+        assert "hidden_states was changed by the call" in check(case, "cpu").wrong
+
+
+@pytest.mark.slow
+def test_a_run_on_the_cpu_finds_nothing_and_says_so(tmp_path):
+    out = tmp_path / "summary.json"
+    result = fuzz("--cases", "40", "--processes", "2", "--out", str(out))
+    assert result.returncode == 0, result.stdout + result.stderr
+    summary = json.loads(out.read_text())
+    assert summary["counts"]["outcome"] == {"ok": 40}
+    assert summary["cases"] == 40
+    assert summary["findings"] == []
+    assert {"torch", "sources", "python"} <= set(summary["versions"])
+    assert all(0 <= worst["share"] <= 1 for worst in summary["worst_share_of_bound"].values())
+
+
+@pytest.mark.slow
+def test_findings_are_named_and_the_run_goes_on(capsys):
+    run = pool.Run(0, 8, 5.0, "cpu", 1, "tests.fuzz.faults:install", hang_seconds=8)
+    summary = Summary(run)
+    pool.outcomes(run, summary.add)
+    found = summary.as_dict()
+    assert {int(finding["case"].removeprefix("0:")): finding["kind"] for finding in found["findings"]} == {
+        faults.WRONG: "wrong",
+        faults.RAISED: "raised",
+        faults.CRASHED: "crashed",
+        faults.HUNG: "hung",
+    }
+    assert found["counts"]["outcome"]["ok"] == 4
+    texts = {finding["kind"]: finding["text"] for finding in found["findings"]}
+    assert "hidden_states: not today" in texts["raised"]
+    assert "exit code 7" in texts["crashed"]
+    printed = capsys.readouterr().out
+    assert all(finding["again"] in printed for finding in found["findings"])
+
+
+def test_one_case_by_its_number(monkeypatch, capsys):
+    monkeypatch.setattr(worker, "check", worker.check)  # the hook replaces it
+    number = f"0:{faults.WRONG}"
+    assert run_one(number, "cpu", None) == 0
+    assert run_one(number, "cpu", "tests.fuzz.faults:install") == 1
+    printed = capsys.readouterr().out
+    assert "wrong output" in printed
+    assert "of what is allowed" in printed
+    assert str(draw(0, faults.WRONG)) in printed

@@ -1,0 +1,115 @@
+"""Programs over tensors whose strides are all large, one or more for every kernel there is."""
+
+import torch
+
+from moe_ops.kernels import (
+    activation,
+    combine,
+    decode,
+    decode_columns,
+    dispatch,
+    fused,
+    gemm_generic,
+    gemm_tma,
+    grouped_gemm,
+    permute,
+    routing,
+    tiles,
+)
+from moe_ops.kernels.gemm import Gemm, Operand
+from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import Program, describe
+from moe_ops.types import Activation, RoutingConfig
+
+_MODULES = (
+    activation,
+    combine,
+    decode,
+    decode_columns,
+    dispatch,
+    gemm_generic,
+    gemm_tma,
+    permute,
+    routing,
+    tiles,
+)
+_STRIDE = 48  # of the last dimension; the others follow, none is 1
+HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
+_ROUTING = RoutingConfig(top_k=2, num_groups=2)
+TENSORS = {
+    **dict.fromkeys(("hidden_states", "w13", "w2", "w13_bias", "w2_bias", "shared"), torch.bfloat16),
+    **dict.fromkeys(
+        ("x", "weight", "bias", "grad", "gate_up", "expert_out", "router_logits"), torch.bfloat16
+    ),
+    **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias"), torch.float32),
+    **dict.fromkeys(("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse"), torch.int32),
+}
+
+
+def all_kernels() -> set[str]:
+    """Names of the kernels of `moe_ops.kernels`."""
+    return {name for module in _MODULES for name in vars(module) if name.endswith("_kernel")}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A contiguous tensor by description."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def product(
+    weight: torch.Tensor, rows: int = 64, activation: Activation | None = None, gpu: Gpu = H200
+) -> Gemm:
+    """A product of `rows` contiguous rows, in order, with `weight` [E, B, A]."""
+    x = torch.empty(rows, weight.shape[2], dtype=weight.dtype, device="meta")
+    operands = Operand("x", describe(x)), Operand("weight", describe(weight)), None
+    return Gemm(*operands, "out", rows, gpu, activation=activation)
+
+
+def _strided(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    strides = [_STRIDE]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _index(size: int) -> torch.Tensor:
+    return meta(size, dtype=torch.int32)
+
+
+def _gemms(act: Activation) -> list[Program]:
+    """gather_gemm_act with weights for the TMA kernel, both ways round, and with weights of any strides."""
+    x, bias = _strided(512, 64), _strided(8, 128)
+    weights = meta(8, 128, 64), meta(8, 64, 128).transpose(1, 2), _strided(8, 128, 64)
+    plans = [_index(1024), _index(9), bias]
+    return [fused.gather_gemm_act_program(x, weight, *plans, act) for weight in weights]
+
+
+def _decode(*weights: torch.Tensor) -> Program:
+    routes = _strided(1, 2, dtype=torch.float32), _strided(1, 2, dtype=torch.int32)
+    biases = _strided(8, 128), _strided(8, 64)
+    inputs = _strided(1, 64), *weights, *routes, *biases
+    return fused.fused_experts_program(*inputs, _index(16), _strided(1, 64), HALVES)
+
+
+def programs() -> list[Program]:
+    """Programs that together launch every kernel, each with every stride a caller's tensor can bring."""
+    rows, weights = _strided(1024, 64), _strided(512, 2, dtype=torch.float32)
+    logits, ids = _strided(512, 8), _strided(512, 2, dtype=torch.int32)
+    return [
+        permute.permute_program(_strided(512, 64), _index(1024)),
+        permute.permute_backward_program(rows, _index(1024), 512),
+        combine.combine_program(rows, weights, _index(1024), _strided(512, 64)),
+        combine.combine_backward_program(_strided(512, 64), rows, weights, _index(1024)),
+        activation.gated_activation_program(_strided(1024, 128), HALVES),
+        activation.gated_activation_backward_program(rows, _strided(1024, 128), INTERLEAVED),
+        routing.topk_routing_program(logits, _strided(8, dtype=torch.float32), _ROUTING),
+        routing.topk_routing_backward_program(weights, logits, weights, ids, _ROUTING),
+        dispatch.build_dispatch_program(ids, _index(16), 8),
+        dispatch.build_dispatch_program(_strided(8, 2, dtype=torch.int32), None, 8),
+        grouped_gemm.grouped_gemm_weight_backward_program(_strided(1024, 128), rows, _index(9)),
+        *_gemms(HALVES),
+        *_gemms(INTERLEAVED),
+        *_gemms(Activation("relu2")),
+        _decode(_strided(8, 128, 64), _strided(8, 64, 64)),
+        _decode(meta(8, 128, 96)[:, :, :64], meta(8, 64, 96)[:, :, :64]),
+    ]

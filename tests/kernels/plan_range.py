@@ -1,0 +1,204 @@
+"""Every kind of launch that a plan can make on a GPU: what the configs return over dtypes, layouts, sizes and options.
+
+`Range.WIDE` enumerates them; `Range.NARROW` takes of each table its largest blocks and heaviest options, for a run of
+seconds. What only repeats a kernel already compiled costs nothing: launches are compiled once per signature.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from moe_ops.kernels import activation, combine, dispatch, gemm_config, grouped_gemm, permute, routing
+from moe_ops.kernels.decode_plan import ExpertTensors, gemv_launches
+from moe_ops.kernels.gemm import Gemm, Operand
+from moe_ops.kernels.gpu import H200, KIB, Gpu
+from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta, describe
+from moe_ops.types import Activation, RoutingConfig
+from tests.kernels.catalogue import TENSORS, meta
+
+GPUS = {
+    "sm_80": Gpu(80, 108, 163 * KIB),
+    "sm_89": Gpu(89, 142, 99 * KIB),
+    "sm_90": H200,
+    "sm_100": Gpu(100, 148, 227 * KIB),
+    "sm_120": Gpu(120, 188, 99 * KIB),
+}
+FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # float16 takes what bfloat16 takes
+HALVES, UNGATED = Activation(), Activation("relu2")
+GPT_OSS = Activation("swiglu_oai", interleaved=True)
+ACTIVATIONS = (
+    HALVES,
+    GPT_OSS,
+    UNGATED,
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("silu", limit=7.0),
+)
+
+
+class Range(Enum):
+    """How much to enumerate."""
+
+    NARROW = "narrow"
+    WIDE = "wide"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A launch and the dtypes of the tensors it names."""
+
+    name: str
+    launch: Launch
+    dtypes: dict[str, torch.dtype]
+
+
+def _planned(
+    name: str, buffers: tuple[Buffer, ...], launches: tuple[Launch, ...], dtype
+) -> Iterator[Planned]:
+    floating = {name: dtype for name, kind in TENSORS.items() if kind == torch.bfloat16}
+    dtypes = {**TENSORS, **floating, **{buffer.name: buffer.dtype for buffer in buffers}}
+    yield from (Planned(name, launch, dtypes) for launch in launches)
+
+
+def _weight(experts: int, rows: int, depth: int, dtype: torch.dtype, transposed: bool) -> TensorMeta:
+    plain = meta(experts, rows, depth, dtype=dtype)
+    return describe(meta(experts, depth, rows, dtype=dtype).transpose(1, 2) if transposed else plain)
+
+
+def _metas(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[TensorMeta]:
+    return [describe(meta(*shape, dtype=dtype)) for shape in shapes]
+
+
+def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """The launches of a token: all numbers of routes, depths on both sides of every limit, even and odd widths."""
+    wide = size is Range.WIDE
+    top_ks = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128) if wide else (8, 128)
+    deep = (5, 37, 64, 256, 512, 1000, 2048, 4096, 7168, 14336)
+    acts = ACTIVATIONS if wide else (HALVES, GPT_OSS)
+    layouts = [(False, depth, 64) for depth in deep] + list(itertools.product((True,), deep, (64, 37)))
+    few = ((False, 37, 64), (False, 14336, 64), (True, 14336, 64), (True, 14336, 37))
+    for dtype, (transposed, depth, width) in itertools.product(FLOATS, layouts if wide else few):
+        for top_k in top_ks:
+            yield from _token(gpu, dtype, transposed, top_k, (width, depth), HALVES)[1:]
+        for act in acts:
+            yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[:1]
+
+
+def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
+    hidden, inner = sizes
+    rows, experts = 2 * inner if act.is_gated else inner, 128
+    x, shared = _metas(dtype, (1, hidden), (1, hidden))
+    w13 = _weight(experts, rows, hidden, dtype, transposed)
+    w2 = _weight(experts, hidden, inner, dtype, transposed)
+    (weights,) = _metas(torch.float32, (1, top_k))
+    ids, expert_map = _metas(torch.int32, (1, top_k), (experts,))
+    biases = _metas(dtype, (experts, rows), (experts, hidden))
+    tensors = ExpertTensors(x, w13, w2, weights, ids, *biases, expert_map, shared)
+    name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec}"
+    return list(_planned(name, *gemv_launches(tensors, act, gpu), dtype))
+
+
+def products(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Every block size of every table, for gathered rows, rows in order, and rows by TMA."""
+    wide = size is Range.WIDE
+    acts = (None, *ACTIVATIONS) if wide else (None, HALVES, GPT_OSS)
+    layouts = list(itertools.product((False, True), (2048, 2040, 511)))
+    for dtype, act, biased in itertools.product(FLOATS, acts, (True, False) if wide else (True,)):
+        if wide or dtype == torch.bfloat16 or act == HALVES:
+            for transposed, depth in layouts if wide else ((True, 2048), (False, 2040), (False, 511)):
+                yield from _product(gpu, dtype, act, transposed, depth, biased)
+
+
+def _product(gpu, dtype, act, transposed, depth, biased) -> Iterator[Planned]:
+    experts, rows = 64, 2 * 1024 if depth != 511 else 2 * 511
+    w13 = Operand("weight", _weight(experts, rows, depth, dtype, transposed))
+    (bias,) = _metas(dtype, (experts, rows))
+    for mean_rows in (4, 12, 40, 1024):
+        slots = mean_rows * experts
+        x, gathered = (Operand("x", rows) for rows in _metas(dtype, (slots, depth), (slots // 2, depth)))
+        gemm = Gemm(x, w13, Operand("bias", bias) if biased else None, "out", slots, gpu, activation=act)
+        kinds = {"in order": gemm, "in order, all rows": replace(gemm, tail=True)}
+        if act is not None:
+            kinds = {"gathered": replace(gemm, x=gathered, top_k=2)}
+            if gemm_config.sorts_rows_first(replace(gemm, num_slots=1 << 20)):
+                kinds["in order"] = gemm
+        for kind, each in kinds.items():
+            name = f"{dtype} {kind} act={act} transposed={transposed} depth={depth} rows={mean_rows} bias={biased}"
+            yield from _planned(name, *grouped_gemm.plan(each), dtype)
+
+
+def gradients(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Weight gradients: blocks follow the smaller sizes."""
+    sides = (1, 20, 40, 100, 1000, 1024) if size is Range.WIDE else (100, 1024)
+    for dtype, features, depth in itertools.product(FLOATS, sides, sides):
+        grad, x = meta(4096, features, dtype=dtype), meta(4096, depth, dtype=dtype)
+        program = grouped_gemm._weight_backward_program(describe(grad), describe(x), 16, gpu)
+        yield from _programs(f"{dtype} {features} x {depth}", dtype, program)
+
+
+def _programs(name: str, dtype: torch.dtype, *programs: Program) -> Iterator[Planned]:
+    for program in programs:
+        yield from _planned(name, program.buffers, program.launches, dtype)
+
+
+def rows(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """permute, combine and activations with their gradients."""
+    wide = size is Range.WIDE
+    acts, top_ks = (ACTIVATIONS, (1, 2, 8, 128)) if wide else ((GPT_OSS,), (8, 128))
+    for dtype, columns in itertools.product(FLOATS, (40, 511, 4096) if wide else (511,)):
+        tokens, slots = meta(64, columns, dtype=dtype), meta(64 * 8, dtype=torch.int32)
+        by_slot, name = meta(64 * 8, columns, dtype=dtype), f"{dtype} {columns} columns"
+        gathers = permute.permute_program(tokens, slots), permute.permute_backward_program(by_slot, slots, 64)
+        yield from _programs(name, dtype, *gathers)
+        for top_k in top_ks:
+            inverse, weights = meta(64 * top_k, dtype=torch.int32), meta(64, top_k, dtype=torch.float32)
+            out = meta(64 * top_k, columns, dtype=dtype)
+            sums = combine.combine_program(out, weights, inverse, tokens)
+            yield from _programs(
+                f"{name} K={top_k}",
+                dtype,
+                sums,
+                combine.combine_backward_program(tokens, out, weights, inverse),
+            )
+        for act in acts:
+            gate_up = meta(512, 2 * columns if act.is_gated else columns, dtype=dtype)
+            forward = activation.gated_activation_program(gate_up, act)
+            backward = activation.gated_activation_backward_program(by_slot, gate_up, act)
+            yield from _programs(f"{name} {act.spec}", dtype, forward, backward)
+
+
+def routes(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Routing with its gradient, and the sort by expert."""
+    wide = size is Range.WIDE
+    sizes = ((1, 1), (8, 2), (60, 4), (128, 8), (256, 8), (512, 10), (1024, 128), (2000, 16))
+    for dtype, (experts, top_k) in itertools.product(
+        FLOATS if wide else FLOATS[2:], sizes if wide else sizes[3::4]
+    ):
+        logits, bias = meta(512, experts, dtype=dtype), meta(experts, dtype=torch.float32)
+        weights, ids = meta(512, top_k, dtype=torch.float32), meta(512, top_k, dtype=torch.int32)
+        for config in _routings(experts, top_k, wide):
+            forward = routing.topk_routing_program(logits, bias, config)
+            backward = routing.topk_routing_backward_program(weights, logits, weights, ids, config)
+            yield from _programs(f"{dtype} E={experts} {config.spec}", dtype, forward, backward)
+    for (experts, top_k), slots in itertools.product(
+        sizes if wide else sizes[3::4], (1, 100, 500, 4096, 1 << 19)
+    ):
+        ids = meta(max(slots // top_k, 1), top_k, dtype=torch.int64 if slots == 500 else torch.int32)
+        program = dispatch.build_dispatch_program(ids, meta(2 * experts, dtype=torch.int32), experts)
+        planned = _programs(f"E={experts} S={slots}", torch.bfloat16, program)
+        yield from (replace(each, dtypes=each.dtypes | {"topk_ids": ids.dtype}) for each in planned)
+
+
+def _routings(experts: int, top_k: int, wide: bool) -> Iterator[RoutingConfig]:
+    grouped = {"num_groups": 8, "topk_groups": 4, "group_score": "top2_sum"}
+    groups = grouped if experts % 8 == 0 and top_k <= experts // 2 else {}
+    yield RoutingConfig(top_k, score_fn="sigmoid", scale=2.5, **groups)
+    if wide:
+        yield RoutingConfig(top_k)
+        yield RoutingConfig(top_k, order="topk_then_score", renormalize=False)
+
+
+FAMILIES = {function.__name__: function for function in (decode, products, gradients, rows, routes)}

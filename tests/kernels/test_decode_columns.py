@@ -1,0 +1,155 @@
+"""Decode with weights whose columns lie together: every size, option and dtype against the slot-by-slot oracle."""
+
+import pytest
+import torch
+
+from moe_ops.kernels import fused
+from moe_ops.kernels.decode_plan import _parts
+from moe_ops.types import Activation
+from tests.kernels import oracles
+from tests.kernels.oracles import assert_close
+
+SIZES = {  # T, E, K, H, I, into how many parts the depth is cut for bfloat16
+    "one route": (1, 3, 1, 80, 1025, 4),
+    "odd": (2, 37, 3, 37, 150, 3),
+    "one step": (1, 9, 3, 37, 33, 1),
+    "many routes": (1, 50, 40, 16, 24, 1),
+    "tokens": (8, 256, 2, 70, 66, 2),
+}
+HALVES = Activation()
+ACTIVATIONS = [HALVES, Activation("swiglu_oai", interleaved=True), Activation("relu2")]
+BOTH = ("w13", "w2")
+COLUMNS = ["gemv_activation_kernel", "gemv_columns_kernel", "gemv_sum_kernel"]
+ROWS = ["gemv_activation_kernel", "gemv_combine_kernel"]
+
+
+def _tensors(size: str, dtype: torch.dtype, activation: Activation, optional: bool) -> dict:
+    tokens, experts, top_k, hidden, features, _ = SIZES[size]
+    rows = 2 * features if activation.is_gated else features
+    tensors = {
+        "hidden_states": torch.randn(tokens, hidden),
+        "w13": torch.randn(experts, rows, hidden) / hidden**0.5,
+        "w2": torch.randn(experts, hidden, features) / features**0.5,
+        "w13_bias": torch.randn(experts, rows) if optional else None,
+        "w2_bias": torch.randn(experts, hidden) if optional else None,
+        "shared": torch.randn(tokens, hidden) if optional else None,
+    }
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(torch.int32)
+    return {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()} | {
+        "topk_weights": torch.rand(tokens, top_k) + 0.1,
+        "topk_ids": ids,
+        "expert_map": None,
+    }
+
+
+def _columns_together(weight: torch.Tensor) -> torch.Tensor:
+    return weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _names(tensors: dict, activation: Activation) -> list[str]:
+    program = fused.fused_experts_program(**tensors, activation=activation)
+    return [launch.kernel.__name__ for launch in program.launches]
+
+
+def _run(
+    tensors: dict, activation: Activation, device: str, transposed: tuple[str, ...] = BOTH
+) -> torch.Tensor:
+    placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    placed |= {name: _columns_together(placed[name]) for name in transposed}
+    assert _names(placed, activation) == (COLUMNS if "w2" in transposed else ROWS)
+    out = fused.fused_experts(**placed, activation=activation)
+    assert_close(out, oracles.experts(**tensors, activation=activation))
+    again = fused.fused_experts(**placed, activation=activation)
+    assert torch.equal(out.view(torch.int8), again.view(torch.int8))  # NaN too
+    return out
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size(size: str, device: str) -> None:
+    _run(_tensors(size, torch.bfloat16, HALVES, True), HALVES, device)
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["plain", "biases and shared"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
+def test_every_option(activation: Activation, optional: bool, device: str) -> None:
+    _run(_tensors("odd", torch.bfloat16, activation, optional), activation, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", ["one route", "odd"])
+def test_every_dtype(size: str, dtype: torch.dtype, device: str) -> None:
+    _run(_tensors(size, dtype, HALVES, True), HALVES, device)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_one_of_the_weights(name: str, device: str) -> None:
+    _run(_tensors("odd", torch.bfloat16, HALVES, True), HALVES, device, (name,))
+
+
+def test_neither_stride_is_one(device: str) -> None:
+    tensors = _tensors("odd", torch.float32, HALVES, True)
+    placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    placed |= {name: placed[name].repeat_interleave(2, dim=2)[:, :, ::2] for name in BOTH}
+    assert _names(placed, HALVES) == COLUMNS
+    assert_close(
+        fused.fused_experts(**placed, activation=HALVES), oracles.experts(**tensors, activation=HALVES)
+    )
+
+
+@pytest.mark.parametrize("size", ["odd", "many routes"])
+def test_dropped_slots_contribute_nothing(size: str, device: str) -> None:
+    """Nor do their weights, which are NaN; what their partial products hold is never read."""
+    tensors, experts = _tensors(size, torch.bfloat16, HALVES, True), SIZES[size][1]
+    tensors["topk_ids"] = tensors["topk_ids"].long()
+    for k, strange in enumerate((-1, experts, (1 << 32) + 2)):
+        tensors["topk_ids"][0, k], tensors["topk_weights"][0, k] = strange, float("nan")
+    _run(tensors, HALVES, device)
+    tensors["topk_ids"].fill_(-1)
+    assert torch.equal(_run(tensors, HALVES, device).cpu(), tensors["shared"])
+
+
+@pytest.mark.parametrize("size", ["odd", "many routes"])
+def test_expert_map(size: str, device: str) -> None:
+    """Every other expert lives elsewhere; one is mapped to an expert that is not here."""
+    tensors, experts = _tensors(size, torch.bfloat16, HALVES, True), SIZES[size][1]
+    local = torch.arange(experts, dtype=torch.int32).flip(0) // 2
+    expert_map = torch.where(torch.arange(experts) % 2 == 0, local, -1).to(torch.int32)
+    expert_map[tensors["topk_ids"][0, 0]] = 50
+    here = {name: tensors[name][: experts // 2 + 1] for name in ("w13", "w2", "w13_bias", "w2_bias")}
+    _run(tensors | here | {"expert_map": expert_map}, HALVES, device)
+
+
+def test_a_nan_token_changes_no_other_token(device: str) -> None:
+    tensors = _tensors("tokens", torch.bfloat16, HALVES, True)
+    clean = _run(tensors, HALVES, device)
+    tensors["hidden_states"][3] = float("nan")
+    out = _run(tensors, HALVES, device)
+    assert out[3].isnan().all()
+    assert torch.equal(torch.cat((out[:3], out[4:])), torch.cat((clean[:3], clean[4:])))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_depth_is_cut_where_there_are_few_programs(size: str) -> None:
+    tensors = _tensors(size, torch.bfloat16, HALVES, False)
+    tensors |= {name: _columns_together(tensors[name]) for name in BOTH}
+    program = fused.fused_experts_program(**tensors, activation=HALVES)
+    assert program.launches[-1].args["PARTS"] == SIZES[size][-1]
+
+
+@pytest.mark.parametrize(
+    "programs, steps, parts",
+    [
+        (0, 0, 1),
+        (1, 0, 1),
+        (1, 1, 1),
+        (1, 9, 4),
+        (63, 9, 4),
+        (64, 9, 4),
+        (128, 9, 2),
+        (255, 9, 2),
+        (256, 9, 1),
+        (9, 3, 3),
+    ],
+)
+def test_parts(programs: int, steps: int, parts: int) -> None:
+    assert _parts(programs, steps) == parts

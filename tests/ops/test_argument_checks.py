@@ -1,0 +1,92 @@
+"""Every tensor argument of every operator, called directly: rank, device, dtype and each of its sizes are checked."""
+
+import pytest
+import torch
+
+import moe_ops  # noqa: F401  (registers torch.ops.moe)
+from tests.ops.samples import samples
+
+# What may be anything: sizes that nothing else has, and dtypes that need not be those of another argument.
+FREE_SIZES = {
+    ("topk_routing", "router_logits", 0),
+    ("topk_routing_backward", "router_logits", 1),
+    ("build_dispatch", "topk_ids", 0),
+    ("build_dispatch", "topk_ids", 1),
+    ("build_dispatch", "expert_map", 0),
+    ("permute", "hidden_states", 1),
+    ("permute_backward", "grad", 1),
+    ("grouped_gemm", "x", 0),
+    ("grouped_gemm_weight_backward", "grad", 1),
+    ("grouped_gemm_weight_backward", "x", 1),
+    ("grouped_gemm_weight_backward", "expert_offsets", 0),
+    ("gated_activation", "gate_up", 0),
+    ("routing_dispatch", "router_logits", 0),
+    ("fused_experts", "expert_map", 0),
+}
+FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
+NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
+
+
+def complete(name):
+    """Arguments of which none is left out."""
+    args = list(samples()[name][-1 if name == "build_dispatch" else 0])
+    arguments = getattr(torch.ops.moe, name).default._schema.arguments
+    for position, argument in enumerate(arguments):
+        if args[position] is None:
+            num_experts = 8 if name in ("topk_routing", "routing_dispatch") else 3
+            made = torch.arange(num_experts, dtype=torch.int32)
+            args[position] = made if argument.name == "expert_map" else made.float()
+    return [argument.name for argument in arguments], args
+
+
+def call(name, args):
+    with torch.no_grad():
+        getattr(torch.ops.moe, name).default(*args)
+
+
+ARGUMENTS = [
+    (name, argument.name)
+    for name in samples()
+    for argument in getattr(torch.ops.moe, name).default._schema.arguments
+    if "Tensor" in str(argument.type)
+]
+arguments = pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda value: value)
+
+
+@arguments
+def test_rank_device_and_dtype(name, argument):
+    names, args = complete(name)
+    call(name, args)
+    position = names.index(argument)
+    good = args[position]
+    wrong = [good.unsqueeze(0), good.int() if good.is_floating_point() else good.float(), good.bool()]
+    if sum(isinstance(arg, torch.Tensor) for arg in args) > 1:
+        wrong.append(good.to("meta"))
+    for bad in wrong:
+        with pytest.raises((TypeError, ValueError), match=rf"\b{argument}\b"):
+            call(name, [*args[:position], bad, *args[position + 1 :]])
+
+
+@arguments
+def test_dtypes_that_differ(name, argument):
+    names, args = complete(name)
+    position = names.index(argument)
+    good = args[position]
+    if argument in FREE_DTYPES or (good.is_floating_point() and name in NO_OTHER_FLOATS):
+        return
+    others = (torch.float16, torch.float64) if good.is_floating_point() else (torch.int64,)
+    for dtype in others:
+        with pytest.raises(TypeError, match="has dtype"):
+            call(name, [*args[:position], good.to(dtype), *args[position + 1 :]])
+
+
+@arguments
+def test_every_size(name, argument):
+    names, args = complete(name)
+    position = names.index(argument)
+    good = args[position]
+    for dim in range(good.dim()):
+        if (name, argument, dim) not in FREE_SIZES:
+            longer = torch.cat([good, good.narrow(dim, 0, 1)], dim)
+            with pytest.raises(ValueError, match=r": expected"):
+                call(name, [*args[:position], longer, *args[position + 1 :]])
