@@ -1,11 +1,9 @@
 """topk_routing: scores, group limits and K passes of "largest remaining, lowest id first", one warp per few tokens.
 
-The definition is `moe_ops.routing.reference`. For group scores experts are laid out as [groups, members], both padded
-to powers of two, so that they are plain reductions.
+The definition is `moe_ops.routing.reference`.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -32,39 +30,30 @@ def _lowest_best(values, available, numbers):
 
 
 @triton.jit
-def _selections(
-    logits,
-    bias_ptr,
+def _group_scores(
+    selection,
     experts,
-    there,
-    stride_b,
-    largest,
-    total,
-    SOFTMAX: tl.constexpr,
-    SCORE_FIRST: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    TOP2_SUM: tl.constexpr,
 ):
-    """(score, selection) of a block of experts, -inf where it is not finite; softmax is exp(. - largest) / total."""
-    score = logits
-    if SCORE_FIRST:
-        if SOFTMAX:
-            score = tl.exp(logits - largest) / total
-        else:
-            score = tl.sigmoid(logits)
-    selection = score
-    if bias_ptr is not None:
-        selection += tl.load(bias_ptr + offset(experts, stride_b), mask=there, other=0.0).to(score.dtype)
-    return score, tl.where(there & _is_finite(selection), selection, -float("inf"))
+    """[rows, groups] of selections [rows, experts], a group at a time.
 
-
-@triton.jit
-def _group_scores(selection, TOP2_SUM: tl.constexpr):
-    """[rows, groups] of selections [rows, groups, members]."""
-    best = tl.max(selection, 2)
-    if TOP2_SUM:
-        numbers = tl.arange(0, selection.shape[2])[None, None, :]
-        first = tl.min(tl.where(selection == best[:, :, None], numbers, _NO_EXPERT), 2)
-        best += tl.max(tl.where(numbers == first[:, :, None], -float("inf"), selection), 2)
-    return best
+    As [rows, groups, members] it would be one reduction, but Triton 3.6 reduces a reshaped block over the wrong lanes:
+    on an H200 tokens got each other's experts.
+    """
+    groups = tl.arange(0, BLOCK_G)[None, :]
+    scores = tl.full((selection.shape[0], BLOCK_G), -float("inf"), selection.dtype)
+    for group in range(NUM_GROUPS):
+        inside = experts // MEMBERS == group
+        values = tl.where(inside, selection, -float("inf"))
+        best = tl.max(values, 1)
+        if TOP2_SUM:
+            first = tl.min(tl.where(inside & (values == best[:, None]), experts, _NO_EXPERT), 1)
+            best += tl.max(tl.where(experts == first[:, None], -float("inf"), values), 1)
+        scores = tl.where(groups == group, best[:, None], scores)
+    return scores
 
 
 @triton.jit
@@ -86,38 +75,30 @@ def _topk_routing_kernel(
     TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
     RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
     TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MEMBERS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     present = tokens < num_tokens
-    rows_ptr = logits_ptr + offset(tokens, stride_t)
     experts = tl.arange(0, BLOCK_E)[None, :]
     there = experts < NUM_EXPERTS
-    largest = tl.zeros((ROWS,), ACC)
-    total = largest + 1.0
-    logits_ptrs = rows_ptr[:, None] + offset(experts, stride_e)
+    logits_ptrs = logits_ptr + offset(tokens, stride_t)[:, None] + offset(experts, stride_e)
     logits = tl.load(logits_ptrs, mask=present[:, None] & there, other=0.0).to(ACC)
-    if SOFTMAX and SCORE_FIRST:
-        logits = tl.where(there, logits, -float("inf"))
-        largest = tl.max(logits, 1)
-        total = tl.sum(tl.exp(logits - largest[:, None]), 1)
-    score, selection = _selections(
-        logits, bias_ptr, experts, there, stride_b, largest[:, None], total[:, None], SOFTMAX, SCORE_FIRST
-    )
+    score = logits
+    if SCORE_FIRST:
+        if SOFTMAX:
+            logits = tl.where(there, logits, -float("inf"))
+            exps = tl.exp(logits - tl.max(logits, 1)[:, None])
+            score = exps / tl.sum(exps, 1)[:, None]
+        else:
+            score = tl.sigmoid(logits)
+    selection = score
+    if bias_ptr is not None:
+        selection += tl.load(bias_ptr + offset(experts, stride_b), mask=there, other=0.0).to(ACC)
+    selection = tl.where(there & _is_finite(selection), selection, -float("inf"))
     if NUM_GROUPS > 1:
-        # Loaded once more as [rows, groups, members]. Turning one shape into the other would save that, but Triton 3.6
-        # then reduces over the wrong lanes: on an H200 tokens got each other's experts.
         groups = tl.arange(0, BLOCK_G)
-        members = tl.arange(0, BLOCK_M)[None, None, :]
-        grouped = groups[None, :, None] * MEMBERS + members
-        in_group = (groups[None, :, None] < NUM_GROUPS) & (members < MEMBERS)
-        logits_ptrs = rows_ptr[:, None, None] + offset(grouped, stride_e)
-        _, by_group = _selections(
-            tl.load(logits_ptrs, mask=present[:, None, None] & in_group, other=0.0).to(ACC), bias_ptr, grouped,
-            in_group, stride_b, largest[:, None, None], total[:, None, None], SOFTMAX, SCORE_FIRST,
-        )  # fmt: skip
-        group_score = _group_scores(by_group, TOP2_SUM)
+        group_score = _group_scores(selection, experts, NUM_GROUPS, MEMBERS, BLOCK_G, TOP2_SUM)
         untaken = (groups[None, :] < NUM_GROUPS) & tl.full((ROWS, BLOCK_G), True, tl.int1)
         kept = tl.full((ROWS, BLOCK_E), False, tl.int1)
         for _ in range(TOPK_GROUPS):
@@ -224,10 +205,9 @@ def routing_launches(
     blocks = {
         "BLOCK_E": next_power_of_2(num_experts),
         "BLOCK_G": next_power_of_2(routing.num_groups),
-        "BLOCK_M": next_power_of_2(num_experts // routing.num_groups),
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
-    tile = _tile(num_tokens, blocks["BLOCK_G"] * blocks["BLOCK_M"])
+    rows, programs, num_warps = _tile(num_tokens, blocks["BLOCK_E"])
     args = {
         "logits_ptr": Ref("router_logits"),
         "bias_ptr": None if correction_bias is None else Ref("correction_bias"),
@@ -244,25 +224,19 @@ def routing_launches(
         "GROUP_FILL": None if routing.group_fill == float("-inf") else routing.group_fill,
         "NUM_EXPERTS": num_experts,
         "MEMBERS": num_experts // routing.num_groups,
-        "ROWS": tile.rows,
+        "ROWS": rows,
         **blocks,
     }
     shape = (num_tokens, routing.top_k)
     weights = Buffer("topk_weights", shape, compute_dtype(router_logits.dtype))
     buffers = (weights, Buffer("topk_ids", shape, torch.int32))
-    return buffers, (Launch(_topk_routing_kernel, (tile.programs,), args, tile.num_warps, 1),)
+    return buffers, (Launch(_topk_routing_kernel, (programs,), args, num_warps, 1),)
 
 
-class _Tile(NamedTuple):
-    rows: int
-    programs: int
-    num_warps: int
-
-
-def _tile(num_tokens: int, block_e: int) -> _Tile:
-    """Rows per program so that a warp has work, without a row spanning warps unless it is long."""
+def _tile(num_tokens: int, block_e: int) -> tuple[int, int, int]:
+    """(rows, programs, warps): a warp has work, and a row does not span warps unless it is long."""
     rows = min(max(_ELEMENTS_PER_WARP // block_e, 1), 32)
-    return _Tile(rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4)
+    return rows, cdiv(num_tokens, rows), 1 if block_e <= 2 * _ELEMENTS_PER_WARP else 4
 
 
 def _formula_args(routing: RoutingConfig) -> dict:
@@ -285,16 +259,11 @@ def _program(
 
 
 @lru_cache(maxsize=1024)
-def _backward_program(
-    grad_weights: TensorMeta,
-    router_logits: TensorMeta,
-    topk_weights: TensorMeta,
-    topk_ids: TensorMeta,
-    routing: RoutingConfig,
-) -> Program:
+def _backward_program(routing: RoutingConfig, *metas: TensorMeta) -> Program:
+    grad_weights, router_logits, topk_weights, topk_ids = metas
     num_tokens, num_experts = router_logits.shape
     block_e = next_power_of_2(num_experts)
-    tile = _tile(num_tokens, block_e)
+    rows, programs, num_warps = _tile(num_tokens, block_e)
     args = {
         "grad_ptr": Ref("grad_weights"),
         "logits_ptr": Ref("router_logits"),
@@ -313,12 +282,12 @@ def _backward_program(
         "NUM_EXPERTS": num_experts,
         **_formula_args(routing),
         "F64": router_logits.dtype == torch.float64,
-        "ROWS": tile.rows,
+        "ROWS": rows,
         "BLOCK_E": block_e,
         "BLOCK_K": next_power_of_2(routing.top_k),
     }
     buffer = Buffer("grad_logits", (num_tokens, num_experts), router_logits.dtype)
-    launch = Launch(_topk_routing_backward_kernel, (tile.programs,), args, tile.num_warps, 1)
+    launch = Launch(_topk_routing_backward_kernel, (programs,), args, num_warps, 1)
     return Program((buffer,), (launch,), ("grad_logits",))
 
 
@@ -332,7 +301,7 @@ def topk_routing_backward_program(
 ) -> Program:
     """The program of `moe.topk_routing_backward` for tensors with this metadata."""
     metas = map(describe, (grad_weights, router_logits, topk_weights, topk_ids))
-    return _backward_program(*metas, routing)
+    return _backward_program(routing, *metas)
 
 
 def launch(

@@ -109,7 +109,7 @@ def test_parameters_sit_on_the_module_in_order():
     assert plain.e_score_correction_bias is None
 
 
-def test_meta_device_then_materialise():
+def test_meta_device_then_materialise(poisoned_empty):
     expert_map = torch.tensor([0, -1, 1, -1, 2, -1, 3, -1])
     config = make_config(has_bias=True, router=RouterConfig(has_correction_bias=True))
     module = FusedMoE(config, expert_map, device="meta", dtype=torch.bfloat16)

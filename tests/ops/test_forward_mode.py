@@ -217,12 +217,19 @@ def test_a_compiled_hessian():
 
 def test_a_layer_with_a_correction_bias():
     """It picks other experts than the logits would: every derivative has to pick them, too."""
-    primals, _ = problem(2)
-    bias = torch.tensor([4.0, -4.0, 0.0], dtype=torch.float64)
+    primals = list(problem(2)[0])
+    primals[1] = torch.tensor([[2.0, 1.0, 0.5], [1.0, 2.0, 0.3]], dtype=torch.float64)
+    bias = torch.tensor([-4.0, 0.0, 4.0], dtype=torch.float64)
     layer = lambda *args: moe_ops.fused_moe(*args, TOP2, correction_bias=bias, emit="fused")  # noqa: E731
     leaves = tuple(tensor.requires_grad_() for tensor in primals)
     assert gradcheck(layer, leaves, check_forward_ad=True)
     assert gradgradcheck(lambda *args: layer(*args).sin(), leaves, check_fwd_over_rev=True)
+    # gradgradcheck finds the derivative of a recorded gradient right, not that gradient itself.
+    plain, recorded = (
+        torch.autograd.grad(layer(*leaves).sin().sum(), leaves, create_graph=create)
+        for create in (False, True)
+    )
+    assert_same(recorded, plain)
 
 
 @pytest.mark.parametrize("layout", ["expanded", "column major"])

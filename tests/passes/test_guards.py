@@ -4,9 +4,12 @@ import operator
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
 from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import moe_ops
+from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import expect_same_value
 from tests.passes.capture import rewrite
@@ -32,6 +35,21 @@ def test_a_replacement_of_another_value_is_refused(other):
     expect_same_value(_node(graph, torch.empty(4, 6)), old)
     with pytest.raises(Refusal, match="gives"):
         expect_same_value(_node(graph, other), old)
+
+
+def test_symbols_of_one_value_are_tied_and_others_differ():
+    environment = ShapeEnv(duck_shape=False)
+
+    def symbol(name, hint):
+        source = ConstantSource(name)
+        made = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
+        return environment.create_symintnode(made, hint=hint, source=source)
+
+    one, alike, other = symbol("a", 4), symbol("b", 4), symbol("c", 5)
+    assert one.node.expr != alike.node.expr
+    assert _compat.same_size(one, alike) and one.node.expr == alike.node.expr
+    assert not _compat.same_size(one, other)
+    assert not _compat.same_size(one, 4)
 
 
 def test_what_the_fused_operator_does_not_take_stays_apart():
