@@ -115,7 +115,7 @@ class FusedMoE(nn.Module):
             loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or of all experts with
                 a dimension in front; over all tensor-parallel ranks, of which `shard` takes its part.
             weight_name: says what it is: "scale", "zero" or "offset" (kind by the parameter's `quant_method`),
-                "input_scale", "g_idx", "bias" or "weight" is part of the name.
+                "input_scale", "weight_shape", "g_idx", "bias" or "weight" is part of the name.
             shard_id: "w1" gate, "w3" up, "w2" down.
             expert_id: global expert, physical one where experts are replicated.
 

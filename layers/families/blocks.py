@@ -20,18 +20,13 @@ def stock_config(block: nn.Module, config: Any) -> MoEConfig:
             expressible.
     """
     expect_type("block", block, nn.Module)
-    holders = (
-        block,
-        *(child for name, child in block.named_children() if name in ("experts", "gate", "router")),
-    )
-    found = config or next(
-        (held for each in holders if (held := getattr(each, "config", None)) is not None), None
-    )
-    if found is None:
+    for holder in (block, *(getattr(block, name, None) for name in ("experts", "gate", "router"))):
+        config = config if config is not None else getattr(holder, "config", None)
+    if config is None:
         raise ValueError(f"block={type(block).__name__}: expected config=, the block holds none")
-    config = MoEConfig.from_hf(found)
     has_shared = any(name.startswith("shared") for name, _ in block.named_children())
-    return config if has_shared else replace(config, shared_experts=None)
+    ours = MoEConfig.from_hf(config)
+    return ours if has_shared else replace(ours, shared_experts=None)
 
 
 def share_weights(ours: Any, stock: nn.Module) -> None:
@@ -46,21 +41,23 @@ def share_weights(ours: Any, stock: nn.Module) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     slots = block_slots(ours, resolve(ours, "", shapes))
     _check(type(stock).__name__, slots, shapes)
-    for name in dict.fromkeys(slot.ours for slot in slots):
-        parts = [slot for slot in slots if slot.ours == name]
-        owner = ours.get_submodule(name.rpartition(".")[0])
-        setattr(
-            owner, name.rpartition(".")[2], _joined(parts, tensors, getattr(owner, name.rpartition(".")[2]))
-        )
-    _settle(ours, stock)
+    for path in dict.fromkeys(slot.ours for slot in slots):
+        owner, _, name = path.rpartition(".")
+        holder = ours.get_submodule(owner)
+        parts = [slot for slot in slots if slot.ours == path]
+        setattr(holder, name, _joined(parts, tensors, getattr(holder, name)))
+    experts = ours.experts
+    if experts.e_score_correction_bias is not None:
+        experts.e_score_correction_bias = experts.e_score_correction_bias.float()
+    ours.train(stock.training)
 
 
 def _check(kind: str, slots: list[Slot], shapes: dict[str, tuple[int, ...]]) -> None:
-    wrong = {slot.stored: f"{slot.stored} is {shapes.get(slot.stored)}, expected {slot.shape}"
-             for slot in slots if shapes.get(slot.stored) != slot.shape}  # fmt: skip
-    if wrong:
-        raise ValueError(f"block={kind}: does not fit its config: {'; '.join(wrong.values())}")
-    if unknown := sorted(shapes.keys() - {slot.stored for slot in slots}):
+    expected = {slot.stored: slot.shape for slot in slots}
+    pairs = [(name, shapes.get(name), shape) for name, shape in expected.items()]
+    if wrong := [f"{name} is {found}, expected {shape}" for name, found, shape in pairs if found != shape]:
+        raise ValueError(f"block={kind}: does not fit its config: {'; '.join(wrong)}")
+    if unknown := sorted(shapes.keys() - expected.keys()):
         raise ValueError(f"block={kind}: has tensors that MoEBlock cannot express: {', '.join(unknown)}")
 
 
@@ -76,10 +73,3 @@ def _joined(parts: list[Slot], tensors: dict[str, Tensor], ours: Tensor) -> Tens
         for slot in parts:
             slot.of_ours(joined).copy_(slot.of_stored(tensors[slot.stored].data))
     return nn.Parameter(joined, first.requires_grad) if is_parameter else joined
-
-
-def _settle(ours: Any, stock: nn.Module) -> None:
-    experts = ours.experts
-    if experts.e_score_correction_bias is not None:
-        experts.e_score_correction_bias = experts.e_score_correction_bias.float()
-    ours.train(stock.training)

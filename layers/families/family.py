@@ -4,11 +4,12 @@ Configs are read by their attributes, and transformers is not imported.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layers.config import RouterConfig, SharedGate
 from moe_ops import Activation, RoutingConfig
+from moe_ops.types import GroupScore, ScoreFn
 
 RoutingReader = Callable[[Any, int], RoutingConfig]
 ActivationReader = Callable[[Any], Activation]
@@ -133,26 +134,27 @@ def topk_softmax(config: Any, top_k: int) -> RoutingConfig:
 
 
 def grouped(
-    score_fn: str = "sigmoid",
+    score_fn: ScoreFn = "sigmoid",
     fill: float = float("-inf"),
-    group_score: str = "top2_sum",
+    group_score: GroupScore = "top2_sum",
     norm: bool | str = "norm_topk_prob",
 ) -> RoutingReader:
     """Groups first, as DeepSeek does; `norm` may name a field, without which weights are renormalised."""
 
     def routing(config: Any, top_k: int) -> RoutingConfig:
-        groups = get_field(config, "n_group") or 1
         renormalize = norm if isinstance(norm, bool) else getattr(config, norm, True)
-        return RoutingConfig(
+        plain = RoutingConfig(
             top_k,
-            score_fn=score_fn,  # type: ignore[arg-type]
+            score_fn=score_fn,
             renormalize=renormalize,
             renorm_eps=1e-20 if renormalize else 0.0,
-            num_groups=groups,
-            topk_groups=(get_field(config, "topk_group") or 1) if groups > 1 else 1,
-            group_score=group_score if groups > 1 else "max",  # type: ignore[arg-type]
-            group_fill=fill,
             scale=_scale(config, "routed_scaling_factor"),
+        )
+        groups, topk_groups = get_field(config, "n_group") or 1, get_field(config, "topk_group") or 1
+        if groups == 1:
+            return plain
+        return replace(
+            plain, num_groups=groups, topk_groups=topk_groups, group_score=group_score, group_fill=fill
         )
 
     return routing

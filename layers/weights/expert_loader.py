@@ -5,12 +5,12 @@ Shards: "w1" is the gate, "w3" the up projection, "w2" the down projection. w1 a
 its own, and w2 by columns. A parameter with the attribute `is_transposed` is stored and loaded the other way round.
 """
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from layers._checks import expect_positive
+from layers._checks import expect_choice, expect_positive, expect_type
 from layers.weights.scales import WeightScale
 
 ShardId = Literal["w1", "w2", "w3"]
@@ -39,8 +39,9 @@ def load_expert_weight(
     module: Any, param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
 ) -> bool:
     """See `FusedMoE.weight_loader`: True when `param` changed, False when the weight belongs elsewhere."""
-    if shard_id not in get_args(ShardId):
-        raise ValueError(f"shard_id={shard_id!r}: expected one of 'w1', 'w2', 'w3'")
+    for name, tensor in (("param", param), ("loaded_weight", loaded_weight)):
+        expect_type(name, tensor, Tensor)
+    expect_choice("shard_id", shard_id, ShardId)
     if shard_id == "w3" and not module.config.activation.is_gated:
         raise ValueError(f"shard_id='w3': activation {module.config.activation.name!r} has no up projection")
     kind = _kind(weight_name)
@@ -82,8 +83,8 @@ def _expert_pairs(
     is_fused = loaded.dim() == 3 and kind in ("weight", "scale")
     if not is_fused:
         known = param.shape[0] if local_of is None else local_of.shape[0]
-        if not 0 <= expert_id < known:
-            raise ValueError(f"expert_id={expert_id}: expected an expert in [0, {known})")
+        if not isinstance(expert_id, int) or not 0 <= expert_id < known:
+            raise ValueError(f"expert_id={expert_id!r}: expected an expert in [0, {known})")
         local = expert_id if local_of is None else int(local_of[expert_id])
         return [] if local < 0 else [(param.data[local], loaded)]
     places = range(param.shape[0]) if local_of is None else local_of.tolist()

@@ -26,12 +26,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
         return _open_folder(given)
     if given.name.endswith(".index.json"):
         return _open_index(given)
-    return read_header(_inside(given.parent, given.name))
+    return read_header(inside(given.parent, given.name))
 
 
 def _open_folder(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE).is_file():
-        return read_header(_inside(folder, SINGLE))
+        return read_header(inside(folder, SINGLE))
     if (folder / INDEX).is_file():
         return _open_index(folder / INDEX)
     found = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
@@ -41,12 +41,15 @@ def _open_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _open_index(path: Path) -> dict[str, StoredTensor]:
+    text = inside(path.parent, path.name).read_bytes()
     try:
-        shard_of = json.loads(_inside(path.parent, path.name).read_text())["weight_map"]
-        assigned = {(str(name), str(shard)) for name, shard in shard_of.items()}
+        weight_map = json.loads(text)["weight_map"]
+        assigned = {(str(name), str(shard)) for name, shard in weight_map.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: expected JSON with a weight_map: {error!r}") from error
-    shards = {shard: read_header(_inside(path.parent, shard)) for shard in sorted(set(shard_of.values()))}
+    shards = {
+        shard: read_header(inside(path.parent, shard)) for shard in sorted({each for _, each in assigned})
+    }
     held = {(name, shard) for shard, tensors in shards.items() for name in tensors}
     if lost := sorted(assigned - held):
         listed = ", ".join(f"{name!r} in {shard}" for name, shard in lost[:20])
@@ -56,11 +59,11 @@ def _open_index(path: Path) -> dict[str, StoredTensor]:
     return {name: stored for tensors in shards.values() for name, stored in tensors.items()}
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The file `name` of the folder, which must not lead out of it."""
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of the folder. Raises ValueError when there is none, or when it leads out of the folder."""
     path = folder / name
     if not path.is_file():
-        raise ValueError(f"{path}: expected a safetensors file, there is none")
+        raise ValueError(f"{path}: expected a file, there is none")
     root, target = folder.resolve(), path.resolve()
     # In the Hub's cache the files of snapshots/<revision> link to blobs/, beside snapshots/.
     blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root

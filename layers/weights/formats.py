@@ -5,8 +5,7 @@ serves both ways: it says where to look when a checkpoint is loaded, and how to 
 it takes from each field the alternative whose names are in the file.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +16,17 @@ class MatrixNames:
         gate_up: one name for both (or for the only one of ungated experts), or two: gate, up.
         down: the other projection.
         transposed: [..., H, 2I] and [..., I, H] on disk.
-        interleaved: whether rows of gate and up alternate on disk; None: as in the module.
         flat: the experts are stacked along rows, [E*I, H] each, down transposed (DBRX).
         gated: False when there is no gate, and `gate_up` is up alone.
+        biases: experts may have biases, which have the matrices' names with "_bias" added.
     """
 
     gate_up: tuple[str, ...]
     down: str
     transposed: bool = False
-    interleaved: bool | None = None
     flat: bool = False
     gated: bool = True
+    biases: bool = False
 
     @property
     def is_per_expert(self) -> bool:
@@ -48,13 +47,12 @@ def _linear(
 PROJECTIONS = _linear("experts.{e}")
 W123 = _linear("experts.{e}", "w1", "w3", "w2")
 UNGATED = MatrixNames(("experts.{e}.up_proj.weight",), "experts.{e}.down_proj.weight", gated=False)
-STACKED = MatrixNames(("experts.gate_up_proj",), "experts.down_proj")
-STACKED_TRANSPOSED = MatrixNames(("experts.gate_up_proj",), "experts.down_proj", transposed=True)
-STACKED_UNGATED = MatrixNames(("experts.up_proj",), "experts.down_proj", gated=False)
+STACKED = MatrixNames(("experts.gate_up_proj",), "experts.down_proj", biases=True)
+STACKED_TRANSPOSED = replace(STACKED, transposed=True)
+STACKED_UNGATED = MatrixNames(("experts.up_proj",), "experts.down_proj", gated=False, biases=True)
 NEMO = MatrixNames(("experts.gate_and_up_projs",), "experts.down_projs", transposed=True, gated=False)
 GRANITE = MatrixNames(("input_linear.weight",), "output_linear.weight")
 ARIA = MatrixNames(("experts.fc1.weight",), "experts.fc2.weight", transposed=True)
-INKLING = MatrixNames(("experts.w13_weight",), "experts.w2_weight", interleaved=True)
 STEP = MatrixNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight")
 DBRX = MatrixNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", flat=True)
 
@@ -72,7 +70,7 @@ class Format:
 
     Attributes:
         block: the block's own name in a decoder layer, "" when its parts lie in the layer itself.
-        experts: matrices of the routed experts; biases have the names of stacked matrices with "_bias" added.
+        experts: matrices of the routed experts.
         gate: weight of the router, which has its bias beside it.
         correction: selection bias.
         shared: matrices of the shared expert.
@@ -108,7 +106,6 @@ _GPT_OSS = Format(experts=STACKED_TRANSPOSED, gate="router.weight")
 _LLAMA4 = Format(
     block="feed_forward", experts=STACKED_TRANSPOSED, gate="router.weight", shared=_linear("shared_expert")
 )
-_INKLING = Format(experts=INKLING, correction="gate.bias")
 
 FORMATS = {
     "afmoe": Format(gate="router.gate.weight", correction="expert_bias"),
@@ -133,8 +130,6 @@ FORMATS = {
     "hunyuan_v1_moe": Format(gate="gate.wg.weight", shared=_linear("shared_mlp")),
     "hy_v3": Format(gate="router.gate.weight", correction="expert_bias", shared=_linear("shared_mlp")),
     "hy_v4": Format(experts=STACKED, shared=_linear("shared_experts", gate="linear_gate")),
-    "inkling2": _INKLING,
-    "inkling2_text": _INKLING,
     "jamba": Format(block="feed_forward", gate="router.weight"),
     "kimi_linear": Format(block="block_sparse_moe", experts=W123),
     "kolibri1": Format(correction="^moe.router.expert_bias"),
@@ -180,6 +175,5 @@ def format_of(*model_types: str) -> Format:
 
 def alternatives(field: str) -> list:
     """Every value that a field of `Format` has in some family, the most usual first."""
-    formats: Iterable[Format] = (_DEFAULT, *FORMATS.values(), *_ONLY_IN_MEMORY)
-    assert field in {each.name for each in fields(Format)}
+    formats = (_DEFAULT, *FORMATS.values(), *_ONLY_IN_MEMORY)
     return list(dict.fromkeys(getattr(each, field) for each in formats))

@@ -1,12 +1,12 @@
 """Which MoE layers a checkpoint has, and which of the known names each of them uses."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from layers.weights.formats import Format, MatrixNames, alternatives
-from layers.weights.slots import block_slots, expert_names
+from layers.weights.slots import block_slots
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of every tensor of a checkpoint, by name."""
@@ -76,59 +76,55 @@ def _some(names: list[str]) -> str:
 
 def resolve(block: Any, layer: str, shapes: Shapes) -> Format:
     """The names that the checkpoint's tensors of one layer have, the usual ones where there are none."""
-
-    def first(field: str, exists: Callable[[str], bool]) -> str:
-        options: list[str] = alternatives(field)
-        return next((name for name in options if exists(name)), options[0])
-
-    def is_there(name: str) -> bool:
-        return join(layer, name) in shapes
-
     experts, shared = getattr(block, "experts", block), getattr(block, "shared_experts", None)
-    gated = experts.config.activation.is_gated
-    shared_gated = gated if shared is None else shared.activation.is_gated
-    return Format(
-        experts=_matrices("experts", gated, layer, shapes, _fits(block, layer, shapes)),
-        gate=first("gate", is_there),
-        correction=first("correction", is_there),
-        shared=_matrices("shared", shared_gated, layer, shapes, lambda names: True),
-        shared_gate=first("shared_gate", is_there),
-    )
+    config = experts.config
+    shared_activation = config.activation if shared is None else shared.activation
 
+    def first(field: str) -> str:
+        options: list[str] = alternatives(field)
+        return next((name for name in options if join(layer, name) in shapes), options[0])
 
-def _matrices(
-    field: str, gated: bool, layer: str, shapes: Shapes, fits: Callable[[MatrixNames], bool]
-) -> MatrixNames:
-    """Those that are there and fit; else that are there; else of which most are there."""
-    options: list[MatrixNames] = [names for names in alternatives(field) if names.gated == gated]
-
-    def score(names: MatrixNames) -> tuple[float, bool]:
+    def found(names: MatrixNames) -> float:
         there = [any(join(layer, name.format(e=e)) in shapes for e in range(_LOOK)) for name in names.all()]
-        return sum(there) / len(there), all(there) and fits(names)
+        return sum(there) / len(there)
 
-    return max(options, key=score)
+    def found_and_fits(names: MatrixNames) -> tuple[float, bool]:
+        return found(names), found(names) == 1 and _fits(experts, names, layer, shapes)
+
+    of_experts = _options("experts", config.activation.is_gated, biases=config.has_bias)
+    return Format(
+        experts=max(of_experts, key=found_and_fits),
+        gate=first("gate"),
+        correction=first("correction"),
+        shared=max(_options("shared", shared_activation.is_gated), key=found),
+        shared_gate=first("shared_gate"),
+    )
 
 
 _LOOK = 8
 """Experts that are looked for: one of the first may be missing, and is then named as missing."""
 
 
-def _fits(block: Any, layer: str, shapes: Shapes) -> Callable[[MatrixNames], bool]:
-    def fits(names: MatrixNames) -> bool:
-        slots = block_slots(getattr(block, "experts", block), Format(experts=names))
-        matrices = [slot for slot in slots if slot.ours in ("w13_weight", "w2_weight")]
-        found = [(slot, shapes.get(join(layer, slot.stored))) for slot in matrices]
-        return all(shape in (None, slot.shape) for slot, shape in found)
+def _options(field: str, gated: bool, *, biases: bool = False) -> list[MatrixNames]:
+    return [names for names in alternatives(field) if names.gated == gated and (names.biases or not biases)]
 
-    return fits
+
+def _fits(experts: Any, names: MatrixNames, layer: str, shapes: Shapes) -> bool:
+    """Whether the shapes are those of the names' layout; one way round or the other, say."""
+    slots = block_slots(experts, Format(experts=names))
+    matrices = [slot for slot in slots if slot.ours in ("w13_weight", "w2_weight")]
+    return all(shapes.get(join(layer, slot.stored), slot.shape) == slot.shape for slot in matrices)
 
 
 def unexpected(block: Any, layer: str, names: Format, keys: set[str], known: set[str]) -> list[str]:
     """What the checkpoint has inside this layer's block that nothing takes."""
     experts = getattr(block, "experts", block)
-    known = known | {join(layer, name) for name in expert_names(names.experts, experts.config.num_experts)}
     inside = _inside(layer, whole=experts is not block)
-    return sorted(key for key in keys - known if inside.match(key))
+    found = {key for key in keys - known if inside.match(key)}
+    of_any_rank = {
+        name.format(e=e) for name in names.experts.all() for e in range(experts.config.num_experts)
+    }
+    return sorted(found - {join(layer, name) for name in of_any_rank})
 
 
 def _inside(layer: str, *, whole: bool) -> re.Pattern[str]:

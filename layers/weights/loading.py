@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_type
+from layers.config import MoEConfig
+from layers.families import moe_config
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
+from layers.weights.files import inside
 from layers.weights.layout import assign_layers, find_layers, join, resolve, unexpected
 from layers.weights.slots import Slot, block_slots, same
 from layers.weights.sources import Copy, Source, open_source
+from moe_ops import RoutingConfig
 
 _SHOWN = 100
 
@@ -105,14 +110,14 @@ def load_checkpoint(
     blocks = moe_layers(module)
     _check_module(module)
     source = open_source(path_or_state_dict, prefix)
-    if isinstance(path_or_state_dict, str | os.PathLike):
+    if isinstance(path_or_state_dict, str | os.PathLike):  # config.json is looked for in a folder only
         _check_family(Path(path_or_state_dict), blocks)
     plan = _plan(module, blocks, source)
     plan.check()
     with torch.no_grad():
         _copy_all(plan, source, progress)
         for block in blocks.values():
-            _clear_shared_bias(getattr(block, "experts", block))
+            _clear_repeated_bias(getattr(block, "experts", block))
 
 
 def moe_layers(module: nn.Module) -> dict[str, Any]:
@@ -120,19 +125,22 @@ def moe_layers(module: nn.Module) -> dict[str, Any]:
     expect_type("module", module, nn.Module)
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(child, MoEBlock | FusedMoE) and not inside:
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(child, MoEBlock | FusedMoE) and not is_inside:
             found[name] = child
     if not found:
         raise ValueError(f"module={type(module).__name__}: expected a MoEBlock or FusedMoE in it")
     return found
 
 
-def beside_layers(module: nn.Module, blocks: dict[str, Any]) -> dict[str, Tensor]:
-    """The parameters and buffers of a module that are in none of its MoE layers, by name."""
-    tensors = module.state_dict(keep_vars=True)
-    inside = tuple(f"{block}." if block else "" for block in blocks)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(inside)}
+def beside_layers(module: nn.Module, blocks: dict[str, Any]) -> dict[tuple[str, ...], Tensor]:
+    """The parameters and buffers of a module that are in none of its MoE layers, by name; tied ones have several."""
+    prefixes = tuple(f"{block}." if block else "" for block in blocks)
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not name.startswith(prefixes):
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return {tuple(names): tensor for tensor, names in found.values()}
 
 
 def _check_module(module: nn.Module) -> None:
@@ -175,74 +183,73 @@ def _check_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
 
 def _plan_others(plan: _Plan, module: nn.Module, blocks: dict[str, Any], source: Source) -> None:
     """Slots for what a module has beside its MoE layers; then it is a model, and every stored tensor has a place."""
-    others: dict[int, list[str]] = {}
-    tensors = beside_layers(module, blocks)
-    for name, tensor in tensors.items():
-        others.setdefault(id(tensor), []).append(name)  # tied weights have several names
-    for names in others.values():
+    others = beside_layers(module, blocks)
+    for names, tensor in others.items():
         stored = next((name for name in names if name in source.shapes), names[0])
-        tensor = tensors[stored]
         plan.add(Slot(stored, stored, tuple(tensor.shape), same, same), stored, tensor.data, source)
         plan.known.update(names)
     if others:
-        ignored = [
-            re.compile(each) for each in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-        ]
+        ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
         strays = sorted(set(source.shapes) - plan.known)
-        plan.unexpected.extend(name for name in strays if not any(each.search(name) for each in ignored))
+        plan.unexpected.extend(name for name in strays if not any(re.search(each, name) for each in ignored))
 
 
 def _copy_all(plan: _Plan, source: Source, progress: bool) -> None:
-    total = sum(target.numel() * target.element_size() for _, _, target in plan.copies)
-    bar = _bar(total) if progress else None
-    for done in source.copy(plan.copies):
-        if bar is not None:
-            bar.update(done)
-    if bar is not None:
-        bar.close()
+    total = sum(target.nbytes for _, _, target in plan.copies)
+    with _bar(total, progress) as advance:
+        for done in source.copy(plan.copies):
+            advance(done)
 
 
-def _bar(total: int) -> Any:
+@contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[int], object]]:
     try:
         from tqdm import tqdm
     except ImportError:
-        return None
-    return tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading weights")
+        yield lambda done: None
+    else:
+        options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "desc": "loading weights"}
+        with tqdm(total=total, disable=not progress, **options) as bar:
+            yield bar.update
 
 
-def _clear_shared_bias(experts: FusedMoE) -> None:
+def _clear_repeated_bias(experts: FusedMoE) -> None:
     """The ranks' outputs are summed, and w2's bias counts once."""
     if experts.w2_bias is not None and experts.shard.rank > 0:
         experts.w2_bias.zero_()
 
 
-def _check_family(path: Path, blocks: dict[str, Any]) -> None:
+def _check_family(folder: Path, blocks: dict[str, Any]) -> None:
     """Whether the config beside the weights describes the module's layers."""
-    config_file = (path if path.is_dir() else path.parent) / "config.json"
-    if not config_file.is_file() or not path.is_dir():
+    if not (folder / "config.json").is_file():
         return
     try:
         from transformers import AutoConfig
     except ImportError:
         return
-    from layers.families import moe_config
-
+    file = inside(folder, "config.json")
     try:
-        described = moe_config(AutoConfig.from_pretrained(path, local_files_only=True))
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{config_file}: no family that a MoE layer can be made of: {error}") from error
+        described = moe_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
+    except Exception as error:  # a broken file raises whatever transformers makes of it
+        raise ValueError(f"{file}: no family that a MoE layer can be made of: {error}") from error
     for name, block in blocks.items():
         if difference := _difference(described, block.config):
-            raise ValueError(
-                f"{config_file} describes another layer than the module's {name!r}: {difference}"
-            )
+            raise ValueError(f"{file} describes another layer than the module's {name!r}: {difference}")
 
 
-def _difference(described: Any, ours: Any) -> str | None:
+def _difference(described: MoEConfig, ours: MoEConfig) -> str | None:
     """The first option that makes another layer of the same weights."""
-    fields = ("num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "has_bias")
-    routing = ("score_fn", "order", "renormalize", "num_groups", "topk_groups", "scale")
-    pairs = [(name, getattr(described, name), getattr(ours, name)) for name in fields]
+    sizes = ("num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "has_bias")
+    routing = [each.name for each in fields(RoutingConfig) if each.compare and each.name != "renorm_eps"]
+    pairs = [(name, getattr(described, name), getattr(ours, name)) for name in sizes]
     pairs += [(name, getattr(described.routing, name), getattr(ours.routing, name)) for name in routing]
     pairs.append(("weight_on", described.router.weight_on, ours.router.weight_on))
+    if described.shared_experts is not None and ours.shared_experts is not None:  # else their names tell
+        pairs.append(("shared activation", _shared_activation(described), _shared_activation(ours)))
     return next((f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b), None)
+
+
+def _shared_activation(config: Any) -> Any:
+    return config.shared_experts.activation or config.activation

@@ -9,7 +9,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,12 +86,14 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        header = json.loads(text.decode(), object_pairs_hook=unique)
+        header = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=int)  # int("NaN") raises
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: corrupt header: {error}{_pickle_remark(path)}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: corrupt header: expected a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{path}: corrupt header: expected strings by name in __metadata__")
     return header
 
 
@@ -101,9 +103,9 @@ def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{path}: corrupt header: {name!r} has no dtype, shape and data_offsets") from None
     numbers = (*shape, begin, end)
-    if any(type(number) is not int or number < 0 for number in numbers):
+    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
         raise ValueError(f"{path}: corrupt header: shape and data_offsets of {name!r} are not sizes")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{path}: {name!r} has unknown dtype {dtype!r}")
     stored = StoredTensor(path, _DTYPES[dtype], shape, start + begin)
     if stored.num_bytes != end - begin:
@@ -139,20 +141,28 @@ def read_into(file: int, stored: StoredTensor, select: Callable[[Tensor], Tensor
 
 def _read(file: int, start: int, source: Tensor, target: Tensor) -> None:
     if source.numel() == 0:
-        return None
-    span = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride()))
+        return
+    count = source.element_size() * (
+        1 + sum((n - 1) * stride for n, stride in zip(source.shape, source.stride()))
+    )
     offset = start + int(source.storage_offset()) * source.element_size()
-    if source.dtype == target.dtype and target.device.type == "cpu":
-        if source.is_contiguous() and target.is_contiguous():
-            return _read_bytes(file, offset, target.data_ptr(), span * source.element_size())
-    if span * source.element_size() > _STAGING_BYTES and source.dim() > 0:
-        for part, place in zip(source.unbind(), target.unbind(), strict=True):
+    as_it_lies = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
+    if as_it_lies and target.device.type == "cpu":
+        _read_bytes(file, offset, target.data_ptr(), count)
+    elif count > _STAGING_BYTES:
+        for part, place in _parts(source, target):
             _read(file, start, part, place)
-        return None
-    staging = torch.empty(span, dtype=source.dtype)
-    _read_bytes(file, offset, staging.data_ptr(), span * source.element_size())
-    target.copy_(staging.as_strided(source.shape, source.stride()))
-    return None
+    else:
+        staging = torch.empty(count // source.element_size(), dtype=source.dtype)
+        _read_bytes(file, offset, staging.data_ptr(), count)
+        target.copy_(staging.as_strided(source.shape, source.stride()))
+
+
+def _parts(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both cut alike, so that each part has its own stretch of the file, which fits where it can."""
+    dim = max(range(source.dim()), key=lambda each: source.stride(each) if source.shape[each] > 1 else -1)
+    rows = max(1, _STAGING_BYTES // (source.stride(dim) * source.element_size()))
+    return zip(source.split(rows, dim), target.split(rows, dim), strict=True)
 
 
 def _read_bytes(file: int, offset: int, address: int, count: int) -> None:

@@ -53,11 +53,16 @@ def add_weight_scales(
         dtype: of the scales.
 
     Raises:
-        TypeError, ValueError: `kind` is no `WeightScale`, a size of the block is not positive, or groups or blocks
-            do not fit the sizes of the shard.
+        TypeError, ValueError: `module` is no `FusedMoE`, `kind` no `WeightScale`, a size of the block is not
+            positive, or groups or blocks do not fit the sizes of the shard.
     """
+    from layers.fused_moe import FusedMoE  # its loader knows the kinds of scales
+
+    expect_type("module", module, FusedMoE)
     expect_type("kind", kind, WeightScale)
-    for name, size in zip(("block rows", "block columns"), block, strict=True):
+    if not isinstance(block, tuple) or len(block) != 2:
+        raise ValueError(f"block={block!r}: expected (rows, columns)")
+    for name, size in zip(("block rows", "block columns"), block):
         expect_positive(name, size)
     shapes = _shapes(module, kind, *block)
     for name, shape in zip(("w13_weight_scale", "w2_weight_scale"), shapes, strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,16 +32,9 @@ class Source(Protocol):
 
 
 class StateDictSource:
-    """Tensors in memory.
-
-    Raises:
-        TypeError: a value is not a tensor, or a name not a string.
-    """
+    """Tensors in memory."""
 
     def __init__(self, state_dict: Mapping[str, Tensor]) -> None:
-        for name, value in state_dict.items():
-            if not isinstance(name, str) or not isinstance(value, Tensor):
-                raise TypeError(f"state dict has {name!r}: {type(value).__name__}, expected tensors by name")
         self._tensors = state_dict
         self.shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in state_dict.items()}
@@ -50,7 +43,7 @@ class StateDictSource:
         """See `Source`."""
         for name, of_stored, target in copies:
             target.copy_(of_stored(self._tensors[name].detach()))
-            yield target.numel() * target.element_size()
+            yield target.nbytes
 
 
 class FileSource:
@@ -78,7 +71,7 @@ class FileSource:
     def _copy(self, file: int, copy: Copy) -> int:
         name, of_stored, target = copy
         read_into(file, self._tensors[name], of_stored, target)
-        return target.numel() * target.element_size()
+        return target.nbytes
 
 
 def open_source(path_or_state_dict: object, prefix: str) -> Source:
@@ -88,16 +81,27 @@ def open_source(path_or_state_dict: object, prefix: str) -> Source:
         TypeError, ValueError: it is neither path nor state dict, holds something else, or has nothing below `prefix`.
     """
     below = f"{prefix}." if prefix else ""
+
+    def kept(tensors: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name.removeprefix(below): each for name, each in tensors.items() if name.startswith(below)}
+        if not found:
+            raise ValueError(f"prefix={prefix!r}: expected tensors below it, the checkpoint has none")
+        return found
+
     if isinstance(path_or_state_dict, Mapping):
-        kept = {str(name): value for name, value in path_or_state_dict.items() if str(name).startswith(below)}
-        source: Source = StateDictSource({name.removeprefix(below): value for name, value in kept.items()})
-    elif isinstance(path_or_state_dict, str | os.PathLike):
-        found = open_checkpoint(path_or_state_dict)
-        stored = {name: each for name, each in found.items() if name.startswith(below)}
-        source = FileSource({name.removeprefix(below): each for name, each in stored.items()})
-    else:
-        kind = type(path_or_state_dict).__name__
-        raise TypeError(f"path_or_state_dict is a {kind}: expected a path, or tensors by name")
-    if not source.shapes:
-        raise ValueError(f"prefix={prefix!r}: the checkpoint has no tensor there")
-    return source
+        _check_state_dict(path_or_state_dict)
+        return StateDictSource(kept(path_or_state_dict))
+    if isinstance(path_or_state_dict, str | os.PathLike):
+        return FileSource(kept(open_checkpoint(path_or_state_dict)))
+    kind = type(path_or_state_dict).__name__
+    raise TypeError(f"path_or_state_dict is a {kind}: expected a path, or tensors by name")
+
+
+def _check_state_dict(state_dict: Mapping[Any, Any]) -> None:
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise TypeError(f"state dict has {name!r}: {type(value).__name__}, expected tensors by name")
+        if value.is_meta:
+            raise ValueError(f"state dict has {name!r} on the meta device: expected its values")
+        if hasattr(value, "placements"):
+            raise TypeError(f"state dict has {name!r}, a DTensor: expected plain tensors")

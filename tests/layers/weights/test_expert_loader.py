@@ -268,6 +268,8 @@ def test_a_loop_over_a_checkpoint_fills_replicas_too():
     [
         ({"shard_id": "w13"}, ValueError, "shard_id='w13': expected one of 'w1', 'w2', 'w3'"),
         ({"expert_id": E}, ValueError, rf"expert_id={E}: expected an expert in \[0, {E}\)"),
+        ({"expert_id": "0"}, ValueError, r"expert_id='0': expected an expert in \[0, 6\)"),
+        ({"weight": [1.0]}, TypeError, r"loaded_weight=\[1\.0\]: expected Tensor, got list"),
         ({"expert_id": -1}, ValueError, rf"expert_id=-1: expected an expert in \[0, {E}\)"),
         ({"weight": torch.ones(I, H + 1)}, ValueError, r"shape \(12, 11\): expected \(12, 10\)"),
         ({"weight": torch.ones(H, I)}, ValueError, r"shape \(10, 12\): expected \(12, 10\)"),
@@ -317,6 +319,13 @@ def test_shards_and_blocks_that_do_not_divide_are_named():
         add_weight_scales(experts, WeightScale.GROUP, (1, 4))
     with pytest.raises(TypeError, match="kind='channel': expected WeightScale"):
         add_weight_scales(experts, "channel")
+    with pytest.raises(TypeError, match=r"module=Linear\(.*: expected FusedMoE, got Linear"):
+        add_weight_scales(nn.Linear(2, 2), WeightScale.TENSOR)
+    for block in ((128,), 128, (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"block=.*: expected \(rows, columns\)"):
+            add_weight_scales(experts, WeightScale.BLOCK, block)
+    with pytest.raises(ValueError, match="block columns=0: expected at least 1"):
+        add_weight_scales(experts, WeightScale.BLOCK, (2, 0))
     interleaved = FusedMoE(_config("swiglu_oai;interleaved=True"))
     add_weight_scales(interleaved, WeightScale.BLOCK, (3, 2))
     with pytest.raises(ValueError, match=r"activation\.interleaved=True: expected False"):

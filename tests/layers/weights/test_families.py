@@ -157,6 +157,17 @@ def test_any_config_is_taken_or_refused_by_name():
     assert answers["refused"] >= len([name for name in REFUSED if name in CONFIG_MAPPING])
 
 
+def test_fields_that_refuse_are_fields():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    known = [name for name in REFUSED if name in CONFIG_MAPPING]
+    assert len(known) > 10
+    for name in known:
+        with pytest.raises(ValueError, match=re.escape(f"{name}: {REFUSED[name].field}=")) as caught:
+            MoEConfig.from_hf(CONFIG_MAPPING[name]())
+        assert hasattr(CONFIG_MAPPING[name](), REFUSED[name].field), caught.value
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [

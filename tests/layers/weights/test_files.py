@@ -8,13 +8,15 @@ import random
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from layers import MoEBlock, MoEConfig, checkpoint_state_dict, load_checkpoint
+from layers.weights import safetensors_file
 from layers.weights.files import open_checkpoint
 from layers.weights.safetensors_file import read_header, read_into
 
 CONFIG = MoEConfig(4, 2, 8, 6)
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 class _Qwen3Moe:
@@ -84,6 +86,41 @@ def test_every_kind_of_view_is_read(dtype, tmp_path):
     os.close(file)
 
 
+@pytest.mark.parametrize(
+    "select",
+    [lambda t: t.mT, lambda t: t[:, :, 1::2], lambda t: t.permute(2, 0, 1), lambda t: t.permute(2, 1, 0)],
+)
+def test_a_view_is_read_in_stretches_of_the_file_however_it_lies(select, tmp_path, monkeypatch):
+    """A transposed matrix that is larger than what is staged must not be read number by number."""
+    whole = torch.randn(3, 40, 50)
+    save_file({"a": whole}, tmp_path / "a.safetensors")
+    read, counts = safetensors_file._read_bytes, []
+    monkeypatch.setattr(safetensors_file, "_STAGING_BYTES", 1000)  # five rows of 50 numbers
+    monkeypatch.setattr(safetensors_file, "_read_bytes", lambda *to: (counts.append(to[3]), read(*to)))
+    expected = select(whole)
+    target = torch.empty(expected.shape)
+    with (tmp_path / "a.safetensors").open("rb") as file:
+        read_into(file.fileno(), read_header(tmp_path / "a.safetensors")["a"], select, target)
+    assert torch.equal(target, expected)
+    assert len(counts) == 3 * 40 / 5
+    assert max(counts) <= 1000
+
+
+def test_a_read_that_stops_early_goes_on(folder, monkeypatch):
+    """As reads of more than 2 GiB do, and of files on a network."""
+    expected, block, preadv = MoEBlock(CONFIG), MoEBlock(CONFIG), os.preadv
+    load_checkpoint(expected, folder, progress=False)
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:7]], at))
+    load_checkpoint(block, folder, progress=False)
+    assert all(map(torch.equal, block.state_dict().values(), expected.state_dict().values()))
+
+
+def test_a_file_that_shrinks_while_it_is_read(folder, monkeypatch):
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: 0)
+    with pytest.raises(OSError, match=r"the file ended .* bytes early: it changed while it was read"):
+        load_checkpoint(MoEBlock(CONFIG), folder, progress=False)
+
+
 def test_truncated_files(folder):
     shard = folder / "model-1.safetensors"
     whole = shard.read_bytes()
@@ -109,6 +146,11 @@ def test_truncated_files(folder):
         ({"a": {"dtype": "F32", "shape": [2]}}, "'a' has no dtype, shape and data_offsets"),
         ({"a": 3}, "'a' has no dtype, shape and data_offsets"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, "'a' does not begin where"),
+        ({"a": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}, r"'a' has unknown dtype \['F32'\]"),
+        ({"a": {"dtype": "F32", "shape": [1 << 64, 0], "data_offsets": [0, 0]}}, "of 'a' are not sizes"),
+        ({"a": {**ENTRY, "more": float("nan")}}, "corrupt header: .*NaN"),
+        ({"a": ENTRY, "__metadata__": {"format": 3}}, "expected strings by name in __metadata__"),
+        ({"a": ENTRY, "__metadata__": []}, "expected strings by name in __metadata__"),
         ([], "expected a JSON object"),
     ],
 )
@@ -116,6 +158,8 @@ def test_headers_that_lie(change, message, tmp_path):
     header = json.dumps(change).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(SafetensorError), safe_open(path, "pt"):
+        pass
     _refused(path, message)
     _refused(tmp_path, message)
 
@@ -200,6 +244,13 @@ def test_links_inside_the_folder_and_of_the_hubs_cache_are(folder, tmp_path):
     _refused(snapshot, "out of the checkpoint's folder")
 
 
+def test_a_tensor_in_two_shards(folder):
+    held = load_file(folder / "model-0.safetensors")
+    other = load_file(folder / "model-1.safetensors")
+    save_file({**other, **dict([held.popitem()])}, folder / "model-1.safetensors")
+    _refused(folder, "1 tensors are in more than one shard")
+
+
 def test_an_index_that_lies(folder):
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -217,8 +268,11 @@ def test_an_index_that_lies(folder):
         folder, r"2 tensors are not where the index says: 'b' in model-1\.safetensors, 'layers\.0\.mlp\.gate"
     )
     index.write_text(json.dumps({"weight_map": {**content["weight_map"], "c": "model-7.safetensors"}}))
-    _refused(folder, r"model-7\.safetensors: expected a safetensors file, there is none")
-    for broken in ("{", "[]", '{"weight_map": 3}', '{"weights": {}}'):
+    _refused(folder, r"model-7\.safetensors: expected a file, there is none")
+    for shard in (3, [], "."):
+        index.write_text(json.dumps({"weight_map": {"a": shard}}))
+        _refused(folder, "expected a file, there is none")
+    for broken in ("{", "[]", '{"weight_map": 3}', '{"weights": {}}', "[" * 100_000):
         index.write_text(broken)
         _refused(folder, r"index\.json: expected JSON with a weight_map")
     index.unlink()
