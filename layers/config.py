@@ -5,7 +5,7 @@ equal configs give equal graphs and nothing is formatted while a layer is traced
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -67,6 +67,7 @@ class SharedExpertConfig:
     Args:
         intermediate_size: its width; several shared experts are one of the summed width.
         gated: "plain" adds it as it is (DeepSeek), "sigmoid" times `sigmoid(linear(hidden))` (Qwen2-MoE).
+        activation: as in `MoEConfig`; None is that of the routed experts.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value.
@@ -74,10 +75,13 @@ class SharedExpertConfig:
 
     intermediate_size: int
     gated: SharedGate = "plain"
+    activation: Activation | str | None = None
 
     def __post_init__(self) -> None:
         expect_positive("intermediate_size", self.intermediate_size)
         expect_choice("gated", self.gated, SharedGate)
+        if self.activation is not None:
+            object.__setattr__(self, "activation", _resolve_activation(self.activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +134,28 @@ class MoEConfig:
         object.__setattr__(self, "activation", _resolve_activation(self.activation))
         self._check_experts()
 
+    @staticmethod
+    def from_hf(config: Any) -> "MoEConfig":
+        """The MoE block that a config of transformers describes.
+
+        Args:
+            config: of a model, or the text config inside it; any version's, read by its attributes.
+
+        Raises:
+            TypeError: `config` is no config of transformers.
+            ValueError: a field that `MoEConfig` cannot express, which is named, or a model type without a MoE block
+                that is known.
+
+        Example:
+            >>> config = MoEConfig.from_hf(AutoConfig.from_pretrained(folder))
+        """
+        from layers.families import moe_config  # it builds a MoEConfig
+
+        return moe_config(config)
+
     def gate_up_size(self, intermediate_size: int) -> int:
-        """Rows of a gate-and-up projection: 2I, or I when the activation has no gate."""
-        return 2 * intermediate_size if _resolve_activation(self.activation).is_gated else intermediate_size
+        """Rows of an expert's gate-and-up projection: 2I, or I when the activation has no gate."""
+        return gate_up_size(intermediate_size, _resolve_activation(self.activation))
 
     def _resolve_routing(self) -> RoutingConfig:
         routing = RoutingConfig(top_k=self.top_k) if self.routing is None else self.routing
@@ -153,6 +176,11 @@ class MoEConfig:
             )
         if self.router.weight_on == "input" and self.top_k != 1:
             raise ValueError(f"top_k={self.top_k}: expected 1 with router.weight_on='input'")
+
+
+def gate_up_size(intermediate_size: int, activation: Activation) -> int:
+    """Rows of a gate-and-up projection: 2I, or I when the activation has no gate."""
+    return 2 * intermediate_size if activation.is_gated else intermediate_size
 
 
 def _resolve_activation(activation: Activation | str) -> Activation:

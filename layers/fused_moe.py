@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig, emitted
 from layers.router import RouterOutput
+from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
+from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import topk_routing
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
@@ -33,6 +35,8 @@ class FusedMoE(nn.Module):
             global expert, -1 for one that lives elsewhere and contributes nothing here. Placement is not a
             weight, so the buffer is not saved in the state dict. It keeps its values through every move and cast;
             a module that comes from the meta device gets back the map it was built with.
+        shard: the part of every expert that this module holds; I below is then its share of
+            `config.intermediate_size`, and outputs of all ranks add up to the layer's.
         device, dtype: of the parameters; `device="meta"` allocates nothing.
 
     Attributes:
@@ -44,8 +48,8 @@ class FusedMoE(nn.Module):
             rounded to bfloat16 it would pick other experts.
 
     Raises:
-        TypeError, ValueError: `config` is not a `MoEConfig`, or `expert_map` does not describe
-            `config.num_experts` experts.
+        TypeError, ValueError: `config` is not a `MoEConfig`, `expert_map` does not describe `config.num_experts`
+            experts, or `shard` does not divide `config.intermediate_size`.
     """
 
     w13_weight: Tensor
@@ -60,14 +64,17 @@ class FusedMoE(nn.Module):
         config: MoEConfig,
         expert_map: Tensor | None = None,
         *,
+        shard: TensorShard = WHOLE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         expect_type("config", config, MoEConfig)
+        expect_type("shard", shard, TensorShard)
         self.config = config
+        self.shard = shard
         self._placement = None if expert_map is None else _placement(expert_map, config.num_experts)
-        for name, shape in _parameter_shapes(config, self.num_local_experts).items():
+        for name, shape in _parameter_shapes(config, self.num_local_experts, shard).items():
             parameter = (
                 None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             )
@@ -93,6 +100,62 @@ class FusedMoE(nn.Module):
                 nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
             if self.e_score_correction_bias is not None:
                 self.e_score_correction_bias.zero_()
+
+    def weight_loader(
+        self,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copies one tensor of a checkpoint into its place in `param`; `load_checkpoint` does this for whole files.
+
+        Args:
+            param: a parameter [E_local, ...] of this module: weight, bias, or a scale from `add_weight_scales`. It may
+                be padded; what the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds
+                matrices the other way round.
+            loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or of all experts with
+                a dimension in front; over all tensor-parallel ranks, of which `shard` takes its part.
+            weight_name: says what it is: "scale", "zero" or "offset" (kind by the parameter's `quant_method`),
+                "input_scale", "weight_shape", "g_idx", "bias" or "weight" is part of the name.
+            shard_id: "w1" gate, "w3" up, "w2" down.
+            expert_id: global expert, physical one where experts are replicated.
+
+        Returns:
+            None; with `return_success` whether anything was copied: False for an expert of another rank and for a name
+            that says none of these.
+
+        Raises:
+            TypeError, ValueError: unknown shard or scale kind, a shape that does not fit, or another kind of dtype.
+        """
+        success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
+        return success if return_success else None
+
+    @classmethod
+    def make_expert_params_mapping(
+        cls,
+        ckpt_gate_proj_name: str,
+        ckpt_down_proj_name: str,
+        ckpt_up_proj_name: str,
+        num_experts: int,
+        num_redundant_experts: int = 0,
+    ) -> ParamsMapping:
+        """What to look for in a checkpoint with a tensor per expert, for `weight_loader`.
+
+        Returns:
+            (param_name, weight_name, expert_id, shard_id) for each matrix of each physical expert: in the name of a
+            tensor of the checkpoint, `weight_name` is replaced by `param_name` to get that of the parameter. Redundant
+            expert i holds a copy of expert i mod `num_experts`.
+
+        Example:
+            >>> FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", num_experts=8)[0]
+            ('experts.w13_', 'experts.0.gate_proj.', 0, 'w1')
+        """
+        return expert_params_mapping(
+            ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
+        )
 
     def route(self, router_logits: Tensor) -> RouterOutput:
         """Scores the logits [..., E] and picks the experts of each of the T tokens; see `RouterOutput`.
@@ -193,8 +256,10 @@ class FusedMoE(nn.Module):
         return f"{sizes}, intermediate_size={config.intermediate_size}, routing={config.routing.spec!r}"
 
 
-def _parameter_shapes(config: MoEConfig, num_experts: int) -> dict[str, tuple[int, ...] | None]:
-    H, I = config.hidden_size, config.intermediate_size
+def _parameter_shapes(
+    config: MoEConfig, num_experts: int, shard: TensorShard
+) -> dict[str, tuple[int, ...] | None]:
+    H, I = config.hidden_size, shard.local_size("intermediate_size", config.intermediate_size)
     gate_up = config.gate_up_size(I)
     return {
         "w13_weight": (num_experts, gate_up, H),

@@ -1,5 +1,7 @@
 """The whole MoE block of a transformer layer: gate, routed experts, shared experts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +46,30 @@ class MoEBlock(nn.Module):
         self.shared_experts = (
             None if shared is None else SharedExperts(config, shared, device=device, dtype=dtype)
         )
+
+    @classmethod
+    def from_hf(cls, block: nn.Module, config: Any = None) -> "MoEBlock":
+        """A block of transformers as one of ours, around the same weights; the block itself is left as it is.
+
+        Parameters that lie as ours do are the same tensors, transposed ones are views of them. Only what the block
+        has in several tensors is copied: gate and up projections of shared experts.
+
+        Args:
+            block: the module with router, experts and shared experts of one layer.
+            config: its model's, for the few blocks that do not hold one.
+
+        Raises:
+            TypeError, ValueError: as `MoEConfig.from_hf` does; or the block has no config, or tensors that have no
+                place here.
+
+        Example:
+            >>> ours = MoEBlock.from_hf(model.model.layers[0].mlp)
+        """
+        from layers.families.blocks import share_weights, stock_config  # they build a MoEBlock's config
+
+        ours = cls(stock_config(block, config), device="meta")
+        share_weights(ours, block)
+        return ours
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew, as the constructor did."""
