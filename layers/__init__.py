@@ -4,7 +4,7 @@
 these layers need no transformers.
 """
 
-from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
+from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
 from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
@@ -18,6 +18,7 @@ from layers.weights.shard import TensorShard
 
 __all__ = [
     "ExpertPlacement",
+    "ExpertsConfig",
     "FusedMoE",
     "MoEBlock",
     "MoEConfig",

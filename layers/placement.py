@@ -4,7 +4,7 @@ Letters: E logical experts, P physical ones (logical experts and their replicas)
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,3 +187,23 @@ def _slots_of_experts(physical_to_logical: Tensor, replica_count: Tensor) -> Ten
     position = first.unsqueeze(-1) + torch.arange(width)  # [L, E, R]
     slots = order.gather(-1, position.clamp_max(order.shape[-1] - 1).flatten(-2)).view_as(position)
     return slots.masked_fill(torch.arange(width) >= replica_count.unsqueeze(-1), -1)
+
+
+def local_experts(expert_map: Any, num_experts: int) -> tuple[int, ...]:
+    """An expert map as plain integers: they survive meta devices and `to_empty`, and size the weights.
+
+    Raises TypeError or ValueError when it does not describe `num_experts` experts.
+    """
+    if not isinstance(expert_map, Tensor) or expert_map.is_floating_point() or expert_map.dtype == torch.bool:
+        raise TypeError(f"expert_map={expert_map!r}: expected an integer tensor")
+    if expert_map.is_meta:
+        raise ValueError("expert_map is on the meta device: expected its values, on any other device")
+    if expert_map.shape != (num_experts,):
+        raise ValueError(
+            f"expert_map has shape {tuple(expert_map.shape)}: expected ({num_experts},) = [num_experts]"
+        )
+    placement = tuple(int(local) for local in expert_map.tolist())
+    local = sorted(index for index in placement if index >= 0)
+    if not local or local != list(range(len(local))) or min(placement) < -1:
+        raise ValueError(f"expert_map={list(placement)}: expected each of 0..E_local-1 once and -1 elsewhere")
+    return placement
