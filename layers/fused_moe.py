@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from layers._checks import expect_features
 from layers.config import ExpertsConfig, MoEConfig, RoutingFunction, emitted
+from layers.expert_options import compute_weights, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
-from layers.routed_experts import compute_weights, in_chunks, run_with_norm, scaled, zero_experts
 from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig
+from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
-from layers.routed_experts import in_chunks
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
 
