@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from benchmarks import cpu_bench, demo, gpu_proof, moe_bench
+from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench
 
-COMMANDS = {"demo": demo, "moe": moe_bench, "cpu": cpu_bench, "gpu": gpu_proof}
+COMMANDS = {"demo": demo, "moe": moe_bench, "cpu": cpu_bench, "loading": loading, "gpu": gpu_proof}
 
 
 def main() -> int:

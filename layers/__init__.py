@@ -4,14 +4,21 @@
 these layers need no transformers.
 """
 
-from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
+from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
+from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
 from layers.weight_decay import weight_decay_groups
+from layers.weights.loading import load_checkpoint
+from layers.weights.saving import checkpoint_state_dict
+from layers.weights.scales import WeightScale, add_weight_scales
+from layers.weights.shard import TensorShard
 
 __all__ = [
+    "ExpertPlacement",
+    "ExpertsConfig",
     "FusedMoE",
     "MoEBlock",
     "MoEConfig",
@@ -20,5 +27,12 @@ __all__ = [
     "RouterOutput",
     "SharedExpertConfig",
     "SharedExperts",
+    "TensorShard",
+    "WeightScale",
+    "add_weight_scales",
+    "checkpoint_state_dict",
+    "determine_expert_map",
+    "load_checkpoint",
+    "rebalance_experts",
     "weight_decay_groups",
 ]

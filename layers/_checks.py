@@ -26,6 +26,14 @@ def expect_positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value}: expected at least 1")
 
 
+def expect_count(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is an int of at least 0."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name}={value}: expected at least 0")
+
+
 def expect_choice(name: str, value: object, choices: object) -> None:
     """Raises ValueError unless `value` is one of the strings of the Literal `choices`."""
     allowed = get_args(choices)

@@ -4,18 +4,23 @@ Everything a forward needs is settled here, once: routing and activation carry t
 equal configs give equal graphs and nothing is formatted while a layer is traced.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from layers._checks import expect_choice, expect_positive, expect_type
+from layers._checks import expect_choice, expect_count, expect_positive, expect_type
 from moe_ops import Activation, RoutingConfig
 
 Emit = Literal["auto", "stages", "fused"]
 SaveForBackward = Literal["auto", "inputs", "activations"]
 SharedGate = Literal["plain", "sigmoid"]
+Combination = Literal["sum", "average"]
 WeightOn = Literal["output", "input"]
+ScaleOn = Literal["weights", "output"]
+RoutingFunction = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
 def _is_floating(dtype: object) -> bool:
@@ -42,6 +47,12 @@ class RouterConfig:
             want `torch.float32` logits.
         weight_on: "output" weighs what an expert returns; "input" weighs what it is given, and needs one
             expert per token (Llama-4).
+        scale_on: "weights" multiplies the routed weights by `routing.scale`; "output" the sum over experts, before
+            anything is added to it (vLLM's `apply_routed_scale_to_output`).
+        has_expert_scale: the layer has a parameter `expert_scale` [E], by which the weight of an expert is
+            multiplied after everything else (Gemma 4's `per_expert_scale`).
+        routing_function: (hidden_states [T, H], router_logits [T, E], top_k, renormalize) -> (weights, ids) [T, K], in
+            the place of `topk_routing`. Plain PyTorch, traced like any code; weights become float32, ids int32.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value; the message names all three.
@@ -51,11 +62,20 @@ class RouterConfig:
     has_correction_bias: bool = False
     gate_dtype: torch.dtype | None = None
     weight_on: WeightOn = "output"
+    scale_on: ScaleOn = "weights"
+    has_expert_scale: bool = False
+    routing_function: RoutingFunction | None = None
 
     def __post_init__(self) -> None:
         expect_type("has_bias", self.has_bias, bool)
         expect_type("has_correction_bias", self.has_correction_bias, bool)
         expect_choice("weight_on", self.weight_on, WeightOn)
+        expect_choice("scale_on", self.scale_on, ScaleOn)
+        expect_type("has_expert_scale", self.has_expert_scale, bool)
+        if self.routing_function is not None and not callable(self.routing_function):
+            raise TypeError(f"routing_function={self.routing_function!r}: expected None or a function")
+        if self.routing_function is not None and self.has_correction_bias:
+            raise ValueError("routing_function with has_correction_bias=True: expected one of them")
         if self.gate_dtype is not None and not _is_floating(self.gate_dtype):
             raise TypeError(f"gate_dtype={self.gate_dtype!r}: expected None or a floating torch.dtype")
 
@@ -67,6 +87,8 @@ class SharedExpertConfig:
     Args:
         intermediate_size: its width; several shared experts are one of the summed width.
         gated: "plain" adds it as it is (DeepSeek), "sigmoid" times `sigmoid(linear(hidden))` (Qwen2-MoE).
+        activation: as in `MoEConfig`; None is that of the routed experts.
+        combination: "sum" of routed and shared output, or their "average" (Cohere 2).
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value.
@@ -74,10 +96,53 @@ class SharedExpertConfig:
 
     intermediate_size: int
     gated: SharedGate = "plain"
+    activation: Activation | str | None = None
+    combination: Combination = "sum"
 
     def __post_init__(self) -> None:
         expect_positive("intermediate_size", self.intermediate_size)
         expect_choice("gated", self.gated, SharedGate)
+        expect_choice("combination", self.combination, Combination)
+        if self.activation is not None:
+            object.__setattr__(self, "activation", _resolve_activation(self.activation))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """What surrounds the products of the routed experts, where a model has more than those.
+
+    Args:
+        num_zero_experts: Z experts after the E real ones that return their input (LongCat-Flash). They have logits and
+            no weights: the router has E + Z rows, and so has everything of its size.
+        latent_size: experts work in a space of this size; `MoEBlock` projects into it and back (Nemotron-H's latent
+            experts). Router and shared experts see what the block is given.
+        padded_size: size of the experts' input and output in the weights, which a checkpoint or another backend padded;
+            inputs are padded with zeros, outputs cut.
+        post_norm_eps: an RMS norm with a weight [H] of each expert's output, before it is weighed (Muse Spark).
+        chunk_size: at most this many tokens at a time, so that the workspace is bounded for very long inputs.
+
+    Raises:
+        TypeError, ValueError: a field has the wrong type or value, or contradicts another one.
+    """
+
+    num_zero_experts: int = 0
+    latent_size: int | None = None
+    padded_size: int | None = None
+    post_norm_eps: float | None = None
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        expect_count("num_zero_experts", self.num_zero_experts)
+        for name in ("latent_size", "padded_size", "chunk_size"):
+            if getattr(self, name) is not None:
+                expect_positive(name, getattr(self, name))
+        eps = self.post_norm_eps
+        if eps is not None and not (isinstance(eps, float) and eps >= 0):
+            raise ValueError(f"post_norm_eps={eps!r}: expected None or a float of at least 0")
+        if self.num_zero_experts and self.latent_size is not None:
+            raise ValueError(
+                f"num_zero_experts={self.num_zero_experts} with latent_size={self.latent_size}: expected one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +165,7 @@ class MoEConfig:
             runs the experts again in backward, "activations" keeps what every stage returned and runs nothing
             twice; either decides what is emitted, whatever `emit` says. "auto" is "inputs" in eager PyTorch and
             leaves the choice to a compiler's partitioner. Without gradients it changes nothing.
+        experts: zero experts, latent size, padding, a norm of the experts' output, chunks.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value, or contradicts another one.
@@ -116,6 +182,7 @@ class MoEConfig:
     router: RouterConfig = RouterConfig()
     shared_experts: SharedExpertConfig | None = None
     save_for_backward: SaveForBackward = "auto"
+    experts: ExpertsConfig = ExpertsConfig()
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
@@ -124,15 +191,46 @@ class MoEConfig:
         expect_choice("emit", self.emit, Emit)
         expect_choice("save_for_backward", self.save_for_backward, SaveForBackward)
         expect_type("router", self.router, RouterConfig)
+        expect_type("experts", self.experts, ExpertsConfig)
         if self.shared_experts is not None:
             expect_type("shared_experts", self.shared_experts, SharedExpertConfig)
         object.__setattr__(self, "routing", self._resolve_routing())
         object.__setattr__(self, "activation", _resolve_activation(self.activation))
         self._check_experts()
+        self._check_router()
+
+    @property
+    def router_size(self) -> int:
+        """How many experts have a logit: the E real and the Z zero ones."""
+        return self.num_experts + self.experts.num_zero_experts
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """H of an expert's input and output."""
+        return self.experts.latent_size or self.hidden_size
+
+    @staticmethod
+    def from_hf(config: Any) -> "MoEConfig":
+        """The MoE block that a config of transformers describes.
+
+        Args:
+            config: of a model, or the text config inside it; any version's, read by its attributes.
+
+        Raises:
+            TypeError: `config` is no config of transformers.
+            ValueError: a field that `MoEConfig` cannot express, which is named, or a model type without a MoE block
+                that is known.
+
+        Example:
+            >>> config = MoEConfig.from_hf(AutoConfig.from_pretrained(folder))
+        """
+        from layers.families import moe_config  # it builds a MoEConfig
+
+        return moe_config(config)
 
     def gate_up_size(self, intermediate_size: int) -> int:
-        """Rows of a gate-and-up projection: 2I, or I when the activation has no gate."""
-        return 2 * intermediate_size if _resolve_activation(self.activation).is_gated else intermediate_size
+        """Rows of an expert's gate-and-up projection: 2I, or I when the activation has no gate."""
+        return gate_up_size(intermediate_size, _resolve_activation(self.activation))
 
     def _resolve_routing(self) -> RoutingConfig:
         routing = RoutingConfig(top_k=self.top_k) if self.routing is None else self.routing
@@ -144,15 +242,40 @@ class MoEConfig:
         return routing
 
     def _check_experts(self) -> None:
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k={self.top_k}: expected at most num_experts={self.num_experts}")
+        if self.top_k > self.router_size:
+            raise ValueError(f"top_k={self.top_k}: expected at most num_experts={self.router_size}")
         groups = self.routing.num_groups
-        if self.num_experts % groups:
+        if self.router_size % groups:
             raise ValueError(
-                f"routing.num_groups={groups}: expected a divisor of num_experts={self.num_experts}"
+                f"routing.num_groups={groups}: expected a divisor of num_experts={self.router_size}"
             )
-        if self.router.weight_on == "input" and self.top_k != 1:
+        padded = self.experts.padded_size
+        if padded is not None and padded < self.expert_hidden_size:
+            raise ValueError(
+                f"experts.padded_size={padded}: expected at least the experts' size {self.expert_hidden_size}"
+            )
+
+    def _check_router(self) -> None:
+        router, zero = self.router, self.experts.num_zero_experts
+        if router.weight_on == "input" and self.top_k != 1:
             raise ValueError(f"top_k={self.top_k}: expected 1 with router.weight_on='input'")
+        if router.weight_on == "input" and zero:
+            raise ValueError(
+                f"experts.num_zero_experts={zero} with router.weight_on='input': expected 'output'"
+            )
+        if router.routing_function is None:
+            return
+        given = replace(self.routing, renormalize=True)
+        given = replace(given, scale=1.0) if router.scale_on == "output" else given
+        if given != RoutingConfig(top_k=self.top_k):
+            raise ValueError(
+                f"routing={self.routing.spec!r} with router.routing_function: expected only top_k and renormalize"
+            )
+
+
+def gate_up_size(intermediate_size: int, activation: Activation) -> int:
+    """Rows of a gate-and-up projection: 2I, or I when the activation has no gate."""
+    return 2 * intermediate_size if activation.is_gated else intermediate_size
 
 
 def _resolve_activation(activation: Activation | str) -> Activation:

@@ -7,24 +7,28 @@ fused op. The module holds weights and nothing else: no streams, no names, no pe
 that identical layers share one compiled graph.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
-from layers._checks import expect_features, expect_type
-from layers.config import MoEConfig, emitted
+from layers._checks import expect_features
+from layers.config import ExpertsConfig, MoEConfig, RoutingFunction, emitted
+from layers.expert_options import compute_weights, in_chunks, run_with_norm, scaled, zero_experts
+from layers.expert_parameters import ExpertParameters
 from layers.router import RouterOutput
-from moe_ops import topk_routing
+from layers.weights.shard import WHOLE, TensorShard
+from moe_ops import RoutingConfig, topk_routing
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
+from moe_ops.combine import check_shared
+from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(ExpertParameters):
     """Routes every token to K of E experts and adds up what they return.
 
     Args:
@@ -33,76 +37,67 @@ class FusedMoE(nn.Module):
             global expert, -1 for one that lives elsewhere and contributes nothing here. Placement is not a
             weight, so the buffer is not saved in the state dict. It keeps its values through every move and cast;
             a module that comes from the meta device gets back the map it was built with.
+        shard: the part of every expert that this module holds; I below is then its share of
+            `config.intermediate_size`, and outputs of all ranks add up to the layer's.
         device, dtype: of the parameters; `device="meta"` allocates nothing.
 
     Attributes:
         w13_weight: [E_local, 2I, H], gate rows first, or alternating when `config.activation.interleaved`
             ([E_local, I, H] for an ungated activation).
-        w2_weight: [E_local, H, I].
+        w2_weight: [E_local, H, I]. H here is `config.experts.padded_size` or `latent_size` where there is one.
         w13_bias, w2_bias: [E_local, 2I] and [E_local, H], or None.
+        expert_scale: [E] or None, post_norm_weight: [H] or None; ones after `reset_parameters`.
         e_score_correction_bias: [E] float32 buffer or None. It stays float32 when the module is cast:
             rounded to bfloat16 it would pick other experts.
 
     Raises:
-        TypeError, ValueError: `config` is not a `MoEConfig`, or `expert_map` does not describe
-            `config.num_experts` experts.
+        TypeError, ValueError: `config` is not a `MoEConfig`, `expert_map` does not describe `config.num_experts`
+            experts, or `shard` does not divide `config.intermediate_size`.
     """
-
-    w13_weight: Tensor
-    w2_weight: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    e_score_correction_bias: Tensor | None
-    expert_map: Tensor | None
 
     def __init__(
         self,
         config: MoEConfig,
         expert_map: Tensor | None = None,
         *,
+        shard: TensorShard = WHOLE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        expect_type("config", config, MoEConfig)
-        self.config = config
-        self._placement = None if expert_map is None else _placement(expert_map, config.num_experts)
-        for name, shape in _parameter_shapes(config, self.num_local_experts).items():
-            parameter = (
-                None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            )
-            self.register_parameter(name, parameter)
-        has_correction = config.router.has_correction_bias
-        correction = (
-            torch.empty(config.num_experts, device=device, dtype=torch.float32) if has_correction else None
-        )
-        self.register_buffer("e_score_correction_bias", correction)
-        self.register_buffer("expert_map", self._placement_on(device), persistent=False)
-        self.reset_parameters()
+        super().__init__(config, expert_map, shard=shard, device=device, dtype=dtype)
+        self._routing = _routing(config)
+        self._routes_first = _routes_first(config)
+        self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
 
-    @property
-    def num_local_experts(self) -> int:
-        """How many experts have their weights here: E without an `expert_map`."""
-        return self.config.num_experts if self._placement is None else max(self._placement) + 1
-
-    def reset_parameters(self) -> None:
-        """Fills weights and biases uniformly in ±1/sqrt(fan_in) as `nn.Linear` does; no selection bias."""
-        with torch.no_grad():
-            for name, parameter in self.named_parameters(recurse=False):
-                fan_in = self.config.hidden_size if name.startswith("w13") else self.config.intermediate_size
-                nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
-            if self.e_score_correction_bias is not None:
-                self.e_score_correction_bias.zero_()
-
-    def route(self, router_logits: Tensor) -> RouterOutput:
+    def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
         """Scores the logits [..., E] and picks the experts of each of the T tokens; see `RouterOutput`.
 
+        Args:
+            hidden_states: [..., H], what a `routing_function` sees of the tokens; else they play no part.
+
         Raises:
-            TypeError, ValueError: `router_logits` is not a floating point tensor [..., E].
+            TypeError, ValueError: `router_logits` is not a floating point tensor [..., E], or there is a
+                `routing_function` and no `hidden_states`.
         """
-        expect_features("router_logits", router_logits, self.config.num_experts)
-        logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
-        return RouterOutput(logits, *topk_routing(logits, self.config.routing, self.e_score_correction_bias))
+        logits = _rows("router_logits", router_logits, self.config.router_size)  # [T, E]
+        function = self.config.router.routing_function
+        if function is None:
+            weights, ids = topk_routing(logits, self._routing, self.e_score_correction_bias)
+        else:
+            weights, ids = self._route_by(function, logits, hidden_states)
+        if self.expert_scale is not None:
+            weights = scaled(weights, ids, self.expert_scale)
+        return RouterOutput(logits, weights, ids)
+
+    def _route_by(
+        self, function: RoutingFunction, logits: Tensor, hidden_states: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        config = self.config
+        if hidden_states is None:
+            value_error("hidden_states=None: expected a tensor [..., H] for the routing_function")
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = function(tokens, logits, config.top_k, config.routing.renormalize)
+        return compute_weights(weights), ids.int()
 
     def forward(
         self, hidden_states: Tensor, router_logits: Tensor | RouterOutput, shared: Tensor | None = None
@@ -121,20 +116,16 @@ class FusedMoE(nn.Module):
         Raises:
             ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
         """
-        expect_features("hidden_states", hidden_states, self.config.hidden_size)
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        addend = None if shared is None else self._rows_of(shared)
+        config, hidden_size = self.config, self.config.expert_hidden_size
+        tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
+        addend = None if shared is None else _rows("shared", shared, hidden_size)
         if isinstance(router_logits, RouterOutput):
-            output = self._run_routed(tokens, router_logits, addend)
-        elif self.config.router.weight_on == "input":
-            output = self._run_routed(tokens, self.route(router_logits), addend)
+            routed = router_logits
         else:
-            output = self._run(tokens, router_logits, addend)
-        return output.reshape(hidden_states.shape)
-
-    def _rows_of(self, shared: Tensor) -> Tensor:
-        expect_features("shared", shared, self.config.hidden_size)
-        return shared.reshape(-1, shared.shape[-1])  # the operators compare it with the number of tokens
+            routed = _rows("router_logits", router_logits, config.router_size)
+            routed = self.route(routed, tokens) if self._routes_first else routed
+        run = self._run_routed if isinstance(routed, RouterOutput) else self._run
+        return in_chunks(run, config.experts.chunk_size, tokens, routed, addend).reshape(hidden_states.shape)
 
     def _experts(self) -> ExpertWeights:
         return ExpertWeights(
@@ -143,9 +134,7 @@ class FusedMoE(nn.Module):
 
     def _run(self, tokens: Tensor, router_logits: Tensor, shared: Tensor | None) -> Tensor:
         config = self.config
-        expect_features("router_logits", router_logits, config.num_experts)
-        logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
-        router = Router(logits, self.e_score_correction_bias, config.routing.spec)
+        router = Router(router_logits, self.e_score_correction_bias, config.routing.spec)
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
         args = FusedMoe(tokens, router, self._experts(), placement, spec)
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
@@ -155,67 +144,47 @@ class FusedMoE(nn.Module):
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
         args = FusedExperts(tokens, self._experts(), weights, routed.topk_ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
+        if config.experts.padded_size is None and self._scale == 1.0:
+            output = self._run_experts(args)
+        else:
+            output = self._run_before_shared(args)
+        if config.experts.num_zero_experts:
+            output = output + zero_experts(tokens, routed, config.num_experts)
+        return output
+
+    def _run_before_shared(self, args: FusedExperts) -> Tensor:
+        """With what comes between the routed sum and the shared output."""
+        x, shared, padded = args.hidden_states, args.shared, self.config.experts.padded_size
+        check_shared(shared, x.shape[0], x.shape[1], "hidden_states", x)
+        widened = x if padded is None else F.pad(x, (0, padded - x.shape[1]))
+        output = self._run_experts(args._replace(hidden_states=widened, shared=None))
+        output = output[:, : x.shape[1]] * self._scale
+        return output if shared is None else output + shared
+
+    def _run_experts(self, args: FusedExperts) -> Tensor:
+        config = self.config
+        if self.post_norm_weight is not None and config.experts.post_norm_eps is not None:
+            return run_with_norm(args, self.post_norm_weight, config.experts.post_norm_eps)
         return run_experts(args, emitted(config.emit, config.save_for_backward))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FusedMoE":
-        # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
-        correction, expert_map = self.e_score_correction_bias, self.expert_map
-        super()._apply(fn, recurse)
-        moved = self.e_score_correction_bias
-        if correction is not None and moved is not None and moved.dtype != correction.dtype:
-            self.e_score_correction_bias = correction.to(moved.device)
-        if expert_map is not None and self.expert_map is not None:
-            self._place(expert_map, self.expert_map.device)
-        return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        # Loaded with assign=True, a module leaves the meta device without a move, and buffers take any dtype.
-        if self.e_score_correction_bias is not None:
-            self.e_score_correction_bias = self.e_score_correction_bias.float()
-        if self.expert_map is not None and self.expert_map.is_meta:
-            self._place(self.expert_map, self.w13_weight.device)
-
-    def _place(self, expert_map: Tensor, device: torch.device) -> None:
-        leaves_meta = expert_map.is_meta and device.type != "meta"
-        self.expert_map = self._placement_on(device) if leaves_meta else expert_map.to(device)
-
-    def _placement_on(self, device: torch.device | str | None) -> Tensor | None:
-        return (
-            None
-            if self._placement is None
-            else torch.tensor(self._placement, dtype=torch.int32, device=device)
-        )
-
-    def extra_repr(self) -> str:
-        config = self.config
-        sizes = f"num_experts={config.num_experts}, hidden_size={config.hidden_size}"
-        return f"{sizes}, intermediate_size={config.intermediate_size}, routing={config.routing.spec!r}"
+def _routing(config: MoEConfig) -> RoutingConfig:
+    """How logits become weights, without what is multiplied elsewhere."""
+    return replace(config.routing, scale=1.0) if config.router.scale_on == "output" else config.routing
 
 
-def _parameter_shapes(config: MoEConfig, num_experts: int) -> dict[str, tuple[int, ...] | None]:
-    H, I = config.hidden_size, config.intermediate_size
-    gate_up = config.gate_up_size(I)
-    return {
-        "w13_weight": (num_experts, gate_up, H),
-        "w2_weight": (num_experts, H, I),
-        "w13_bias": (num_experts, gate_up) if config.has_bias else None,
-        "w2_bias": (num_experts, H) if config.has_bias else None,
-    }
+def _routes_first(config: MoEConfig) -> bool:
+    """Whether routing is a step of its own, because `fused_moe` has no place for what comes after it."""
+    router, options = config.router, config.experts
+    after = router.weight_on == "input" or router.scale_on == "output" or router.has_expert_scale
+    return (
+        after
+        or router.routing_function is not None
+        or options != ExpertsConfig(latent_size=options.latent_size, chunk_size=options.chunk_size)
+    )
 
 
-def _placement(expert_map: Any, num_experts: int) -> tuple[int, ...]:
-    """The map as plain integers: it survives meta devices and `to_empty`, and sizes the weights."""
-    if not isinstance(expert_map, Tensor) or expert_map.is_floating_point() or expert_map.dtype == torch.bool:
-        raise TypeError(f"expert_map={expert_map!r}: expected an integer tensor")
-    if expert_map.is_meta:
-        raise ValueError("expert_map is on the meta device: expected its values, on any other device")
-    if expert_map.shape != (num_experts,):
-        raise ValueError(
-            f"expert_map has shape {tuple(expert_map.shape)}: expected ({num_experts},) = [num_experts]"
-        )
-    placement = tuple(int(local) for local in expert_map.tolist())
-    local = sorted(index for index in placement if index >= 0)
-    if not local or local != list(range(len(local))) or min(placement) < -1:
-        raise ValueError(f"expert_map={list(placement)}: expected each of 0..E_local-1 once and -1 elsewhere")
-    return placement
+def _rows(name: str, tensor: Tensor, features: int) -> Tensor:
+    """`tensor` [..., features] as [T, features]."""
+    expect_features(name, tensor, features)
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -1,10 +1,13 @@
 """The whole MoE block of a transformer layer: gate, routed experts, shared experts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig
+from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
@@ -22,6 +25,8 @@ class MoEBlock(nn.Module):
         gate: `Router`.
         experts: `FusedMoE`.
         shared_experts: `SharedExperts` or None.
+        routed_input_transform, routed_output_transform: linear, H to `config.experts.latent_size` and back, around the
+            routed experts, or None. Any modules of these shapes may take their place.
 
     Raises:
         TypeError, ValueError: as `FusedMoE` does.
@@ -40,15 +45,47 @@ class MoEBlock(nn.Module):
         self.config = config
         self.gate = Router(config, device=device, dtype=dtype)
         self.experts = FusedMoE(config, expert_map, device=device, dtype=dtype)
+        H, latent = config.hidden_size, config.experts.latent_size
+        into = None if latent is None else nn.Linear(H, latent, bias=False, device=device, dtype=dtype)
+        back = None if latent is None else nn.Linear(latent, H, bias=False, device=device, dtype=dtype)
+        self.routed_input_transform, self.routed_output_transform = into, back
         shared = config.shared_experts
+        self._averages = shared is not None and shared.combination == "average"
         self.shared_experts = (
             None if shared is None else SharedExperts(config, shared, device=device, dtype=dtype)
         )
+
+    @classmethod
+    def from_hf(cls, block: nn.Module, config: Any = None) -> "MoEBlock":
+        """A block of transformers as one of ours, around the same weights; the block itself is left as it is.
+
+        Parameters that lie as ours do are the same tensors, transposed ones are views of them. Only what the block
+        has in several tensors is copied: gate and up projections of shared experts.
+
+        Args:
+            block: the module with router, experts and shared experts of one layer.
+            config: its model's, for the few blocks that do not hold one.
+
+        Raises:
+            TypeError, ValueError: as `MoEConfig.from_hf` does; or the block has no config, or tensors that have no
+                place here.
+
+        Example:
+            >>> ours = MoEBlock.from_hf(model.model.layers[0].mlp)
+        """
+        from layers.families.blocks import share_weights, stock_config  # they build a MoEBlock's config
+
+        ours = cls(stock_config(block, config), device="meta")
+        share_weights(ours, block)
+        return ours
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew, as the constructor did."""
         self.gate.reset_parameters()
         self.experts.reset_parameters()
+        for transform in (self.routed_input_transform, self.routed_output_transform):
+            if transform is not None:
+                transform.reset_parameters()
         if self.shared_experts is not None:
             self.shared_experts.reset_parameters()
 
@@ -60,7 +97,7 @@ class MoEBlock(nn.Module):
                 is not that of the weights.
         """
         tokens = self._tokens_of(hidden_states)
-        return self._run(tokens, self.gate(tokens)).reshape(hidden_states.shape)
+        return in_chunks(self._forward, self.config.experts.chunk_size, tokens).reshape(hidden_states.shape)
 
     def forward_with_routing(self, hidden_states: Tensor) -> tuple[Tensor, RouterOutput]:
         """What `forward` returns, and how the T tokens were routed: logits, weights and ids, with gradients.
@@ -73,13 +110,23 @@ class MoEBlock(nn.Module):
             >>> load = routed.tokens_per_expert()  # [E]
         """
         tokens = self._tokens_of(hidden_states)
-        routed = self.experts.route(self.gate(tokens))
+        routed = self.experts.route(self.gate(tokens), tokens)
         return self._run(tokens, routed).reshape(hidden_states.shape), routed
 
     def _tokens_of(self, hidden_states: Tensor) -> Tensor:
         expect_features("hidden_states", hidden_states, self.config.hidden_size)
         return hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
 
-    def _run(self, tokens: Tensor, router_logits: Tensor | RouterOutput) -> Tensor:
+    def _forward(self, tokens: Tensor) -> Tensor:
+        return self._run(tokens, self.gate(tokens))
+
+    def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        return self.experts(tokens, router_logits, shared)
+        into, back = self.routed_input_transform, self.routed_output_transform
+        if into is None or back is None:
+            output = self.experts(tokens, routing, shared)
+        else:
+            routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
+            output = back(self.experts(into(tokens), routed))
+            output = output if shared is None else output + shared
+        return output * 0.5 if self._averages else output

@@ -34,7 +34,7 @@ class Router(nn.Module):
     """`logits = hidden @ weight.T + bias`; scoring and selection belong to `moe_ops.topk_routing`.
 
     Args:
-        config: `num_experts`, `hidden_size` and `router` are read.
+        config: `router_size`, `hidden_size` and `router` are read.
         device, dtype: of the parameters.
 
     Attributes:
@@ -58,7 +58,7 @@ class Router(nn.Module):
         expect_type("config", config, MoEConfig)
         self.hidden_size = config.hidden_size
         self.gate_dtype = config.router.gate_dtype
-        E, H = config.num_experts, config.hidden_size
+        E, H = config.router_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(E, H, device=device, dtype=dtype))
         bias = nn.Parameter(torch.empty(E, device=device, dtype=dtype)) if config.router.has_bias else None
         self.register_parameter("bias", bias)

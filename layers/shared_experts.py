@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_type
-from layers.config import MoEConfig, SharedExpertConfig
+from layers.config import MoEConfig, SharedExpertConfig, gate_up_size
 from moe_ops import gated_activation
 
 
@@ -12,8 +12,8 @@ class SharedExperts(nn.Module):
     """A dense gated MLP beside the routed experts, optionally scaled per token by a sigmoid gate.
 
     Args:
-        config: the layer's sizes and activation.
-        shared: width and gating of this expert.
+        config: the layer's sizes, and the activation when `shared` has none.
+        shared: width, gating and activation of this expert.
         device, dtype: of the parameters.
 
     Attributes:
@@ -38,8 +38,9 @@ class SharedExperts(nn.Module):
         expect_type("config", config, MoEConfig)
         expect_type("shared", shared, SharedExpertConfig)
         H, I = config.hidden_size, shared.intermediate_size
-        self.activation = config.activation
-        self.gate_up_proj = nn.Linear(H, config.gate_up_size(I), bias=False, device=device, dtype=dtype)
+        self.activation = config.activation if shared.activation is None else shared.activation
+        rows = gate_up_size(I, self.activation)  # type: ignore[arg-type]  # an Activation after __post_init__
+        self.gate_up_proj = nn.Linear(H, rows, bias=False, device=device, dtype=dtype)
         self.down_proj = nn.Linear(I, H, bias=False, device=device, dtype=dtype)
         is_gated = shared.gated == "sigmoid"
         self.gate = nn.Linear(H, 1, bias=False, device=device, dtype=dtype) if is_gated else None

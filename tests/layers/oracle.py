@@ -1,9 +1,12 @@
 """The layer as a double loop in float64, independent of every operator under test."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from layers import FusedMoE, MoEBlock
+from moe_ops.reference import reference_routing
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -13,59 +16,78 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def experts(module: FusedMoE, hidden: Tensor, logits: Tensor) -> Tensor:
-    config, routing = module.config, module.config.routing
-    hidden, logits = (
-        hidden.reshape(-1, hidden.shape[-1]).double(),
-        logits.reshape(-1, logits.shape[-1]).double(),
-    )
-    out = torch.zeros_like(hidden)
-    for token in range(hidden.shape[0]):
-        weights, ids = _route(logits[token], module)
-        for weight, index in zip(weights, ids, strict=True):
-            local = index if module.expert_map is None else module.expert_map[index].item()
-            if local >= 0:
-                scale_in = weight if config.router.weight_on == "input" else 1.0
-                scale_out = 1.0 if config.router.weight_on == "input" else weight
-                out[token] += scale_out * _expert(module, hidden[token] * scale_in, local)
-    assert routing.top_k == config.top_k
-    return out
+    """Hidden states and logits may have any leading dimensions; latent experts get latent states."""
+    rows = hidden.reshape(-1, hidden.shape[-1]).double()
+    routed = route(module, rows, logits.reshape(-1, logits.shape[-1]).double())
+    return torch.stack([_token(module, row, *each) for row, each in zip(rows, routed, strict=True)])
+
+
+def _token(module: FusedMoE, hidden: Tensor, weights: list[float], ids: list[int]) -> Tensor:
+    config, out, unchanged = module.config, torch.zeros_like(hidden), 0.0
+    for weight, index in zip(weights, ids, strict=True):
+        if index >= config.num_experts:
+            unchanged += weight
+            continue
+        local = index if module.expert_map is None else module.expert_map[index].item()
+        if local >= 0:
+            scale_in, scale_out = (weight, 1.0) if config.router.weight_on == "input" else (1.0, weight)
+            out = out + scale_out * _expert(module, hidden * scale_in, local)
+    scale = config.routing.scale if config.router.scale_on == "output" else 1.0
+    return out * scale + unchanged * hidden
 
 
 def block(module: MoEBlock, hidden: Tensor) -> Tensor:
-    shape, hidden = hidden.shape, hidden.reshape(-1, hidden.shape[-1])
-    logits = hidden.double() @ module.gate.weight.double().T
-    if module.config.router.has_bias:
+    shape, config, hidden = hidden.shape, module.config, hidden.reshape(-1, hidden.shape[-1]).double()
+    logits = hidden @ module.gate.weight.double().T
+    if config.router.has_bias:
         logits = logits + module.gate.bias.double()
-    out = experts(module.experts, hidden, logits)
-    if module.config.shared_experts is not None:
-        shared = module.shared_experts
-        gate_up = hidden.double() @ shared.gate_up_proj.weight.double().T
-        addend = _activate(gate_up, module.config.activation) @ shared.down_proj.weight.double().T
-        if module.config.shared_experts.gated == "sigmoid":
-            addend = addend * torch.sigmoid(hidden.double() @ shared.gate.weight.double().T)
-        out = out + addend
+    if config.experts.latent_size is None:
+        out = experts(module.experts, hidden, logits)
+    else:
+        latent = hidden @ module.routed_input_transform.weight.double().T
+        routed = route(module.experts, hidden, logits)
+        rows = [_token(module.experts, row, *each) for row, each in zip(latent, routed, strict=True)]
+        out = torch.stack(rows) @ module.routed_output_transform.weight.double().T
+    if config.shared_experts is not None:
+        out = out + _shared(module, hidden)
+        out = out / 2 if config.shared_experts.combination == "average" else out
     return out.reshape(shape)
 
 
-def _route(logits: Tensor, module: FusedMoE) -> tuple[list[float], list[int]]:
-    routing = module.config.routing
-    assert routing.num_groups == 1
-    assert routing.order == "score_then_topk"
-    scores = logits.softmax(-1) if routing.score_fn == "softmax" else logits.sigmoid()
-    bias = module.e_score_correction_bias
-    choice = scores if bias is None else scores + bias.double()
-    ids = sorted(range(len(choice)), key=lambda e: -choice[e].item())[: routing.top_k]
-    chosen = [scores[e].item() for e in ids]
-    total = sum(chosen) + routing.renorm_eps if routing.renormalize else 1.0
-    return [routing.scale * score / total for score in chosen], ids
+def _shared(module: MoEBlock, hidden: Tensor) -> Tensor:
+    shared = module.shared_experts
+    gate_up = hidden @ shared.gate_up_proj.weight.double().T
+    out = _activate(gate_up, shared.activation) @ shared.down_proj.weight.double().T
+    if module.config.shared_experts.gated == "sigmoid":
+        out = out * torch.sigmoid(hidden @ shared.gate.weight.double().T)
+    return out
+
+
+def route(module: FusedMoE, hidden: Tensor, logits: Tensor) -> list[tuple[list[float], list[int]]]:
+    """Weights and ids of every token; `hidden` is for routing functions."""
+    config, bias = module.config, module.e_score_correction_bias
+    router, routing = config.router, config.routing
+    if router.routing_function is None:
+        routing = dataclasses.replace(routing, scale=1.0) if router.scale_on == "output" else routing
+        weights, ids = reference_routing(logits, routing, None if bias is None else bias.double())
+    else:
+        weights, ids = router.routing_function(hidden, logits, config.top_k, routing.renormalize)
+    if module.expert_scale is not None:
+        weights = weights * module.expert_scale.double()[ids.long()]
+    return list(zip(weights.tolist(), ids.tolist(), strict=True))
 
 
 def _expert(module: FusedMoE, hidden: Tensor, index: int) -> Tensor:
-    gate_up = module.w13_weight[index].double() @ hidden
+    size = hidden.shape[0]  # weights may be padded
+    gate_up = module.w13_weight[index].double()[:, :size] @ hidden
     if module.w13_bias is not None:
         gate_up = gate_up + module.w13_bias[index].double()
     out = module.w2_weight[index].double() @ _activate(gate_up, module.config.activation)
-    return out if module.w2_bias is None else out + module.w2_bias[index].double()
+    out = out if module.w2_bias is None else out + module.w2_bias[index].double()
+    if module.post_norm_weight is not None:
+        eps = module.config.experts.post_norm_eps
+        out = out / (out.square().mean() + eps).sqrt() * module.post_norm_weight.double()
+    return out[:size]
 
 
 def _activate(gate_up: Tensor, activation) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import demo, moe_bench, peers
+from benchmarks import demo, loading, moe_bench, peers
 from benchmarks.checkpoints import UnsupportedCheckpoint, load, moe_blocks, write_small_checkpoint
 from benchmarks.demo_graph import BlockFacts
 from benchmarks.demo_run import Run
@@ -184,3 +184,14 @@ def test_demo_claims_hold_only_when_they_do() -> None:
     assert failed(_demo([1, 2], _Report(0, 1))) == ["MoE layers fused"]
     assert failed(_demo([1, 2], _Report(0, 2), further_compiles=2)) == ["recompiles of prefill"]
     assert failed(_demo([1, 2], _Report(0, 2), decode_compiles=2)) == ["compiles of decode"]
+
+
+def test_loading_is_compared_with_reading(monkeypatch, capsys) -> None:
+    for name, size in (("HIDDEN", 16), ("INTERMEDIATE", 8), ("EXPERTS", 8)):
+        monkeypatch.setattr(loading, name, size)
+    threads = torch.get_num_threads()
+    try:
+        assert loading.main(argparse.Namespace(layers=2, rounds=1)) in (0, 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert "load / read" in capsys.readouterr().out

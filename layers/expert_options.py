@@ -1,0 +1,73 @@
+"""What a layer does with routed tokens besides the experts' products. Plain PyTorch that a compiler sees through."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from layers.router import RouterOutput
+from moe_ops import build_dispatch, combine, gated_activation, grouped_gemm, permute
+from moe_ops.arguments import FusedExperts
+from moe_ops.errors import value_error
+
+
+def in_chunks(run: Callable[..., Tensor], size: int | None, tokens: Tensor, *others: Any) -> Tensor:
+    """`run(tokens, *others)`, at most `size` tokens at a time: one chunk's workspace, and the output [T, H].
+
+    `others` are what else has a row per token: tensors, a `RouterOutput`, None; another number of rows raises
+    ValueError. How many chunks there are is part of a compiled graph, as T is when it is static.
+    """
+    if size is None or tokens.shape[0] <= size:
+        return run(tokens, *others)
+    for other in others:
+        _expect_rows(other, tokens.shape[0])
+    output = None
+    for start in range(0, tokens.shape[0], size):
+        chunk = run(*(_rows(each, slice(start, start + size)) for each in (tokens, *others)))
+        output = chunk.new_empty(tokens.shape[0], *chunk.shape[1:]) if output is None else output
+        output[start : start + size] = chunk
+    assert output is not None
+    return output
+
+
+def _rows(value: Any, rows: slice) -> Any:
+    if isinstance(value, RouterOutput):
+        return RouterOutput(*(tensor[rows] for tensor in value))
+    return None if value is None else value[rows]
+
+
+def _expect_rows(value: Any, num_tokens: int) -> None:
+    for tensor in value if isinstance(value, tuple) else (value,):
+        if tensor is not None and tensor.shape[0] != num_tokens:
+            value_error("{} rows beside {} tokens: expected one each", tensor.shape[0], num_tokens)
+
+
+def zero_experts(tokens: Tensor, routed: RouterOutput, num_experts: int) -> Tensor:
+    """What the experts from number `num_experts` on return, weighed: a multiple of each token [T, H]."""
+    weights = routed.topk_weights.masked_fill(routed.topk_ids < num_experts, 0)
+    return (tokens * weights.sum(1, keepdim=True)).to(tokens.dtype)
+
+
+def run_with_norm(args: FusedExperts, weight: Tensor, eps: float) -> Tensor:
+    """`moe_ops.fused_experts` with an RMS norm of every expert's output [S, H] before it is weighed."""
+    w13, w2 = args.experts
+    plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
+    rows = permute(args.hidden_states, plan.sorted_slots)
+    gate_up = grouped_gemm(rows, w13.weight, plan.expert_offsets, w13.bias)
+    expert_out = grouped_gemm(
+        gated_activation(gate_up, args.activation), w2.weight, plan.expert_offsets, w2.bias
+    )
+    normed = F.rms_norm(expert_out, weight.shape, weight, eps)
+    return combine(normed, args.topk_weights, plan.inverse, args.shared)
+
+
+def scaled(weights: Tensor, ids: Tensor, expert_scale: Tensor) -> Tensor:
+    """Routed weights [T, K] times the scale of their expert, in their own dtype."""
+    return weights * expert_scale.to(weights.dtype)[ids.long()]
+
+
+def compute_weights(weights: Tensor) -> Tensor:
+    """Weights of a routing function in the compute dtype."""
+    return weights if weights.dtype == torch.float64 else weights.float()

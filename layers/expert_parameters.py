@@ -1,0 +1,180 @@
+"""What the routed experts of a layer hold: weights, their place among the ranks, and how checkpoints get into them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers._checks import expect_type
+from layers.config import MoEConfig
+from layers.placement import local_experts
+from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
+from layers.weights.shard import WHOLE, TensorShard
+
+
+class ExpertParameters(nn.Module):
+    """Parameters and buffers of `FusedMoE`, which documents them."""
+
+    w13_weight: Tensor
+    w2_weight: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
+    expert_scale: Tensor | None
+    post_norm_weight: Tensor | None
+    e_score_correction_bias: Tensor | None
+    expert_map: Tensor | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        expert_map: Tensor | None = None,
+        *,
+        shard: TensorShard = WHOLE,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect_type("config", config, MoEConfig)
+        expect_type("shard", shard, TensorShard)
+        self.config = config
+        self.shard = shard
+        self._placement = None if expert_map is None else local_experts(expert_map, config.num_experts)
+        for name, shape in _parameter_shapes(config, self.num_local_experts, shard).items():
+            parameter = (
+                None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            )
+            self.register_parameter(name, parameter)
+        has_correction = config.router.has_correction_bias
+        correction = (
+            torch.empty(config.router_size, device=device, dtype=torch.float32) if has_correction else None
+        )
+        self.register_buffer("e_score_correction_bias", correction)
+        self.register_buffer("expert_map", self._placement_on(device), persistent=False)
+        self.reset_parameters()
+
+    @property
+    def num_local_experts(self) -> int:
+        """How many experts have their weights here: E without an `expert_map`."""
+        return self.config.num_experts if self._placement is None else max(self._placement) + 1
+
+    def reset_parameters(self) -> None:
+        """Fills weights and biases uniformly in ±1/sqrt(fan_in) like `nn.Linear`. Scales are 1, selection biases 0."""
+        config = self.config
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                if name in ("expert_scale", "post_norm_weight"):
+                    parameter.fill_(1)
+                    continue
+                fan_in = config.expert_hidden_size if name.startswith("w13") else config.intermediate_size
+                nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+            if self.e_score_correction_bias is not None:
+                self.e_score_correction_bias.zero_()
+
+    def weight_loader(
+        self,
+        param: Tensor,
+        loaded_weight: Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Copies one tensor of a checkpoint into its place in `param`; `load_checkpoint` does this for whole files.
+
+        Args:
+            param: a parameter [E_local, ...] of this module: weight, bias, or a scale from `add_weight_scales`. It may
+                be padded; what the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds
+                matrices the other way round.
+            loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or of all experts with
+                a dimension in front; over all tensor-parallel ranks, of which `shard` takes its part.
+            weight_name: says what it is: "scale", "zero" or "offset" (kind by the parameter's `quant_method`),
+                "input_scale", "weight_shape", "g_idx", "bias" or "weight" is part of the name.
+            shard_id: "w1" gate, "w3" up, "w2" down.
+            expert_id: global expert, physical one where experts are replicated.
+
+        Returns:
+            None; with `return_success` whether anything was copied: False for an expert of another rank and for a name
+            that says none of these.
+
+        Raises:
+            TypeError, ValueError: unknown shard or scale kind, a shape that does not fit, or another kind of dtype.
+        """
+        success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
+        return success if return_success else None
+
+    @classmethod
+    def make_expert_params_mapping(
+        cls,
+        ckpt_gate_proj_name: str,
+        ckpt_down_proj_name: str,
+        ckpt_up_proj_name: str,
+        num_experts: int,
+        num_redundant_experts: int = 0,
+    ) -> ParamsMapping:
+        """What to look for in a checkpoint with a tensor per expert, for `weight_loader`.
+
+        Returns:
+            (param_name, weight_name, expert_id, shard_id) for each matrix of each physical expert: in the name of a
+            tensor of the checkpoint, `weight_name` is replaced by `param_name` to get that of the parameter. Redundant
+            expert i holds a copy of expert i mod `num_experts`.
+
+        Example:
+            >>> FusedMoE.make_expert_params_mapping("gate_proj", "down_proj", "up_proj", num_experts=8)[0]
+            ('experts.w13_', 'experts.0.gate_proj.', 0, 'w1')
+        """
+        return expert_params_mapping(
+            ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertParameters":
+        # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
+        correction, expert_map = self.e_score_correction_bias, self.expert_map
+        super()._apply(fn, recurse)
+        moved = self.e_score_correction_bias
+        if correction is not None and moved is not None and moved.dtype != correction.dtype:
+            self.e_score_correction_bias = correction.to(moved.device)
+        if expert_map is not None and self.expert_map is not None:
+            self._place(expert_map, self.expert_map.device)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # Loaded with assign=True, a module leaves the meta device without a move, and buffers take any dtype.
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias = self.e_score_correction_bias.float()
+        if self.expert_map is not None and self.expert_map.is_meta:
+            self._place(self.expert_map, self.w13_weight.device)
+
+    def _place(self, expert_map: Tensor, device: torch.device) -> None:
+        leaves_meta = expert_map.is_meta and device.type != "meta"
+        self.expert_map = self._placement_on(device) if leaves_meta else expert_map.to(device)
+
+    def _placement_on(self, device: torch.device | str | None) -> Tensor | None:
+        return (
+            None
+            if self._placement is None
+            else torch.tensor(self._placement, dtype=torch.int32, device=device)
+        )
+
+    def extra_repr(self) -> str:
+        config = self.config
+        sizes = f"num_experts={config.num_experts}, hidden_size={config.hidden_size}"
+        return f"{sizes}, intermediate_size={config.intermediate_size}, routing={config.routing.spec!r}"
+
+
+def _parameter_shapes(
+    config: MoEConfig, num_experts: int, shard: TensorShard
+) -> dict[str, tuple[int, ...] | None]:
+    H = config.experts.padded_size or config.expert_hidden_size
+    I = shard.local_size("intermediate_size", config.intermediate_size)
+    gate_up = config.gate_up_size(I)
+    return {
+        "w13_weight": (num_experts, gate_up, H),
+        "w2_weight": (num_experts, H, I),
+        "w13_bias": (num_experts, gate_up) if config.has_bias else None,
+        "w2_bias": (num_experts, H) if config.has_bias else None,
+        "expert_scale": (config.router_size,) if config.router.has_expert_scale else None,
+        "post_norm_weight": (H,) if config.experts.post_norm_eps is not None else None,
+    }

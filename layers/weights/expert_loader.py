@@ -1,0 +1,189 @@
+"""One checkpoint tensor into the parameters of `FusedMoE`, and the names to look for: what model loaders call.
+
+Shards: "w1" is the gate, "w3" the up projection, "w2" the down projection. w1 and w3 are the two halves of `w13`
+(alternating rows when the activation is interleaved); both are split by rows over a tensor-parallel group, each on
+its own, and w2 by columns. A parameter with the attribute `is_transposed` is stored and loaded the other way round.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from layers._checks import expect_choice, expect_positive, expect_type
+from layers.weights.scales import WeightScale
+
+ShardId = Literal["w1", "w2", "w3"]
+ParamsMapping = list[tuple[str, str, int, str]]
+
+_SINGLE_VALUES = ("input_scale", "weight_shape")
+_SCALES = ("scale", "zero", "offset")
+
+
+def expert_params_mapping(
+    gate: str, down: str, up: str, num_experts: int, num_redundant: int
+) -> ParamsMapping:
+    """See `FusedMoE.make_expert_params_mapping`."""
+    expect_positive("num_experts", num_experts)
+    if not isinstance(num_redundant, int) or num_redundant < 0:
+        raise ValueError(f"num_redundant_experts={num_redundant!r}: expected an int >= 0")
+    shards = (("w1", gate, "w13"), ("w2", down, "w2"), ("w3", up, "w13"))
+    return [
+        (f"experts.{param}_", f"experts.{physical % num_experts}.{name}.", physical, shard_id)
+        for physical in range(num_experts + num_redundant)
+        for shard_id, name, param in shards
+    ]
+
+
+def load_expert_weight(
+    module: Any, param: Tensor, loaded_weight: Tensor, weight_name: str, shard_id: str, expert_id: int
+) -> bool:
+    """See `FusedMoE.weight_loader`: True when `param` changed, False when the weight belongs elsewhere."""
+    for name, tensor in (("param", param), ("loaded_weight", loaded_weight)):
+        expect_type(name, tensor, Tensor)
+    expect_choice("shard_id", shard_id, ShardId)
+    if shard_id == "w3" and not module.config.activation.is_gated:
+        raise ValueError(f"shard_id='w3': activation {module.config.activation.name!r} has no up projection")
+    kind = _kind(weight_name)
+    if kind is None:
+        return False
+    _check_dtype(param, loaded_weight, weight_name)
+    pairs = _expert_pairs(module, param, loaded_weight, kind, expert_id)
+    with torch.no_grad():
+        for expert_data, weight in pairs:
+            _LOADERS[kind](module, param, expert_data, weight, shard_id)
+    return bool(pairs)
+
+
+def _kind(weight_name: str) -> str | None:
+    if any(part in weight_name for part in _SINGLE_VALUES):
+        return "single"
+    if "g_idx" in weight_name:
+        return "g_idx"
+    if any(part in weight_name for part in _SCALES):
+        return "scale"
+    if "bias" in weight_name:
+        return "bias"
+    return "weight" if "weight" in weight_name else None
+
+
+def _check_dtype(param: Tensor, loaded: Tensor, weight_name: str) -> None:
+    plain = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if param.dtype != loaded.dtype and not {param.dtype, loaded.dtype} <= set(plain):
+        raise TypeError(
+            f"{weight_name} has dtype {loaded.dtype}: expected {param.dtype}, that of the parameter"
+        )
+
+
+def _expert_pairs(
+    module: Any, param: Tensor, loaded: Tensor, kind: str, expert_id: int
+) -> list[tuple[Tensor, Tensor]]:
+    """(the expert's part of the parameter, its weight): one pair, or all experts of a fused 3-D checkpoint."""
+    local_of = module.expert_map
+    is_fused = loaded.dim() == 3 and kind in ("weight", "scale")
+    if not is_fused:
+        known = param.shape[0] if local_of is None else local_of.shape[0]
+        if not isinstance(expert_id, int) or not 0 <= expert_id < known:
+            raise ValueError(f"expert_id={expert_id!r}: expected an expert in [0, {known})")
+        local = expert_id if local_of is None else int(local_of[expert_id])
+        return [] if local < 0 else [(param.data[local], loaded)]
+    places = range(param.shape[0]) if local_of is None else local_of.tolist()
+    if len(places) != loaded.shape[0]:
+        raise ValueError(f"loaded_weight has shape {tuple(loaded.shape)}: expected {len(places)} experts")
+    return [(param.data[local], weight) for local, weight in zip(places, loaded, strict=True) if local >= 0]
+
+
+def _load_single(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
+    if weight.numel() != expert_data.numel():
+        _copy(expert_data, weight)  # raises
+    expert_data.copy_(weight.reshape(expert_data.shape))
+
+
+def _load_group_index(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
+    _copy(expert_data, module.shard.of(weight, 0) if shard_id == "w2" else weight)
+
+
+def _load_bias(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
+    if shard_id != "w2":
+        _expect_shape("bias", weight, (module.config.intermediate_size,))
+        _copy_padded(_half(module, expert_data, shard_id, -1), module.shard.of(weight, -1))
+    elif module.shard.rank == 0:
+        _expect_shape("bias", weight, (module.config.hidden_size,))
+        _copy_padded(expert_data, weight)
+    else:
+        expert_data.zero_()  # the ranks' outputs are summed, and the bias counts once
+
+
+def _load_weight(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
+    is_transposed = getattr(param, "is_transposed", False)
+    shape = (module.config.intermediate_size, module.config.hidden_size)
+    stored_by_columns = (shard_id == "w2") != is_transposed
+    dim = -1 if stored_by_columns else -2
+    target, part = _half(module, expert_data, shard_id, dim), module.shard.of(weight, dim)
+    if not param.is_floating_point():  # packed integers: fewer elements than the matrix has, and no padding
+        return _copy(target, part)
+    _expect_shape("weight", weight, shape[::-1] if stored_by_columns else shape)
+    return _copy_padded(target, part)
+
+
+def _load_scale(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
+    kind = WeightScale.of(param)
+    dim = -1 if (shard_id == "w2") != getattr(param, "is_transposed", False) else -2
+    if kind is WeightScale.TENSOR:
+        target = expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
+        _load_single(module, param, target, weight, shard_id)
+    elif shard_id == "w2" and (kind is WeightScale.CHANNEL or getattr(param, "load_full_w2", False)):
+        _copy(expert_data, weight)
+    elif kind is WeightScale.BLOCK and shard_id != "w2" and module.config.activation.interleaved:
+        raise ValueError("activation.interleaved=True: expected False, blocks would hold rows of gate and up")
+    else:
+        _copy(_half(module, expert_data, shard_id, dim), module.shard.of(weight, dim))
+
+
+_LOADERS = {
+    "single": _load_single,
+    "g_idx": _load_group_index,
+    "bias": _load_bias,
+    "weight": _load_weight,
+    "scale": _load_scale,
+}
+
+
+def _half(module: Any, expert_data: Tensor, shard_id: str, dim: int) -> Tensor:
+    """Where a shard goes: half of w13, or all of w2 and of an ungated w1."""
+    activation = module.config.activation
+    if shard_id == "w2" or not activation.is_gated:
+        return expert_data
+    return gate_or_up(expert_data, dim, is_up=shard_id == "w3", interleaved=activation.interleaved)
+
+
+def gate_or_up(tensor: Tensor, dim: int, *, is_up: bool, interleaved: bool) -> Tensor:
+    """The gate's or the up projection's part of dimension `dim`, counted from the last; a view."""
+    if interleaved:
+        return tensor.unflatten(dim, (-1, 2)).select(dim, int(is_up))
+    return tensor.chunk(2, dim)[int(is_up)]
+
+
+def _expect_shape(name: str, loaded: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(loaded.shape) != expected:
+        raise ValueError(f"loaded {name} has shape {tuple(loaded.shape)}: expected {expected}")
+
+
+def _copy(target: Tensor, loaded: Tensor) -> None:
+    if loaded.shape != target.shape:
+        raise ValueError(
+            f"loaded_weight has {tuple(loaded.shape)} for this rank: expected {tuple(target.shape)}"
+        )
+    target.copy_(loaded)
+
+
+def _copy_padded(target: Tensor, loaded: Tensor) -> None:
+    """Like `_copy`; where the parameter is larger, as padded ones are, the rest becomes zero."""
+    if loaded.dim() != target.dim() or any(a > b for a, b in zip(loaded.shape, target.shape)):
+        _copy(target, loaded)  # raises
+    inner = target
+    for dim, size in enumerate(loaded.shape):
+        inner = inner.narrow(dim, 0, size)
+    if inner.shape != target.shape:
+        target.zero_()
+    inner.copy_(loaded)

@@ -1,0 +1,91 @@
+"""A module's weights under the names and in the layout of a model family's checkpoints."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers._checks import expect_type
+from layers.families import family_config
+from layers.fused_moe import FusedMoE
+from layers.weights.formats import Format, format_of
+from layers.weights.layout import join
+from layers.weights.loading import beside_layers, moe_layers
+from layers.weights.slots import Slot, block_slots, same
+
+
+def checkpoint_state_dict(module: nn.Module, config: Any, *, prefix: str = "") -> dict[str, Tensor]:
+    """What `load_checkpoint` loads, ready for `safetensors.torch.save_file`: byte for byte what the family writes.
+
+    Args:
+        module: as for `load_checkpoint`, with all experts and whole ones.
+        config: of a transformers model; its `model_type` chooses the names.
+        prefix: put before every name. A lone block is the one of a decoder layer: "model.layers.3".
+
+    Returns:
+        Contiguous tensors by name: views of the parameters where these lie as the checkpoint's tensors do, else copies.
+        The selection bias is float32, as in the layer.
+
+    Raises:
+        TypeError, ValueError: no MoE layer in the module, one that holds a part of the experts or of each, one that
+            the family has no names for, or a `model_type` that `MoEConfig.from_hf` does not take.
+
+    Example:
+        >>> save_file(checkpoint_state_dict(model, config), folder / "model.safetensors", {"format": "pt"})
+    """
+    expect_type("prefix", prefix, str)
+    family = family_config(config).model_type
+    names = format_of(config.model_type, family)
+    blocks = moe_layers(module)
+    saved = {tied[0]: tensor.detach().contiguous() for tied, tensor in beside_layers(module, blocks).items()}
+    for name, block in blocks.items():
+        _check(name or "module", block, names, family)
+        layer = join(_decoder_layer(name, block), names.block)
+        stored = {join(layer, each): tensor for each, tensor in _stored_tensors(block, names).items()}
+        if twice := sorted(saved.keys() & stored.keys()):
+            raise ValueError(f"{name}: another layer is saved as {twice[0]} too: expected numbers for names")
+        saved |= stored
+    return {join(prefix, name): tensor for name, tensor in saved.items()}
+
+
+def _check(name: str, block: nn.Module, names: Format, family: str) -> None:
+    experts: Any = getattr(block, "experts", block)
+    shared: Any = getattr(block, "shared_experts", None)
+    if experts.expert_map is not None or experts.shard.size > 1:
+        raise ValueError(f"{name} holds a part of the experts: expected expert_map=None and no shard")
+    pairs = [(experts.config.activation, names.experts)]
+    pairs += [] if shared is None else [(shared.activation, names.shared)]
+    for activation, matrices in pairs:
+        if activation.is_gated != matrices.gated:
+            has = "a gate" if matrices.gated else "none"
+            raise ValueError(f"{name} has activation {activation.name!r}: experts of {family!r} have {has}")
+    if experts.config.has_bias and not names.experts.biases:
+        raise ValueError(f"{name} has_bias=True: experts of {family!r} have no biases")
+
+
+def _decoder_layer(name: str, block: nn.Module) -> str:
+    """The name of the decoder layer around a block: numbers are layers, other names are blocks in them."""
+    parts = name.split(".") if name else []
+    if isinstance(block, FusedMoE) and parts:
+        parts.pop()
+    if parts and not parts[-1].isdigit():
+        parts.pop()
+    return ".".join(parts)
+
+
+def _stored_tensors(block: nn.Module, names: Format) -> dict[str, Tensor]:
+    ours = block.state_dict()
+    by_name: dict[str, list[Slot]] = {}
+    for slot in block_slots(block, names):
+        by_name.setdefault(slot.stored, []).append(slot)
+    return {name: _stored(slots, ours) for name, slots in by_name.items()}
+
+
+def _stored(slots: list[Slot], ours: dict[str, Tensor]) -> Tensor:
+    first, tensor = slots[0], ours[slots[0].ours]
+    if len(slots) == 1 and first.of_stored is same:
+        return first.of_ours(tensor).contiguous()
+    stored = torch.empty(first.shape, dtype=tensor.dtype, device=tensor.device)
+    for slot in slots:
+        slot.of_stored(stored).copy_(slot.of_ours(ours[slot.ours]))
+    return stored

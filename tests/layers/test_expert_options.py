@@ -1,0 +1,165 @@
+"""What the pairs of options do not show: rounding, memory, errors, and that nothing costs where it is off."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig
+from tests.layers import oracle
+
+H, I, E, K = 16, 20, 8, 2
+
+
+def _config(**fields) -> MoEConfig:
+    return MoEConfig(E, K, H, I, **fields)
+
+
+class _Operators(TorchDispatchMode):
+    """The operators of ours that are called, and the largest tensor that any operator returns, in bytes."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.largest = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe":
+            self.names.append(func._schema.name.removeprefix("moe::"))
+        outputs = func(*args, **(kwargs or {}))
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            if isinstance(output, torch.Tensor):
+                self.largest = max(self.largest, output.nbytes)
+        return outputs
+
+
+def _seen(run) -> _Operators:
+    with torch.no_grad(), _Operators() as seen:
+        run()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options", [ExpertsConfig(), ExpertsConfig(chunk_size=64), ExpertsConfig(latent_size=H)]
+)
+def test_options_that_need_no_routing_of_their_own_stay_one_operator(options):
+    layer = FusedMoE(_config(experts=options))
+    assert _seen(lambda: layer(torch.randn(7, H), torch.randn(7, E))).names == ["fused_moe"]
+
+
+def test_chunks_bound_the_workspace():
+    hidden, logits = torch.randn(100, H), torch.randn(100, E)
+    layer = FusedMoE(_config(experts=ExpertsConfig(chunk_size=10), emit="stages"))
+    whole = FusedMoE(_config(emit="stages"))
+    whole.load_state_dict(layer.state_dict())
+    seen, unbounded = _seen(lambda: layer(hidden, logits)), _seen(lambda: whole(hidden, logits))
+    assert seen.largest == hidden.nbytes  # the output; a chunk's gate and up columns are 10 * K of 2I
+    assert unbounded.largest == 100 * K * 2 * I * hidden.itemsize
+    assert oracle.relative_error(layer(hidden, logits), whole(hidden, logits)) < 1e-6
+
+
+def test_chunks_have_the_dtype_of_autocast():
+    block = MoEBlock(_config(experts=ExpertsConfig(chunk_size=3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(torch.randn(7, H)).dtype == torch.bfloat16
+
+
+def test_chunks_expect_a_row_per_token():
+    layer = FusedMoE(_config(experts=ExpertsConfig(chunk_size=3)))
+    hidden, logits = torch.randn(7, H), torch.randn(7, E)
+    for wrong in (6, 8):
+        with pytest.raises(ValueError, match=f"{wrong} rows beside 7 tokens: expected one each"):
+            layer(hidden, torch.randn(wrong, E))
+        with pytest.raises(ValueError, match=f"{wrong} rows beside 7 tokens"):
+            layer(hidden, layer.route(torch.randn(wrong, E)))
+        with pytest.raises(ValueError, match=f"{wrong} rows beside 7 tokens"):
+            layer(hidden, logits, torch.randn(wrong, H))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"experts": ExpertsConfig(padded_size=24)}, {"experts": ExpertsConfig(num_zero_experts=2)},
+     {"router": RouterConfig(scale_on="output")}],
+)  # fmt: skip
+def test_shared_output_of_another_length_is_refused(fields):
+    """It would be broadcast, or dropped, where it is added by plain PyTorch."""
+    layer = FusedMoE(_config(**fields))
+    with pytest.raises(ValueError, match="shared has shape"):
+        layer(torch.randn(7, H), torch.randn(7, layer.config.router_size), torch.randn(1, H))
+
+
+def test_zero_experts_round_once():
+    layer = FusedMoE(_config(experts=ExpertsConfig(num_zero_experts=4)), dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer.w2_weight.zero_()
+    hidden, logits = torch.randn(33, H).bfloat16(), torch.randn(33, E + 4)
+    expected = oracle.experts(layer, hidden, logits)
+    assert torch.equal(layer(hidden, logits), expected.bfloat16())
+
+
+def _best(hidden_states, router_logits, top_k, renormalize):
+    return router_logits.topk(top_k)
+
+
+def test_a_routing_functions_weights_are_computed_with_in_float32():
+    layer = FusedMoE(_config(router=RouterConfig(routing_function=_best)), dtype=torch.bfloat16)
+    routed = layer.route(torch.randn(7, E).bfloat16(), torch.randn(7, H).bfloat16())
+    assert (routed.topk_weights.dtype, routed.topk_ids.dtype) == (torch.float32, torch.int32)
+    with pytest.raises(ValueError, match="hidden_states=None: expected a tensor"):
+        layer.route(torch.randn(7, E))
+
+
+def test_a_routing_function_sees_the_tokens_a_block_is_given():
+    seen = []
+
+    def spy(hidden_states, router_logits, top_k, renormalize):
+        seen.append(hidden_states)
+        return router_logits.topk(top_k)
+
+    hidden = torch.randn(7, H)
+    options = {"router": RouterConfig(routing_function=spy), "experts": ExpertsConfig(latent_size=12)}
+    MoEBlock(_config(**options))(hidden)
+    assert len(seen) == 1 and torch.equal(seen[0], hidden)
+
+
+def test_a_routing_function_is_compiled_with_the_layer():
+    block = MoEBlock(_config(router=RouterConfig(routing_function=_best)))
+    hidden = torch.randn(7, H)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(block, fullgraph=True)(hidden), block(hidden))
+
+
+def test_reset_parameters_draws_the_transforms_too():
+    block = MoEBlock(_config(experts=ExpertsConfig(latent_size=12, post_norm_eps=1e-6)))
+    before = {name: parameter.clone() for name, parameter in block.named_parameters()}
+    block.reset_parameters()
+    same = [name for name, parameter in block.named_parameters() if torch.equal(parameter, before[name])]
+    assert same == ["experts.post_norm_weight"] and (block.experts.post_norm_weight == 1).all()
+
+
+def test_any_module_may_take_the_transforms_place():
+    block = MoEBlock(_config(experts=ExpertsConfig(latent_size=H)))
+    block.routed_input_transform, block.routed_output_transform = torch.nn.Identity(), torch.nn.Identity()
+    plain = MoEBlock(_config())
+    plain.load_state_dict(block.state_dict())
+    hidden = torch.randn(7, H)
+    torch.testing.assert_close(block(hidden), plain(hidden))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: ExpertsConfig(num_zero_experts=-1), ValueError, "num_zero_experts=-1: expected at least 0"),
+        (lambda: ExpertsConfig(num_zero_experts=True), TypeError, "num_zero_experts=True: expected an int"),
+        (lambda: ExpertsConfig(latent_size=0), ValueError, "latent_size=0: expected at least 1"),
+        (lambda: ExpertsConfig(chunk_size=0), ValueError, "chunk_size=0: expected at least 1"),
+        (lambda: ExpertsConfig(post_norm_eps=-1.0), ValueError, "post_norm_eps=-1.0: expected None or a float"),
+        (lambda: _config(experts=ExpertsConfig(padded_size=12)), ValueError, "padded_size=12: expected at least .* 16"),
+        (lambda: _config(experts=None), TypeError, "experts=None: expected ExpertsConfig"),
+        (lambda: RouterConfig(scale_on="input"), ValueError, "scale_on='input': expected one of"),
+        (lambda: RouterConfig(has_expert_scale=1), TypeError, "has_expert_scale=1: expected bool"),
+        (lambda: RouterConfig(routing_function="topk"), TypeError, "routing_function='topk': expected None or a func"),
+        (lambda: MoEConfig(4, 5, H, I), ValueError, "top_k=5: expected at most num_experts=4"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(make, error, message):
+    with pytest.raises(error, match=message):
+        make()

@@ -1,0 +1,222 @@
+"""Tiny models of every family that has a mixture of experts in the installed transformers."""
+
+import copy
+import dataclasses
+import importlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 2, 8, 2, 64, 24
+
+# Values for whichever of these fields a config has. Small odd widths, so that no two dimensions are equal.
+_POOL = {
+    "vocab_size": 97, "hidden_size": HIDDEN, "d_model": HIDDEN, "intermediate_size": 40, "moe_intermediate_size": INTER,
+    "shared_expert_intermediate_size": 56, "shared_intermediate_size": 48, "share_expert_dim": 56,
+    "moe_shared_expert_intermediate_size": 56, "num_hidden_layers": LAYERS, "num_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS, "num_experts_per_tok": TOP_K,
+    "moe_topk": TOP_K, "moe_k": TOP_K, "top_k_experts": TOP_K, "n_shared_experts": 1, "num_shared_experts": 1,
+    "moe_num_shared_experts": 1, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+    "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "num_dense_layers": 0, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "sliding_window": 64, "mlp_layer_types": ["sparse"] * LAYERS, "index_topk": 16,
+    "index_head_dim": 16, "index_n_heads": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_head_dim": 16, "linear_num_heads": 4, "num_mtp_layers": 0, "num_nextn_predict_layers": 0,
+    "use_cache": False,
+}  # fmt: skip
+_MLA = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}  # fmt: skip
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
+                              "partial_rotary_factor": 1.0}}  # fmt: skip
+_FULL = {"layer_types": ["full_attention"] * LAYERS}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a family's classes are, and what its config needs beside the pool."""
+
+    folder: str
+    config: str
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _causal(folder: str, stem: str, **options: Any) -> Case:
+    return Case(folder, f"{stem}Config", f"{stem}ForCausalLM", options)
+
+
+def _text(folder: str, stem: str, model: str = "TextModel", **options: Any) -> Case:
+    return Case(folder, f"{stem}TextConfig", stem + model, options)
+
+
+CASES = {
+    "afmoe": _causal("afmoe", "Afmoe", route_scale=1.5),
+    "aria_text": _text("aria", "Aria", "TextForCausalLM"),
+    "axk2": _causal("axk2", "AXK2", **_MLA),
+    "bailing_hybrid": _causal("bailing_hybrid", "BailingHybrid", **_MLA, **_FULL),
+    "beam": _causal("beam", "Beam"),
+    "cohere2_moe": _causal("cohere2_moe", "Cohere2Moe", shared_expert_combination_strategy="sum"),
+    "dbrx": _causal(
+        "dbrx",
+        "Dbrx",
+        n_heads=4,
+        n_layers=LAYERS,
+        max_seq_len=128,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        ffn_config={
+            "hidden_size": HIDDEN,
+            "ffn_hidden_size": INTER,
+            "moe_num_experts": EXPERTS,
+            "moe_top_k": TOP_K,
+        },
+    ),
+    "deepseek_ocr2_text": _text(
+        "deepseek_ocr2", "DeepseekOcr2", n_group=None, topk_group=None, head_dim=None, num_key_value_heads=4
+    ),
+    "deepseek_v2": _causal(
+        "deepseek_v2", "DeepseekV2", topk_method="group_limited_greedy", **{**_MLA, "head_dim": None}
+    ),
+    "deepseek_v3": _causal("deepseek_v3", "DeepseekV3", **_MLA),
+    "deepseek_v32": _causal("deepseek_v32", "DeepseekV32", **_MLA),
+    "dots1": _causal("dots1", "Dots1"),
+    "dots3_note_text": Case(
+        "dots3_note",
+        "Dots3NoteTextConfig",
+        "Dots3NoteForCausalLM",
+        {**_MLA, "shared_experts_intermediate_size": 40},
+    ),
+    "ernie4_5_moe": _causal("ernie4_5_moe", "Ernie4_5_Moe", moe_layer_start_index=0),
+    "exaone_moe": _causal("exaone_moe", "ExaoneMoe"),
+    "flex_olmo": _causal("flex_olmo", "FlexOlmo"),
+    "flint": _causal("flint", "Flint"),
+    "glm4_moe": _causal("glm4_moe", "Glm4Moe"),
+    "glm4_moe_lite": _causal("glm4_moe_lite", "Glm4MoeLite", **_MLA),
+    "glm4v_moe_text": _text("glm4v_moe", "Glm4vMoe", **_MROPE),
+    "glm5_next_text": _text(
+        "glm5_next",
+        "Glm5Next",
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        head_dim=0,
+        layer_types=["indexed_attention"] * LAYERS,
+        indexer_types=["full"] * LAYERS,
+    ),
+    "glm_moe_dsa": _causal("glm_moe_dsa", "GlmMoeDsa", **_MLA),
+    "gpt_oss": _causal("gpt_oss", "GptOss"),
+    "granitemoe": _causal("granitemoe", "GraniteMoe"),
+    "granitemoe_swa": _causal("granitemoe_swa", "GraniteMoeSWA"),
+    "granitemoehybrid": _causal("granitemoehybrid", "GraniteMoeHybrid", layer_types=["attention"] * LAYERS),
+    "granitemoeshared": _causal("granitemoeshared", "GraniteMoeShared"),
+    "hunyuan_v1_moe": _causal("hunyuan_v1_moe", "HunYuanMoEV1"),
+    "hy_v3": _causal("hy_v3", "HYV3"),
+    "hy_v4": _causal("hy_v4", "HYV4", **_MLA),
+    "jamba": _causal(
+        "jamba",
+        "Jamba",
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        attn_layer_period=1,
+        attn_layer_offset=0,
+    ),
+    "kimi_linear": _causal("kimi_linear", "KimiLinear", **_MLA, **_FULL),
+    "kolibri1": _causal("kolibri1", "Kolibri1"),
+    "laguna": _causal("laguna", "Laguna"),
+    "lfm2_moe": _causal("lfm2_moe", "Lfm2Moe", **_FULL),
+    "llama4_text": Case("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {"num_experts_per_tok": 1}),
+    "mellum": _causal("mellum", "Mellum"),
+    "mimo_v2_flash": _causal("mimo_v2_flash", "MiMoV2Flash", v_head_dim=16),
+    "minimax": _causal("minimax", "MiniMax", **_FULL),
+    "minimax_m2": _causal("minimax_m2", "MiniMaxM2"),
+    "minimax_m3_vl_text": Case("minimax_m3_vl", "MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM"),
+    "mistral4": _causal("mistral4", "Mistral4", **_MLA),
+    "mistral_large4_text": _text("mistral_large4", "MistralLarge4", **_MLA),
+    "mixtral": _causal("mixtral", "Mixtral"),
+    "nemotron_h": _causal("nemotron_h", "NemotronH", layers_block_type=["moe", "attention", "moe"]),
+    "olmoe": _causal("olmoe", "Olmoe", norm_topk_prob=False),
+    "openai_privacy_filter": Case(
+        "openai_privacy_filter", "OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterForTokenClassification"
+    ),
+    "qwen2_moe": _causal("qwen2_moe", "Qwen2Moe", norm_topk_prob=False),
+    "qwen3_5_moe_text": Case("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _FULL),
+    "qwen3_moe": _causal("qwen3_moe", "Qwen3Moe"),
+    "qwen3_next": _causal("qwen3_next", "Qwen3Next", **_FULL),
+    "qwen3_omni_moe_text": Case("qwen3_omni_moe", "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel"),
+    "qwen3_omni_moe_talker_text": Case(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeTalkerTextConfig",
+        "Qwen3OmniMoeTalkerModel",
+        {"shared_expert_intermediate_size": 56},
+    ),
+    "qwen3_vl_moe_text": _text("qwen3_vl_moe", "Qwen3VLMoe"),
+    "qwen4_exp_text": Case("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM"),
+    "solar_open": _causal("solar_open", "SolarOpen"),
+    "step3p5": _text("step3p7", "Step3p7"),
+    "unlimited_ocr_text": _text("unlimited_ocr", "UnlimitedOcr", head_dim=None, num_key_value_heads=4),
+}
+
+
+def is_installed(folder: str) -> bool:
+    """Whether this transformers has the family."""
+    return (Path(transformers.__file__).parent / "models" / folder).is_dir()
+
+
+def _runs(case: Case) -> bool:
+    if case.folder == "glm5_next":  # its attention has other names in the oldest transformers with it
+        return is_installed("flint")
+    return is_installed(case.folder)
+
+
+FAMILIES = tuple(name for name, case in CASES.items() if _runs(case))
+
+
+def tiny_config(family: str, **options: Any) -> Any:
+    case = CASES[family]
+    module = importlib.import_module(f"transformers.models.{case.folder}.configuration_{case.folder}")
+    config_class = getattr(module, case.config)
+    known = {each.name for each in dataclasses.fields(config_class)}
+    values = {name: value for name, value in _POOL.items() if name in known}
+    return config_class(**copy.deepcopy({**values, **case.options, **options}))
+
+
+def tiny_model(family: str, **options: Any) -> nn.Module:
+    """In eval mode, with routers drawn so wide that no two experts are close."""
+    case = CASES[family]
+    config = tiny_config(family, **options)
+    config._experts_implementation = "eager"
+    module = importlib.import_module(f"transformers.models.{case.folder}.modeling_{case.folder}")
+    torch.manual_seed(0)
+    model = getattr(module, case.model)(config).eval().float()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in moe_blocks(model).values():
+            for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
+                std = 0.3 if re.search(r"(gate|router|wg|layer)\.weight$", name) else 0.15
+                tensor.normal_(0, std, generator=generator)
+    return model
+
+
+def moe_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that own a router and experts."""
+    found = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if "experts" in children and ("gate" in children or "router" in children):
+            found[name] = module
+    return found
+
+
+def run(block: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The block's output: some return their routing as well."""
+    with torch.no_grad():
+        output = block(hidden_states)
+    return (output[0] if isinstance(output, tuple) else output).view_as(hidden_states)

@@ -1,0 +1,56 @@
+"""Loading takes no second copy of the weights, whatever has to be done to them on the way."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+@pytest.mark.parametrize("layout", ["per expert", "stacked", "transposed"])
+def test_there_is_never_a_second_copy_of_the_experts(layout, tmp_path):
+    """In a process of its own, whose memory may grow by a fraction of the checkpoint while it loads."""
+    script = textwrap.dedent(
+        """
+        import resource, sys
+        import torch
+        from layers import MoEBlock, MoEConfig, load_checkpoint
+
+        torch.set_num_threads(1)
+        block = MoEBlock(MoEConfig(16, 2, 1024, 1024), dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
+        load_checkpoint(block, sys.argv[1], prefix="small", progress=False)  # everything is imported
+        size = sum(p.numel() * p.element_size() for p in block.parameters())
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + size // 2, resource.RLIM_INFINITY))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        load_checkpoint(block, sys.argv[1], prefix="big", progress=False)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+        assert grown < size // 2, f"{grown} of {size}"
+        assert block.experts.w2_weight[-1].eq(2).all() and block.experts.w13_weight[0].eq(2).all()
+        print(size)
+        """
+    )
+    tensors = {**_weights("small", layout, 1.0), **_weights("big", layout, 2.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    command = [sys.executable, "-c", script, str(tmp_path / "model.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 90e6
+
+
+def _weights(layer, layout, value):
+    def full(*shape):
+        return torch.full(shape, value, dtype=torch.bfloat16)
+
+    at = f"{layer}.mlp.experts"
+    gate = {f"{layer}.mlp.gate.weight": full(16, 1024)}
+    if layout == "per expert":
+        return gate | {
+            f"{at}.{expert}.{name}_proj.weight": full(1024, 1024)
+            for expert in range(16)
+            for name in ("gate", "up", "down")
+        }
+    gate_up = full(16, 1024, 2048) if layout == "transposed" else full(16, 2048, 1024)
+    return gate | {f"{at}.gate_up_proj": gate_up, f"{at}.down_proj": full(16, 1024, 1024)}
