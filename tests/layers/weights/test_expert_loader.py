@@ -193,8 +193,8 @@ def test_scales_of_every_kind(kind, shard):
 
 def test_blocks_at_the_edges_are_smaller():
     experts = FusedMoE(_config())
-    add_weight_scales(experts, WeightScale.BLOCK, (5, 4))
-    gate, up, down = torch.rand(E, 3, 3), torch.rand(E, 3, 3), torch.rand(E, 2, 3)
+    add_weight_scales(experts, WeightScale.BLOCK, (7, 7))
+    gate, up, down = torch.rand(3, E, 2, 2)
     assert all(_load_all(experts, gate, up, down, stem="weight_scale"))
     assert torch.equal(experts.w13_weight_scale, torch.cat([gate, up], 1))
     assert torch.equal(experts.w2_weight_scale, down)

@@ -313,6 +313,8 @@ def test_what_cannot_be_loaded_into(tmp_path):
     _raises(
         scaled, state, "experts.w13_weight_scale, experts.w2_weight_scale: not part of a checkpoint's format"
     )
+    with pytest.raises(TypeError, match="prefix=3: expected str"):
+        load_checkpoint(_block(), state, prefix=3)
     with pytest.raises(TypeError, match="path_or_state_dict is a int: expected a path"):
         load_checkpoint(_block(), 3)
     for name, tensor, message in (("a", 3, "'a': int, expected"), (3, torch.ones(1), "3: Tensor, expected")):
