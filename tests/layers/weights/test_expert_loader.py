@@ -223,6 +223,8 @@ def test_packed_integers():
     experts = FusedMoE(_config(), shard=TensorShard(1, 2))
     packed = nn.Parameter(torch.zeros(E, I, H // 2, dtype=torch.uint8), requires_grad=False)
     whole = torch.randint(0, 255, (I, H // 2), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"has shape \(12,\): expected a dimension -2"):
+        experts.weight_loader(packed, whole[:, 0], "experts.0.gate_proj.weight_packed", "w1", 0)
     experts.weight_loader(packed, whole, "experts.0.gate_proj.weight_packed", "w1", 0)
     assert torch.equal(packed[0, :6], whole[6:])
 
@@ -281,6 +283,7 @@ def test_a_loop_over_a_checkpoint_fills_replicas_too():
         ({"expert_id": -1}, ValueError, rf"expert_id=-1: expected an expert in \[0, {E}\)"),
         ({"weight": torch.ones(I, H + 1)}, ValueError, r"shape \(12, 11\): expected \(12, 10\)"),
         ({"weight": torch.ones(H, I)}, ValueError, r"shape \(10, 12\): expected \(12, 10\)"),
+        ({"weight": torch.ones(I)}, ValueError, r"loaded weight has shape \(12,\): expected \(12, 10\)"),
         ({"weight": torch.ones(E + 1, I, H)}, ValueError, r"shape \(7, 12, 10\): expected 6 experts"),
         (
             {"weight": torch.ones(I, H, dtype=torch.int8)},
