@@ -115,11 +115,8 @@ def _load_bias(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, 
 
 
 def _load_weight(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
-    dim, copy = (
-        _sharded_dim(param, shard_id),
-        _copy,
-    )  # packed integers are fewer than the matrix has, and not padded
-    if param.is_floating_point():
+    dim, copy = _sharded_dim(param, shard_id), _copy
+    if param.is_floating_point():  # else packed integers, which are fewer than the matrix has, and not padded
         shape = (module.config.intermediate_size, module.config.hidden_size)
         _expect_shape("weight", weight, shape if dim == -2 else shape[::-1])
         copy = _copy_padded
