@@ -115,20 +115,17 @@ def _load_bias(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, 
 
 
 def _load_weight(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
-    is_transposed = getattr(param, "is_transposed", False)
-    shape = (module.config.intermediate_size, module.config.hidden_size)
-    stored_by_columns = (shard_id == "w2") != is_transposed
-    dim = -1 if stored_by_columns else -2
-    target, part = _half(module, expert_data, shard_id, dim), module.shard.of(weight, dim)
-    if not param.is_floating_point():  # packed integers: fewer elements than the matrix has, and no padding
-        return _copy(target, part)
-    _expect_shape("weight", weight, shape[::-1] if stored_by_columns else shape)
-    return _copy_padded(target, part)
+    dim, copy = _sharded_dim(param, shard_id), _copy
+    if param.is_floating_point():  # else packed integers, which are fewer than the matrix has, and not padded
+        shape = (module.config.intermediate_size, module.config.hidden_size)
+        _expect_shape("weight", weight, shape if dim == -2 else shape[::-1])
+        copy = _copy_padded
+    copy(_half(module, expert_data, shard_id, dim), module.shard.of(weight, dim))
 
 
 def _load_scale(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
     kind = WeightScale.of(param)
-    dim = -1 if (shard_id == "w2") != getattr(param, "is_transposed", False) else -2
+    dim = _sharded_dim(param, shard_id)
     if kind is WeightScale.TENSOR:
         target = expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
         _load_single(module, param, target, weight, shard_id)
@@ -147,6 +144,10 @@ _LOADERS = {
     "weight": _load_weight,
     "scale": _load_scale,
 }
+
+
+def _sharded_dim(param: Tensor, shard_id: str) -> int:
+    return -1 if (shard_id == "w2") != getattr(param, "is_transposed", False) else -2
 
 
 def _half(module: Any, expert_data: Tensor, shard_id: str, dim: int) -> Tensor:

@@ -103,13 +103,9 @@ _GRANITE = Format(
     block="block_sparse_moe", experts=GRANITE, gate="router.layer.weight", shared=_SHARED_BESIDE
 )
 _GPT_OSS = Format(experts=STACKED_TRANSPOSED, gate="router.weight")
-_LLAMA4 = Format(
-    block="feed_forward", experts=STACKED_TRANSPOSED, gate="router.weight", shared=_linear("shared_expert")
-)
 
 FORMATS = {
     "afmoe": Format(gate="router.gate.weight", correction="expert_bias"),
-    "aria": Format(experts=ARIA, gate="router.weight"),
     "aria_text": Format(experts=ARIA, gate="router.weight"),
     "bailing_hybrid": Format(correction="gate.expert_bias"),
     "dbrx": Format(block="ffn", experts=DBRX, gate="router.layer.weight"),
@@ -135,8 +131,12 @@ FORMATS = {
     "kolibri1": Format(correction="^moe.router.expert_bias"),
     "laguna": Format(correction="experts.e_score_correction_bias", shared=_linear("shared_expert")),
     "lfm2_moe": Format(block="feed_forward", experts=W123, correction="expert_bias"),
-    "llama4": _LLAMA4,
-    "llama4_text": _LLAMA4,
+    "llama4_text": Format(
+        block="feed_forward",
+        experts=STACKED_TRANSPOSED,
+        gate="router.weight",
+        shared=_linear("shared_expert"),
+    ),
     "minimax": _MIXTRAL,
     "minimax_m2": Format(block="block_sparse_moe", experts=W123, correction="e_score_correction_bias"),
     "minimax_m3_vl": Format(block="block_sparse_moe", experts=W123, correction="e_score_correction_bias"),
@@ -146,25 +146,22 @@ FORMATS = {
     "mistral_large4_text": Format(block="", experts=W123),
     "mixtral": _MIXTRAL,
     "nemotron_h": Format(block="mixer", experts=UNGATED, shared=_SHARED_UNGATED),
-    "nemo_speechlm": Format(block="mixer", experts=NEMO, shared=_SHARED_UNGATED),
     "openai_privacy_filter": _GPT_OSS,
     "qwen2_moe": _QWEN,
-    "qwen3_5_moe": _QWEN,
     "qwen3_5_moe_text": _QWEN,
     "qwen3_next": _QWEN,
     "qwen3_omni_moe_talker_text": Format(experts=STACKED, shared=_linear("shared_expert")),
-    "qwen3_vl_moe": _IN_MEMORY,  # as transformers writes it; published transposed, which loads as well
-    "qwen3_vl_moe_text": _IN_MEMORY,
-    "qwen4_exp": _QWEN,
+    "qwen3_vl_moe_text": _IN_MEMORY,  # as transformers writes it; published transposed, which loads as well
     "qwen4_exp_text": _QWEN,
     "step3p5": _IN_MEMORY,
     "step3p7": Format(block="moe", experts=STEP, correction="router_bias", shared=_linear("^share_expert")),
 }
 """By `model_type`; a family that is not here has the names of `Format()`."""
 
-_ONLY_IN_MEMORY = (
-    Format(experts=STACKED_UNGATED, correction="gate.moe_statics.e_score_correction_bias"),
-    Format(gate="gate.layer.weight"),
+_ONLY_READ = (
+    Format(experts=STACKED_UNGATED, correction="gate.moe_statics.e_score_correction_bias"),  # in memory
+    Format(gate="gate.layer.weight"),  # in memory
+    Format(experts=NEMO),  # nemo_speechlm, as published; transformers writes what nemotron_h has
 )
 
 
@@ -175,5 +172,5 @@ def format_of(*model_types: str) -> Format:
 
 def alternatives(field: str) -> list:
     """Every value that a field of `Format` has in some family, the most usual first."""
-    formats = (_DEFAULT, *FORMATS.values(), *_ONLY_IN_MEMORY)
+    formats = (_DEFAULT, *FORMATS.values(), *_ONLY_READ)
     return list(dict.fromkeys(getattr(each, field) for each in formats))

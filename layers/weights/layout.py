@@ -110,7 +110,9 @@ def _options(field: str, gated: bool, *, biases: bool = False) -> list[MatrixNam
 
 
 def _fits(experts: Any, names: MatrixNames, layer: str, shapes: Shapes) -> bool:
-    """Whether the shapes are those of the names' layout; one way round or the other, say."""
+    """Whether the shapes are those of the names' layout: names of stacked matrices have several."""
+    if names.is_per_expert:
+        return True
     slots = block_slots(experts, Format(experts=names))
     matrices = [slot for slot in slots if slot.ours in ("w13_weight", "w2_weight")]
     return all(shapes.get(join(layer, slot.stored), slot.shape) == slot.shape for slot in matrices)

@@ -107,6 +107,7 @@ def load_checkpoint(
         >>> block = MoEBlock(config, dtype=torch.bfloat16)
         >>> load_checkpoint(block, folder, prefix="model.layers.3")
     """
+    expect_type("prefix", prefix, str)
     blocks = moe_layers(module)
     _check_module(module)
     source = open_source(path_or_state_dict, prefix)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _MAX_HEADER = 100_000_000  # what the safetensors package accepts
-_STAGING_BYTES = 16 << 20
+_STAGING_BYTES = 4 << 20
 _MAX_READ = 1 << 30  # one read call returns less than 2 GiB
 _DTYPES = {
     "F64": torch.float64,
@@ -129,7 +129,7 @@ def _check_layout(path: Path, tensors: dict[str, StoredTensor], start: int, size
 
 
 def read_into(file: int, stored: StoredTensor, select: Callable[[Tensor], Tensor], target: Tensor) -> None:
-    """Copies `select(the stored tensor)` into `target`, of the same shape; holds at most 16 MiB beside it.
+    """Copies `select(the stored tensor)` into `target`, of the same shape; holds at most 4 MiB beside it.
 
     Args:
         file: descriptor of the file.

@@ -74,18 +74,13 @@ def _decoder_layer(name: str, block: nn.Module) -> str:
 
 
 def _stored_tensors(block: nn.Module, names: Format) -> dict[str, Tensor]:
-    ours = block.state_dict()
-    by_name: dict[str, list[Slot]] = {}
-    for slot in block_slots(block, names):
-        by_name.setdefault(slot.stored, []).append(slot)
-    return {name: _stored(slots, ours) for name, slots in by_name.items()}
+    ours = block.state_dict()  # a whole layer has one slot for each stored tensor
+    return {slot.stored: _stored(slot, slot.of_ours(ours[slot.ours])) for slot in block_slots(block, names)}
 
 
-def _stored(slots: list[Slot], ours: dict[str, Tensor]) -> Tensor:
-    first, tensor = slots[0], ours[slots[0].ours]
-    if len(slots) == 1 and first.of_stored is same:
-        return first.of_ours(tensor).contiguous()
-    stored = torch.empty(first.shape, dtype=tensor.dtype, device=tensor.device)
-    for slot in slots:
-        slot.of_stored(stored).copy_(slot.of_ours(ours[slot.ours]))
+def _stored(slot: Slot, part: Tensor) -> Tensor:
+    if slot.of_stored is same:
+        return part.contiguous()
+    stored = torch.empty(slot.shape, dtype=part.dtype, device=part.device)
+    slot.of_stored(stored).copy_(part)
     return stored

@@ -34,7 +34,13 @@ class TensorShard:
         return size // self.size
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part of dimension `dim`, a view. Raises ValueError when the dimension does not divide."""
+        """This rank's part of dimension `dim`, a view.
+
+        Raises:
+            ValueError: there is no such dimension, or it does not divide.
+        """
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"tensor to shard has shape {tuple(tensor.shape)}: expected a dimension {dim}")
         size = self.local_size(f"dimension {dim} of shape {tuple(tensor.shape)}", tensor.shape[dim])
         return tensor.narrow(dim, self.rank * size, size)
 

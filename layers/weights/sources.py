@@ -59,14 +59,10 @@ class FileSource:
         by_file: dict[Path, list[Copy]] = {}
         for each in copies:
             by_file.setdefault(self._tensors[each[0]].path, []).append(each)
-        with ThreadPoolExecutor(_READERS) as readers:
-            for path, wanted in by_file.items():
-                file = os.open(path, os.O_RDONLY)
-                try:
-                    wanted.sort(key=lambda each: self._tensors[each[0]].offset)
-                    yield from readers.map(partial(self._copy, file), wanted)
-                finally:
-                    os.close(file)
+        for path, wanted in by_file.items():
+            wanted.sort(key=lambda each: self._tensors[each[0]].offset)
+            with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS) as readers:
+                yield from readers.map(partial(self._copy, file.fileno()), wanted)
 
     def _copy(self, file: int, copy: Copy) -> int:
         name, of_stored, target = copy

@@ -99,9 +99,9 @@ def test_experts_of_other_ranks_are_left_out(strategy):
     assert experts.weight_loader(experts.w2_weight, down[0], "weight", "w2", mine[0]) is None
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_fused_checkpoints_have_all_experts_in_one_tensor(placed):
-    expert_map = determine_expert_map(2, 1, E)[1] if placed else None
+@pytest.mark.parametrize("held", [slice(0, 6), slice(0, 3), slice(3, 6)])
+def test_fused_checkpoints_have_all_experts_in_one_tensor(held):
+    expert_map = None if held == slice(0, 6) else determine_expert_map(2, held.start // 3, E)[1]
     shard = TensorShard(1, 2)
     experts = FusedMoE(_config(), expert_map, shard=shard)
     gate, up, down = _whole()
@@ -109,7 +109,6 @@ def test_fused_checkpoints_have_all_experts_in_one_tensor(placed):
         (experts.w13_weight, gate, "w1"), (experts.w13_weight, up, "w3"), (experts.w2_weight, down, "w2"),
     ):  # fmt: skip
         assert experts.weight_loader(param, tensor, "experts.weight", shard_id, 0, return_success=True)
-    held = slice(3, 6) if placed else slice(0, 6)
     assert torch.equal(experts.w13_weight, torch.cat([gate[held, _rows(shard)], up[held, _rows(shard)]], 1))
     assert torch.equal(experts.w2_weight, down[held, :, _rows(shard)])
 
@@ -192,6 +191,15 @@ def test_scales_of_every_kind(kind, shard):
     assert "w13_weight_scale" in experts.state_dict()
 
 
+def test_blocks_at_the_edges_are_smaller():
+    experts = FusedMoE(_config())
+    add_weight_scales(experts, WeightScale.BLOCK, (7, 7))
+    gate, up, down = torch.rand(3, E, 2, 2)
+    assert all(_load_all(experts, gate, up, down, stem="weight_scale"))
+    assert torch.equal(experts.w13_weight_scale, torch.cat([gate, up], 1))
+    assert torch.equal(experts.w2_weight_scale, down)
+
+
 def test_group_scales_of_w2_that_are_not_sharded():
     experts = FusedMoE(_config(), shard=TensorShard(1, 2))
     param = nn.Parameter(torch.zeros(E, H, I // 2), requires_grad=False)
@@ -215,6 +223,8 @@ def test_packed_integers():
     experts = FusedMoE(_config(), shard=TensorShard(1, 2))
     packed = nn.Parameter(torch.zeros(E, I, H // 2, dtype=torch.uint8), requires_grad=False)
     whole = torch.randint(0, 255, (I, H // 2), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"has shape \(12,\): expected a dimension -2"):
+        experts.weight_loader(packed, whole[:, 0], "experts.0.gate_proj.weight_packed", "w1", 0)
     experts.weight_loader(packed, whole, "experts.0.gate_proj.weight_packed", "w1", 0)
     assert torch.equal(packed[0, :6], whole[6:])
 
@@ -273,6 +283,7 @@ def test_a_loop_over_a_checkpoint_fills_replicas_too():
         ({"expert_id": -1}, ValueError, rf"expert_id=-1: expected an expert in \[0, {E}\)"),
         ({"weight": torch.ones(I, H + 1)}, ValueError, r"shape \(12, 11\): expected \(12, 10\)"),
         ({"weight": torch.ones(H, I)}, ValueError, r"shape \(10, 12\): expected \(12, 10\)"),
+        ({"weight": torch.ones(I)}, ValueError, r"loaded weight has shape \(12,\): expected \(12, 10\)"),
         ({"weight": torch.ones(E + 1, I, H)}, ValueError, r"shape \(7, 12, 10\): expected 6 experts"),
         (
             {"weight": torch.ones(I, H, dtype=torch.int8)},
@@ -310,11 +321,12 @@ def test_shards_and_blocks_that_do_not_divide_are_named():
         TensorShard(2, 2)
     with pytest.raises(TypeError, match=r"rank=1\.0: expected an int"):
         TensorShard(1.0, 2)
+    with pytest.raises(TypeError, match="shard=2: expected TensorShard"):
+        FusedMoE(_config(), shard=2)
     experts = FusedMoE(_config(), shard=TensorShard(0, 2))
-    with pytest.raises(
-        ValueError, match="intermediate_size of the shard is 6: expected a multiple of the block's 4"
-    ):
-        add_weight_scales(experts, WeightScale.BLOCK, (4, 4))
+    for block in ((4, 2), (2, 4)):
+        with pytest.raises(ValueError, match="of the shard is 6: expected a multiple of the block's 4"):
+            add_weight_scales(experts, WeightScale.BLOCK, block)
     with pytest.raises(ValueError, match="hidden_size is 10: expected a multiple of the block's 4"):
         add_weight_scales(experts, WeightScale.GROUP, (1, 4))
     with pytest.raises(TypeError, match="kind='channel': expected WeightScale"):

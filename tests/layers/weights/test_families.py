@@ -46,10 +46,30 @@ def test_blocks_compute_what_stock_ones_do(family):
 def test_blocks_of_half_precision(family):
     model = tiny_model(family).bfloat16()
     block = list(moe_blocks(model).values())[-1]
-    output = run(MoEBlock.from_hf(block, model.config), _hidden().bfloat16())
+    ours = MoEBlock.from_hf(block, model.config)
+    output = run(ours, _hidden().bfloat16())
     expected = run(block.float(), _hidden().bfloat16().float())  # the same rounded weights
     assert output.dtype == torch.bfloat16
+    assert (
+        ours.experts.e_score_correction_bias is None
+        or ours.experts.e_score_correction_bias.dtype == torch.float32
+    )
     assert relative_error(output, expected) <= RELATIVE_NORM[torch.bfloat16]
+
+
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v3"])
+def test_experts_of_groups_left_out_where_all_scores_are_negative(family):
+    """In A.X-K2 they count as zero and are chosen: both of the one group that is left out."""
+    if not is_installed(family):
+        pytest.skip("an older transformers")
+    model = tiny_model(family, n_group=4, topk_group=3)
+    block = list(moe_blocks(model).values())[-1]
+    with torch.no_grad():
+        block.gate.e_score_correction_bias -= 3
+    assert (
+        relative_error(run(MoEBlock.from_hf(block, model.config), _hidden()), run(block, _hidden()))
+        <= RELATIVE_NORM[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -261,7 +281,7 @@ def test_shared_weights_train_together():
 
 
 def test_frozen_weights_stay_frozen():
-    block = moe_blocks(tiny_model("mixtral"))["model.layers.0.mlp"].requires_grad_(False).eval()
+    block = moe_blocks(tiny_model("qwen2_moe"))["model.layers.0.mlp"].requires_grad_(False).eval()
     ours = MoEBlock.from_hf(block)
     assert not ours.training
     assert not any(parameter.requires_grad for parameter in ours.parameters())

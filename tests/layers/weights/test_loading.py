@@ -120,6 +120,8 @@ def test_more_layers_than_ten_stay_in_order():
     blocks = nn.ModuleList(_block(50) for _ in range(11))
     load_checkpoint(blocks, source, progress=False)
     assert all(_equal(block, _block(layer)) for layer, block in enumerate(blocks))
+    load_checkpoint(blocks[0], source, prefix="l.1", progress=False)  # and not l.10
+    assert _equal(blocks[0], _block(1))
 
 
 @pytest.mark.parametrize("shard", [TensorShard(), TensorShard(1, 2)])
@@ -152,6 +154,27 @@ def test_experts_alone_take_their_part(shard, activation, placed, tmp_path):
         assert torch.equal(experts.w13_bias, bias)
         down = whole.experts.w2_bias[held]
         assert torch.equal(experts.w2_bias, down if shard.rank == 0 else torch.zeros_like(down))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_shards_of_stacked_experts(rank, transposed):
+    experts = FusedMoE(MoEConfig(E, 2, H, I), shard=TensorShard(rank, 2))
+    gate, up, down = torch.randn(E, I, H), torch.randn(E, I, H), torch.randn(E, H, I)
+    stored = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
+    named = {f"mlp.experts.{name}": t.mT if transposed else t for name, t in stored.items()}
+    load_checkpoint(experts, named, progress=False)
+    rows = slice(3 * rank, 3 * rank + 3)
+    assert torch.equal(experts.w13_weight, torch.cat([gate[:, rows], up[:, rows]], 1))
+    assert torch.equal(experts.w2_weight, down[:, :, rows])
+
+
+def test_shards_of_experts_without_a_gate():
+    config = MoEConfig(E, 2, H, I, activation="relu2")
+    whole, part = FusedMoE(config), FusedMoE(config, shard=TensorShard(1, 2))
+    load_checkpoint(part, checkpoint_state_dict(whole, tiny_config("nemotron_h")), progress=False)
+    assert torch.equal(part.w13_weight, whole.w13_weight[:, 3:])
+    assert torch.equal(part.w2_weight, whole.w2_weight[:, :, 3:])
 
 
 def test_rows_that_alternate_in_the_layer_only():
@@ -241,6 +264,25 @@ def test_all_problems_are_named_at_once(tmp_path):
     _raises(target, tmp_path, *messages)
 
 
+def test_an_expert_that_is_missing_as_a_whole():
+    block = _block(config=MoEConfig(E, 2, H, I))
+    state = checkpoint_state_dict(block, tiny_config("mixtral"), prefix="layers.0")
+    kept = {name: tensor for name, tensor in state.items() if ".experts.0." not in name}
+    _raises(
+        block,
+        kept,
+        r"missing \(3\):\n" + "".join(f"    .*experts.0.{name}.weight\n?" for name in ("w1", "w3", "w2")),
+    )
+
+
+def test_a_gate_too_many_or_too_few():
+    gated, ungated = (FusedMoE(MoEConfig(E, 2, H, I, activation=name)) for name in ("silu", "relu2"))
+    stored = checkpoint_state_dict(ungated, tiny_config("nemotron_h"), prefix="layers.0")
+    _raises(gated, stored, r"missing \(4\):\n    layers\.0\.mixer\.experts\.0\.gate_proj\.weight")
+    stored = checkpoint_state_dict(gated, _Qwen3Moe, prefix="layers.0")
+    _raises(ungated, stored, r"unexpected \(4\):\n    layers\.0\.mlp\.experts\.0\.gate_proj\.weight")
+
+
 def test_biases_without_a_place_are_unexpected():
     biased = _block(config=MoEConfig(E, 2, H, I, has_bias=True))
     stored = checkpoint_state_dict(biased.experts, tiny_config("gpt_oss"), prefix="layers.0")
@@ -271,6 +313,8 @@ def test_what_cannot_be_loaded_into(tmp_path):
     _raises(
         scaled, state, "experts.w13_weight_scale, experts.w2_weight_scale: not part of a checkpoint's format"
     )
+    with pytest.raises(TypeError, match="prefix=3: expected str"):
+        load_checkpoint(_block(), state, prefix=3)
     with pytest.raises(TypeError, match="path_or_state_dict is a int: expected a path"):
         load_checkpoint(_block(), 3)
     for name, tensor, message in (("a", 3, "'a': int, expected"), (3, torch.ones(1), "3: Tensor, expected")):
