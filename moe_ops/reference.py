@@ -47,6 +47,11 @@ def _route_token(
 
 def _score(logits: list[float], routing: RoutingConfig) -> list[float]:
     row = torch.tensor(logits, dtype=torch.float64)
+    if (
+        routing.score_fn == "sqrtsoftplus"
+    ):  # far below zero log(1 + e^x) is e^x, which underflows before its root does
+        near = torch.logaddexp(row, torch.zeros_like(row)).sqrt()
+        return torch.where(row < -40, torch.exp(row / 2), near).tolist()
     return (row.softmax(0) if routing.score_fn == "softmax" else row.sigmoid()).tolist()
 
 

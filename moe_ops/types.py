@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-ScoreFn = Literal["softmax", "sigmoid"]
+ScoreFn = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RoutingOrder = Literal["score_then_topk", "topk_then_score"]
 GroupScore = Literal["max", "top2_sum"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
@@ -108,7 +108,7 @@ class RoutingConfig:
 
     Args:
         top_k: experts per token, K >= 1.
-        score_fn: "softmax" over all experts or elementwise "sigmoid".
+        score_fn: "softmax" over all experts, or elementwise "sigmoid" or "sqrtsoftplus", sqrt(log(1 + e^x)).
         order: "score_then_topk" scores all experts, then selects; "topk_then_score" selects on the raw
             logits and scores the K selected ones only.
         renormalize: divide the K weights by their sum (a zero sum divides by 1).

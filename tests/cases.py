@@ -44,6 +44,8 @@ ROUTINGS = [
     RoutingConfig(top_k=2, order="topk_then_score"),
     RoutingConfig(top_k=2, order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=2, score_fn="sigmoid", order="topk_then_score", scale=0.5),
+    RoutingConfig(top_k=3, score_fn="sqrtsoftplus", scale=1.5),
+    RoutingConfig(top_k=2, score_fn="sqrtsoftplus", order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=3, num_groups=4, topk_groups=2),
     RoutingConfig(
         top_k=4,
@@ -54,7 +56,7 @@ ROUTINGS = [
         renorm_eps=1e-20,
         scale=2.5,
     ),
-    RoutingConfig(top_k=4, num_groups=4, topk_groups=2, group_score="top2_sum", group_fill=0.0),
+    RoutingConfig(4, "sqrtsoftplus", num_groups=4, topk_groups=2, group_score="top2_sum", group_fill=0.0),
 ]
 
 

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, fields
 from random import Random
+from typing import get_args
 
 from moe_ops import Activation, RoutingConfig
+from moe_ops.types import ScoreFn
 
 TOKENS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 100, 129, 256, 513, 777, 1500)
 EXPERTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 60, 64, 96, 128, 160)
@@ -165,7 +167,7 @@ def _draw_routing(random: Random, experts: int, max_top_k: int) -> RoutingConfig
     top_k = min(random.choice((1, 1, 2, 2, 3, 4, 6, 8, 11, 16)), topk_groups * size, max_top_k)
     return RoutingConfig(
         top_k,
-        random.choice(("softmax", "sigmoid")),
+        random.choice(get_args(ScoreFn)),
         random.choice(("score_then_topk", "topk_then_score")),
         random.random() < 0.6,
         random.choice((0.0, 1e-20, 1e-3)),

@@ -198,9 +198,10 @@ def routes(gpu: Gpu, size: Range) -> Iterator[Planned]:
 def _routings(experts: int, top_k: int, wide: bool) -> Iterator[RoutingConfig]:
     grouped = {"num_groups": 8, "topk_groups": 4, "group_score": "top2_sum"}
     groups = grouped if experts % 8 == 0 and top_k <= experts // 2 else {}
-    yield RoutingConfig(top_k, score_fn="sigmoid", scale=2.5, **groups)
+    yield RoutingConfig(top_k, score_fn="sqrtsoftplus", scale=2.5, **groups)
     if wide:
         yield RoutingConfig(top_k)
+        yield RoutingConfig(top_k, score_fn="sigmoid", **groups)
         yield RoutingConfig(top_k, order="topk_then_score", renormalize=False)
 
 

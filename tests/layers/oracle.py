@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from layers import FusedMoE, MoEBlock
+from tests.helpers import SCORES
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -51,7 +52,7 @@ def _route(logits: Tensor, module: FusedMoE) -> tuple[list[float], list[int]]:
     routing = module.config.routing
     assert routing.num_groups == 1
     assert routing.order == "score_then_topk"
-    scores = logits.softmax(-1) if routing.score_fn == "softmax" else logits.sigmoid()
+    scores = SCORES[routing.score_fn](logits)
     bias = module.e_score_correction_bias
     choice = scores if bias is None else scores + bias.double()
     ids = sorted(range(len(choice)), key=lambda e: -choice[e].item())[: routing.top_k]

@@ -19,7 +19,7 @@ def samples():
     return {
         "topk_routing": [
             (t(5, 8), None, "top_k=2"),
-            (t(5, 8), torch.randn(8), "top_k=3;score_fn=sigmoid;scale=2.0"),
+            (t(5, 8), torch.randn(8), "top_k=3;score_fn=sqrtsoftplus;scale=2.0"),
         ],
         "topk_routing_backward": [(t(3, 8), t(3, 8), weights, ids, "top_k=8")],
         "build_dispatch": [(IDS, None, 3), (IDS.long(), torch.tensor([1, -1, 0], dtype=torch.int32), 2)],
