@@ -34,6 +34,21 @@ CASES = [
     Case(33, 16, 4, 12, 10, Activation("swiglu_oai", interleaved=True), bias=True),
     Case(20, 8, 2, 8, 6, Activation("silu", limit=0.5), hot=3),
     Case(3, 8, 2, 8, 6, bias=True),
+    Case(7, 5, 2, 8, 6, Activation("swiglustep", limit=0.5), bias=True),
+    Case(7, 5, 2, 9, 5, Activation("situ", beta=1.5, linear_beta=2.0), bias=True),
+    Case(33, 8, 2, 8, 6, Activation("gelu_no_mul")),
+]
+
+# Beside silu, gelu, gelu_tanh, relu2 and swiglu_oai with their defaults.
+MORE_ACTIVATIONS = [
+    Activation("swiglu_oai", beta=0.5),
+    Activation("swiglustep", limit=0.6),
+    Activation("swiglustep", interleaved=True),
+    Activation("situ", beta=1.5),
+    Activation("situ", beta=4.0, linear_beta=0.8, interleaved=True),
+    Activation("silu_no_mul"),
+    Activation("gelu_no_mul"),
+    Activation("gelu_tanh_no_mul"),
 ]
 
 ROUTINGS = [

@@ -6,6 +6,7 @@ from typing import get_args
 
 from moe_ops import Activation, RoutingConfig
 from moe_ops.types import ScoreFn
+from tests.cases import MORE_ACTIVATIONS
 
 TOKENS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 100, 129, 256, 513, 777, 1500)
 EXPERTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 60, 64, 96, 128, 160)
@@ -40,6 +41,7 @@ ACTIVATIONS = (
     Activation("swiglu_oai", interleaved=True),
     Activation("swiglu_oai", alpha=1.2, limit=0.7),
     Activation("swiglu_oai", alpha=1.2, limit=0.7, interleaved=True),
+    *MORE_ACTIVATIONS,
 )
 STAGES = ("topk_routing", "build_dispatch", "permute", "grouped_gemm", "gated_activation", "combine")
 TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine")

@@ -29,6 +29,7 @@ TOKENS = (1, 4, 64, 1024, 16384)
 BF16 = {"hidden_states": torch.bfloat16, "router_logits": torch.float32}
 BF16 |= {"w13": torch.bfloat16, "w2": torch.bfloat16, "w13_bias": torch.bfloat16, "w2_bias": torch.bfloat16}
 GPT_OSS = Activation("swiglu_oai", interleaved=True)
+SITU = Activation("situ", beta=4.0, linear_beta=25.0)
 _GROUPED = {"num_groups": 8, "topk_groups": 4, "group_score": "top2_sum", "scale": 2.5}
 DEEPSEEK = [RoutingConfig(8, score, **_GROUPED) for score in ("sigmoid", "sqrtsoftplus")]
 
@@ -86,6 +87,17 @@ def test_transposed_halves(tokens: int) -> None:
     )
     dtypes = BF16 | {"topk_weights": torch.float32, "topk_ids": torch.int32}
     _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("activation", [SITU, Activation("silu_no_mul")], ids=lambda act: act.name)
+def test_other_activations(tokens: int, activation: Activation) -> None:
+    experts, top_k, hidden, features = WORKLOADS["W5"]
+    rows = 2 * features if activation.is_gated else features
+    args = _meta(tokens, hidden), _meta(tokens, experts), _meta(experts, rows, hidden)
+    routing, w2 = RoutingConfig(top_k, "sqrtsoftplus"), _meta(experts, hidden, features)
+    program = program_of("fused_moe", *args, w2, routing=routing, activation=activation)
+    _assert_spill_free(aot.compile_program(program, BF16 | {"router_logits": torch.bfloat16}))
 
 
 @pytest.mark.parametrize("tokens", [1, 4096])

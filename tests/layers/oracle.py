@@ -5,6 +5,7 @@ from torch import Tensor
 
 from layers import FusedMoE, MoEBlock
 from tests.helpers import SCORES
+from tests.kernels.oracles import activate
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -41,7 +42,7 @@ def block(module: MoEBlock, hidden: Tensor) -> Tensor:
     if module.config.shared_experts is not None:
         shared = module.shared_experts
         gate_up = hidden.double() @ shared.gate_up_proj.weight.double().T
-        addend = _activate(gate_up, module.config.activation) @ shared.down_proj.weight.double().T
+        addend = activate(gate_up, module.config.activation) @ shared.down_proj.weight.double().T
         if module.config.shared_experts.gated == "sigmoid":
             addend = addend * torch.sigmoid(hidden.double() @ shared.gate.weight.double().T)
         out = out + addend
@@ -65,16 +66,5 @@ def _expert(module: FusedMoE, hidden: Tensor, index: int) -> Tensor:
     gate_up = module.w13_weight[index].double() @ hidden
     if module.w13_bias is not None:
         gate_up = gate_up + module.w13_bias[index].double()
-    out = module.w2_weight[index].double() @ _activate(gate_up, module.config.activation)
+    out = module.w2_weight[index].double() @ activate(gate_up, module.config.activation)
     return out if module.w2_bias is None else out + module.w2_bias[index].double()
-
-
-def _activate(gate_up: Tensor, activation) -> Tensor:
-    if activation.name == "relu2":
-        return gate_up.clamp_min(0) ** 2
-    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if activation.interleaved else gate_up.chunk(2, -1)
-    if activation.name == "swiglu_oai":
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    assert activation.name == "silu"
-    return gate * torch.sigmoid(gate) * up
