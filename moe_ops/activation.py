@@ -3,8 +3,11 @@
     silu        g * sigmoid(g) * u          (with limit L: g = min(g, L), u = clamp(u, -L, L))
     gelu        0.5 g (1 + erf(g / sqrt 2)) * u
     gelu_tanh   0.5 g (1 + tanh(sqrt(2/pi) (g + 0.044715 g^3))) * u
-    swiglu_oai  g * sigmoid(alpha g) * (u + 1),  g = min(g, L), u = clamp(u, -L, L)     (gpt-oss)
-    relu2       max(x, 0)^2, no gate                                                    (Nemotron-H)
+    swiglu_oai  g * sigmoid(alpha g) * (u + beta),  g = min(g, L), u = clamp(u, -L, L)        (gpt-oss)
+    swiglustep  min(g * sigmoid(g), L) * clamp(u, -L, L)                                      (Step-3.5)
+    situ        b tanh(g / b) * sigmoid(g) * u,  u = c tanh(u / c) where linear_beta c is given    (Kimi K3)
+    relu2       max(x, 0)^2, no gate                                                          (Nemotron-H)
+    silu_no_mul, gelu_no_mul, gelu_tanh_no_mul       the first three without a gate: f(x), no u
 
 g and u are the gate and up columns of gate_up [S, 2I]: halves, or alternating when interleaved. Computed in
 float32 (float64 for float64), rounded once. A row of zeros stays zero. Pointwise; consumed by the w2 product.
@@ -21,6 +24,8 @@ from moe_ops.arguments import GatedActivation, GatedActivationBackward
 from moe_ops.errors import describe, type_error, value_error
 from moe_ops.records import partial
 from moe_ops.types import Activation
+
+_UNCLAMPED = ("silu", "gelu", "gelu_tanh")  # gated, and torch has their derivatives
 
 
 def gated_activation(gate_up: Tensor, activation: str | Activation = "silu") -> Tensor:
@@ -71,17 +76,9 @@ def out_features(columns: int, activation: Activation, name: str = "gate_up") ->
 def apply_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     """The formula, in gate_up's own dtype, out of place."""
     if not activation.is_gated:
-        return gate_up.relu().square()
+        return _gate(gate_up, activation)
     gate, up = split_gate_up(gate_up, activation)
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    if activation.name == "swiglu_oai":
-        return gate * torch.sigmoid(gate * _alpha(activation)) * (up + 1)
-    return _gate(gate, activation) * up
-
-
-def _alpha(activation: Activation) -> float:
-    return 1.0 if activation.alpha is None else activation.alpha
+    return _gate(gate, activation) * _up(up, activation)
 
 
 def split_gate_up(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -93,13 +90,40 @@ def split_gate_up(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tens
 
 
 def _gate(gate: Tensor, activation: Activation) -> Tensor:
-    if activation.name == "silu":
-        return F.silu(gate)
-    return F.gelu(gate, approximate=_approximation(activation))
+    if activation.function == "relu2":
+        return gate.relu().square()
+    if activation.function in ("gelu", "gelu_tanh"):
+        return F.gelu(gate, approximate=_approximation(activation))
+    if activation.function == "situ":
+        return _bounded(gate, activation.beta) * torch.sigmoid(gate)
+    if activation.function == "swiglustep":
+        return _at_most(F.silu(gate), activation.limit)
+    gate = _at_most(gate, activation.limit)
+    return F.silu(gate) if activation.alpha is None else gate * torch.sigmoid(gate * activation.alpha)
+
+
+def _up(up: Tensor, activation: Activation) -> Tensor:
+    if activation.limit is not None:
+        up = up.clamp(-activation.limit, activation.limit)
+    up = _bounded(up, activation.linear_beta)
+    return up + (activation.beta or 0.0) if activation.function == "swiglu_oai" else up
+
+
+def _at_most(value: Tensor, limit: float | None) -> Tensor:
+    return value if limit is None else value.clamp(max=limit)
+
+
+def _bounded(value: Tensor, bound: float | None) -> Tensor:
+    """value near 0, smoothly limited to [-bound, bound]."""
+    return value if bound is None else bound * torch.tanh(value / bound)
+
+
+def _bounded_slope(value: Tensor, bound: float | None) -> Tensor:
+    return torch.ones_like(value) if bound is None else 1 - torch.tanh(value / bound).square()
 
 
 def _approximation(activation: Activation) -> str:
-    return "tanh" if activation.name == "gelu_tanh" else "none"
+    return "tanh" if activation.function == "gelu_tanh" else "none"
 
 
 def _check(args: GatedActivation) -> None:
@@ -134,7 +158,7 @@ def _check_backward(args: GatedActivationBackward) -> None:
 
 def _reference_backward(args: GatedActivationBackward) -> Tensor:
     config = Activation.from_spec(args.activation)
-    if config.is_gated and config.limit is None:
+    if config.name in _UNCLAMPED and config.limit is None:
         return _unclamped_backward(args.grad, args.gate_up, config)
     return _formula_backward(args)
 
@@ -161,26 +185,39 @@ def _formula_backward(args: GatedActivationBackward) -> Tensor:
 def apply_activation_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
     """The derivative formula, in gate_up's own dtype; clamped values pass gradient at the limit, as torch does."""
     if not activation.is_gated:
-        return grad * 2 * gate_up.relu()
+        return grad * _gate_slope(gate_up, activation)
     gate, up = split_gate_up(gate_up, activation)
-    limit = float("inf") if activation.limit is None else activation.limit
-    clamped_gate, clamped_up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    value, slope = _gate_and_slope(clamped_gate, activation)
-    factor = clamped_up + 1 if activation.name == "swiglu_oai" else clamped_up
-    grad_gate = grad * factor * slope * (gate <= limit)
-    grad_up = grad * value * (up.abs() <= limit)
+    grad_gate = grad * _up(up, activation) * _gate_slope(gate, activation)
+    grad_up = grad * _gate(gate, activation) * _up_slope(up, activation)
     pair = torch.stack((grad_gate, grad_up), dim=2 if activation.interleaved else 1)
     return pair.flatten(1)
 
 
-def _gate_and_slope(gate: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    if activation.name in ("silu", "swiglu_oai"):
-        alpha = _alpha(activation)
-        sigmoid = torch.sigmoid(gate * alpha)
-        return gate * sigmoid, sigmoid * (1 + alpha * gate * (1 - sigmoid))
-    approximate = _approximation(activation)
-    slope = torch.ops.aten.gelu_backward(torch.ones_like(gate), gate, approximate=approximate)
-    return _gate(gate, activation), slope
+def _gate_slope(gate: Tensor, activation: Activation) -> Tensor:
+    if activation.function == "relu2":
+        return 2 * gate.relu()
+    if activation.function in ("gelu", "gelu_tanh"):
+        ones = torch.ones_like(gate)
+        return torch.ops.aten.gelu_backward(ones, gate, approximate=_approximation(activation))
+    if activation.function == "situ":
+        sigmoid, bounded = torch.sigmoid(gate), _bounded(gate, activation.beta)
+        return sigmoid * (_bounded_slope(gate, activation.beta) + bounded * (1 - sigmoid))
+    return _sigmoid_gate_slope(gate, activation)
+
+
+def _sigmoid_gate_slope(gate: Tensor, activation: Activation) -> Tensor:
+    alpha = 1.0 if activation.alpha is None else activation.alpha
+    clamped = gate if activation.function == "swiglustep" else _at_most(gate, activation.limit)
+    sigmoid = torch.sigmoid(clamped * alpha)
+    slope = sigmoid * (1 + alpha * clamped * (1 - sigmoid))
+    if activation.limit is None:
+        return slope
+    return slope * ((gate * sigmoid if activation.function == "swiglustep" else gate) <= activation.limit)
+
+
+def _up_slope(up: Tensor, activation: Activation) -> Tensor:
+    slope = _bounded_slope(up, activation.linear_beta)
+    return slope if activation.limit is None else slope * (up.abs() <= activation.limit)
 
 
 def _cuda_backward(args: GatedActivationBackward) -> Tensor:

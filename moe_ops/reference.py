@@ -47,6 +47,11 @@ def _route_token(
 
 def _score(logits: list[float], routing: RoutingConfig) -> list[float]:
     row = torch.tensor(logits, dtype=torch.float64)
+    if (
+        routing.score_fn == "sqrtsoftplus"
+    ):  # far below zero log(1 + e^x) is e^x, which underflows before its root does
+        near = torch.logaddexp(row, torch.zeros_like(row)).sqrt()
+        return torch.where(row < -40, torch.exp(row / 2), near).tolist()
     return (row.softmax(0) if routing.score_fn == "softmax" else row.sigmoid()).tolist()
 
 
@@ -65,20 +70,33 @@ def _limit_groups(selection: list[float], routing: RoutingConfig) -> list[float]
 
 def reference_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     """An expert's nonlinearity on [2I] (or [I]) values of one token, by its textbook formula."""
-    if activation.name == "relu2":
-        return torch.maximum(gate_up, torch.zeros_like(gate_up)) ** 2
+    if not activation.is_gated:
+        return _reference_gate(gate_up, activation)
     half = gate_up.shape[0] // 2
     gate, up = (gate_up[0::2], gate_up[1::2]) if activation.interleaved else (gate_up[:half], gate_up[half:])
-    if activation.limit is not None:
-        limit = torch.tensor(activation.limit, dtype=gate.dtype)
-        gate, up = torch.minimum(gate, limit), torch.minimum(torch.maximum(up, -limit), limit)
-    if activation.name == "swiglu_oai":
-        return (up + 1) * gate / (1 + torch.exp(-(activation.alpha or 0.0) * gate))
-    if activation.name == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
-    if activation.name == "gelu":
-        return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
-    return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    if activation.limit is None:
+        if activation.linear_beta is not None:
+            up = activation.linear_beta * torch.tanh(up / activation.linear_beta)
+        return _reference_gate(gate, activation) * up
+    limit = torch.tensor(activation.limit, dtype=gate.dtype)
+    up = torch.minimum(torch.maximum(up, -limit), limit)
+    if activation.name == "swiglustep":
+        return torch.minimum(_reference_gate(gate, activation), limit) * up
+    return _reference_gate(torch.minimum(gate, limit), activation) * (up + (activation.beta or 0.0))
+
+
+def _reference_gate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation.name == "relu2":
+        return torch.maximum(gate, torch.zeros_like(gate)) ** 2
+    if activation.name.startswith("gelu_tanh"):
+        return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    if activation.name.startswith("gelu"):
+        return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2)))
+    if activation.name == "situ":
+        beta = activation.beta or 0.0
+        return beta * torch.tanh(gate / beta) / (1 + torch.exp(-gate))
+    alpha = 1.0 if activation.alpha is None else activation.alpha
+    return gate / (1 + torch.exp(-alpha * gate))
 
 
 def reference_experts(

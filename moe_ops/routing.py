@@ -1,6 +1,6 @@
 """topk_routing: router logits to K weighted experts per token.
 
-    score     = softmax(logits) or sigmoid(logits)                 order "score_then_topk"
+    score     = softmax(logits), sigmoid(logits) or sqrt(softplus(logits))     order "score_then_topk"
     selection = score + correction_bias     ("topk_then_score": logits + correction_bias)
     groups    : experts outside the best `topk_groups` of `num_groups` groups get selection `group_fill`
     ids       = the K largest selections, descending, ties to the lowest id
@@ -9,8 +9,8 @@
 
 T tokens, E experts, K experts per token. A selection that is not finite ranks last and its slot has weight 0; a
 zero sum divides by 1. Sources: Mixtral and Qwen-MoE (softmax, renormalised), gpt-oss (top-k first), DeepSeek-V3
-(arXiv 2412.19437: sigmoid, bias for selection only, groups). `build_dispatch` and `combine` consume the result.
-Static output shapes, no host sync.
+(arXiv 2412.19437: sigmoid, bias for selection only, groups), DeepSeek-V4 (sqrtsoftplus). `build_dispatch` and `combine`
+consume the result. Static output shapes, no host sync.
 """
 
 from typing import Any
@@ -25,6 +25,7 @@ from moe_ops.records import partial
 from moe_ops.types import RoutingConfig
 
 _NEG_INF = float("-inf")
+_LOWEST = -36.0  # below it log(1 + e^x) is e^x, to the last bit of float64
 
 
 def topk_routing(
@@ -102,7 +103,29 @@ def _scores(logits: Tensor, config: RoutingConfig) -> Tensor:
 
 
 def _score(logits: Tensor, config: RoutingConfig) -> Tensor:
+    if config.score_fn == "sqrtsoftplus":
+        root, decay = _root_and_decay(logits)
+        return root * decay
     return logits.softmax(-1) if config.score_fn == "softmax" else logits.sigmoid()
+
+
+def _slope(logits: Tensor, score: Tensor, config: RoutingConfig) -> Tensor:
+    """The derivative of an elementwise score."""
+    if config.score_fn == "sigmoid":
+        return score * (1 - score)
+    root, decay = _root_and_decay(logits)
+    return logits.clamp(min=_LOWEST).sigmoid() * decay / (2 * root)
+
+
+def _root_and_decay(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """sqrt(log(1 + e^x)) as two factors: the root down to x = -36 and, from there on, e^(x/2).
+
+    So the score is positive as long as e^(x/2) is, though e^x underflows at half of that; and its slope
+    sigmoid(x) / (2 sqrt(log(1 + e^x))), in the limit 0 / 0, is e^(x/2) / 2.
+    """
+    near = logits.clamp(min=_LOWEST)
+    root = torch.logaddexp(near, near.new_zeros(())).sqrt()
+    return root, torch.exp(-torch.relu(_LOWEST - logits) / 2)
 
 
 def _keep_best_groups(selection: Tensor, config: RoutingConfig) -> Tensor:
@@ -136,8 +159,8 @@ def _reference_backward(args: TopkRoutingBackward) -> Tensor:
     if config.order == "topk_then_score":
         chosen = _score_chosen(picked, valid, config)
     grad = _weigh_backward(args.grad_weights.to(logits.dtype), chosen, config).masked_fill(~valid, 0.0)
-    if config.score_fn == "sigmoid":
-        grad = grad * chosen * (1 - chosen)
+    if config.score_fn != "softmax":
+        grad = grad * _slope(logits.gather(1, ids).masked_fill(~valid, 0.0), chosen, config)
     elif config.order == "topk_then_score":
         grad = chosen * (grad - (grad * chosen).sum(-1, keepdim=True))
     sparse = torch.zeros_like(logits).scatter(1, ids, grad)

@@ -11,15 +11,29 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-ScoreFn = Literal["softmax", "sigmoid"]
+ScoreFn = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 RoutingOrder = Literal["score_then_topk", "topk_then_score"]
 GroupScore = Literal["max", "top2_sum"]
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"]
+ActivationName = Literal[
+    "silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglustep", "situ",
+    "relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul",
+]  # fmt: skip
+ActivationAlias = Literal["gelu_pytorch_tanh", "relu2_no_mul", "swigluoai", "swigluoai_uninterleave"]
+AcceptedName = Literal[ActivationName, ActivationAlias]
 
-_UNGATED = frozenset({"relu2"})
-_TAKES_ALPHA = frozenset({"swiglu_oai"})
-_TAKES_LIMIT = frozenset({"silu", "swiglu_oai"})
-_SWIGLU_OAI = {"alpha": 1.702, "limit": 7.0}  # gpt-oss reference implementation
+_UNGATED = frozenset({"relu2", "relu2_no_mul", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul"})
+_ALIASES: dict[str, tuple[ActivationName, bool]] = {  # our name, and whether gate and up columns alternate
+    "gelu_pytorch_tanh": ("gelu_tanh", False),
+    "relu2_no_mul": ("relu2", False),
+    "swigluoai": ("swiglu_oai", True),
+    "swigluoai_uninterleave": ("swiglu_oai", False),
+}
+_NUMBERS: dict[str, dict[str, float | None]] = {  # what an activation takes, and its default
+    "silu": {"limit": None},
+    "swiglu_oai": {"alpha": 1.702, "limit": 7.0, "beta": 1.0},  # gpt-oss reference implementation
+    "swiglustep": {"limit": 7.0},
+    "situ": {"beta": None, "linear_beta": None},
+}
 
 _Options = TypeVar("_Options", "RoutingConfig", "Activation")
 
@@ -108,7 +122,7 @@ class RoutingConfig:
 
     Args:
         top_k: experts per token, K >= 1.
-        score_fn: "softmax" over all experts or elementwise "sigmoid".
+        score_fn: "softmax" over all experts, or elementwise "sigmoid" or "sqrtsoftplus", sqrt(log(1 + e^x)).
         order: "score_then_topk" scores all experts, then selects; "topk_then_score" selects on the raw
             logits and scores the K selected ones only.
         renormalize: divide the K weights by their sum (a zero sum divides by 1).
@@ -163,42 +177,60 @@ class Activation:
     """The gate of an expert: how [S, 2I] gate and up columns become [S, I]; see `moe_ops.gated_activation`.
 
     Args:
-        name: "silu", "gelu", "gelu_tanh", "swiglu_oai" (gated) or "relu2" (ungated: [S, I] to [S, I]).
+        name: "silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglustep", "situ" (gated), or "relu2", "silu_no_mul",
+            "gelu_no_mul", "gelu_tanh_no_mul" (ungated: [S, I] to [S, I]). Names that vLLM and transformers have for
+            these are taken as well: "swigluoai" (interleaved), "swigluoai_uninterleave", "gelu_pytorch_tanh" and
+            "relu2_no_mul".
         alpha: sigmoid slope of "swiglu_oai", default 1.702.
-        limit: clamp of "swiglu_oai" (default 7.0) and of clamped "silu" (default: no clamp).
+        limit: clamp of "swiglu_oai" and "swiglustep" (default 7.0) and of clamped "silu" (default: no clamp).
         interleaved: gate and up columns alternate (even gate, odd up) instead of gate first. A layout of the
             weights, not a formula.
+        beta: what "swiglu_oai" adds to the up column, default 1.0; bound of the gate of "situ", which has no default.
+        linear_beta: bound of the up column of "situ", default: none.
 
     Raises:
-        ValueError: unknown name, an option the activation does not have, or a limit that is not positive.
-        TypeError: alpha or limit is not a number, interleaved not a bool.
+        ValueError: unknown name, an option the activation does not have, a limit or bound that is not positive or,
+            for "situ", missing.
+        TypeError: a number is not one, interleaved is not a bool.
     """
 
-    name: ActivationName = "silu"
+    name: AcceptedName = "silu"
     alpha: float | None = None
     limit: float | None = None
     interleaved: bool = False
+    beta: float | None = None
+    linear_beta: float | None = None
     spec: str = field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
-        _require_choice("activation", self.name, ActivationName)
+        _require_choice("activation", self.name, AcceptedName)
         _require_bool("interleaved", self.interleaved)
-        defaults = _SWIGLU_OAI if self.name == "swiglu_oai" else {}
-        for name in ("alpha", "limit"):  # as floats, so that equal activations have equal specs
-            value = getattr(self, name)
-            value = defaults.get(name) if value is None else _as_float(name, value)
-            object.__setattr__(self, name, value)
+        name, alternates = _ALIASES.get(self.name, (self.name, False))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "interleaved", self.interleaved or alternates)
+        for (
+            option,
+            default,
+        ) in self._numbers().items():  # as floats, so that equal activations have equal specs
+            value = getattr(self, option)
+            object.__setattr__(self, option, default if value is None else _as_float(option, value))
         self._check_options()
-        items = [self.name, *self._options_spec()]
-        object.__setattr__(self, "spec", ";".join(items))
+        object.__setattr__(self, "spec", ";".join([self.name, *self._options_spec()]))
+
+    def _numbers(self) -> dict[str, float | None]:
+        return _NUMBERS.get(self.name, {})
 
     def _check_options(self) -> None:
-        if self.alpha is not None and self.name not in _TAKES_ALPHA:
-            raise ValueError(f"alpha={self.alpha}: activation {self.name!r} has no alpha; expected None")
-        if self.limit is not None and self.name not in _TAKES_LIMIT:
-            raise ValueError(f"limit={self.limit}: activation {self.name!r} has no limit; expected None")
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"limit={self.limit}: expected a positive number")
+        for option in ("alpha", "limit", "beta", "linear_beta"):
+            value = getattr(self, option)
+            if value is not None and option not in self._numbers():
+                raise ValueError(f"{option}={value}: activation {self.name!r} has no {option}; expected None")
+        for option in ("limit", "beta", "linear_beta") if self.name == "situ" else ("limit",):
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ValueError(f"{option}={value}: expected a positive number")
+        if self.name == "situ" and self.beta is None:
+            raise ValueError("beta=None: activation 'situ' has no default; expected a positive number")
         if self.interleaved and not self.is_gated:
             raise ValueError(
                 f"interleaved=True: activation {self.name!r} has no gate to interleave; expected False"
@@ -206,17 +238,19 @@ class Activation:
 
     def _options_spec(self) -> list[str]:
         # Defaults stay out, so that the bare name "swiglu_oai" is already canonical.
-        defaults = _SWIGLU_OAI if self.name == "swiglu_oai" else {}
-        numbers = [(name, getattr(self, name)) for name in ("alpha", "limit")]
-        items = [
-            f"{name}={value}" for name, value in numbers if value is not None and value != defaults.get(name)
-        ]
+        numbers = [(option, getattr(self, option), default) for option, default in self._numbers().items()]
+        items = [f"{option}={value}" for option, value, default in numbers if value != default]
         return items + (["interleaved=True"] if self.interleaved else [])
 
     @property
     def is_gated(self) -> bool:
         """Whether the input has gate and up columns (2I of them) rather than I."""
         return self.name not in _UNGATED
+
+    @property
+    def function(self) -> str:
+        """The nonlinearity of the gate columns, or of all when there is no gate: the name without "_no_mul"."""
+        return self.name.removesuffix("_no_mul")
 
     @staticmethod
     @lru_cache(maxsize=None)

@@ -34,6 +34,21 @@ CASES = [
     Case(33, 16, 4, 12, 10, Activation("swiglu_oai", interleaved=True), bias=True),
     Case(20, 8, 2, 8, 6, Activation("silu", limit=0.5), hot=3),
     Case(3, 8, 2, 8, 6, bias=True),
+    Case(7, 5, 2, 8, 6, Activation("swiglustep", limit=0.5), bias=True),
+    Case(7, 5, 2, 9, 5, Activation("situ", beta=1.5, linear_beta=2.0), bias=True),
+    Case(33, 8, 2, 8, 6, Activation("gelu_no_mul")),
+]
+
+# Beside silu, gelu, gelu_tanh, relu2 and swiglu_oai with their defaults.
+MORE_ACTIVATIONS = [
+    Activation("swiglu_oai", beta=0.5),
+    Activation("swiglustep", limit=0.6),
+    Activation("swiglustep", interleaved=True),
+    Activation("situ", beta=1.5),
+    Activation("situ", beta=4.0, linear_beta=0.8, interleaved=True),
+    Activation("silu_no_mul"),
+    Activation("gelu_no_mul"),
+    Activation("gelu_tanh_no_mul"),
 ]
 
 ROUTINGS = [
@@ -44,6 +59,8 @@ ROUTINGS = [
     RoutingConfig(top_k=2, order="topk_then_score"),
     RoutingConfig(top_k=2, order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=2, score_fn="sigmoid", order="topk_then_score", scale=0.5),
+    RoutingConfig(top_k=3, score_fn="sqrtsoftplus", scale=1.5),
+    RoutingConfig(top_k=2, score_fn="sqrtsoftplus", order="topk_then_score", renormalize=False),
     RoutingConfig(top_k=3, num_groups=4, topk_groups=2),
     RoutingConfig(
         top_k=4,
@@ -54,7 +71,7 @@ ROUTINGS = [
         renorm_eps=1e-20,
         scale=2.5,
     ),
-    RoutingConfig(top_k=4, num_groups=4, topk_groups=2, group_score="top2_sum", group_fill=0.0),
+    RoutingConfig(4, "sqrtsoftplus", num_groups=4, topk_groups=2, group_score="top2_sum", group_fill=0.0),
 ]
 
 

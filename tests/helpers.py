@@ -46,9 +46,18 @@ def assert_same(actual, expected, tolerance=1e-12):
         assert error <= tolerance, f"tensor {index}: relative error {error:.3e}, allowed {tolerance:.0e}"
 
 
+def sqrt_softplus(x):
+    """sqrt(log(1 + e^x)), which below -40 is e^(x/2) to the last bit, and has the derivative of that."""
+    near = torch.logaddexp(x.clamp(min=-40), torch.zeros((), dtype=x.dtype)).sqrt()
+    return torch.where(x < -40, (x / 2).exp(), near)
+
+
+SCORES = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid, "sqrtsoftplus": sqrt_softplus}
+
+
 def weights_of(logits, ids, valid, routing):
     """The weights of experts already chosen, in plain PyTorch, so that torch differentiates them."""
-    score = torch.sigmoid if routing.score_fn == "sigmoid" else lambda x: x.softmax(-1)
+    score = SCORES[routing.score_fn]
     picked = logits.gather(1, ids) if routing.order == "topk_then_score" else score(logits).gather(1, ids)
     if routing.order == "topk_then_score":
         picked = score(picked.masked_fill(~valid, float("-inf")))

@@ -32,6 +32,9 @@ _GATED = {
     activations.GELUTanh: "gelu_tanh",
     activations.NewGELUActivation: "gelu_tanh",
 }
+_UNGATED = {kind: f"{name}_no_mul" for kind, name in _GATED.items()} | {
+    activations.ReLUSquaredActivation: "relu2"
+}
 _SWIGLU_OAI = Activation("swiglu_oai", interleaved=True)
 
 
@@ -94,7 +97,7 @@ def known_activation(experts: Any) -> str | None:
     if getattr(experts, "has_post_expert_norm", False):
         return None
     if not getattr(experts, "has_gate", True):
-        return "relu2" if type(experts.act_fn) is activations.ReLUSquaredActivation else None
+        return _UNGATED.get(type(experts.act_fn))
     if type(experts)._apply_gate is _default_apply_gate:
         # act_fn(first half) * second half, whatever is_concatenated says
         return _GATED.get(type(experts.act_fn))

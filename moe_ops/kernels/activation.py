@@ -29,7 +29,8 @@ def _gate_up_columns(columns, features, GATED: tl.constexpr, INTERLEAVED: tl.con
 def _activation_kernel(
     gate_up_ptr, out_ptr,
     features, stride_s, stride_i,
-    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
@@ -41,7 +42,7 @@ def _activation_kernel(
     row_ptr = gate_up_ptr + offset(row, stride_s)
     gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
     up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
-    result = apply_activation(gate, up, NAME, ALPHA, LIMIT)
+    result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
     tl.store(out_ptr + row * features + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -49,7 +50,8 @@ def _activation_kernel(
 def _activation_backward_kernel(
     grad_ptr, gate_up_ptr, out_ptr,
     features, grad_stride_s, grad_stride_i, stride_s, stride_i,
-    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
@@ -63,7 +65,7 @@ def _activation_backward_kernel(
     up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
     grad_ptrs = grad_ptr + offset(row, grad_stride_s) + offset(columns, grad_stride_i)
     grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(ACC)
-    grad_gate, grad_up = activation_gradient(grad, gate, up, NAME, ALPHA, LIMIT)
+    grad_gate, grad_up = activation_gradient(grad, gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
     out_ptr += row * features * (2 if GATED else 1)
     tl.store(out_ptr + gate_columns, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)
     if GATED:
@@ -73,10 +75,12 @@ def _activation_backward_kernel(
 def activation_args(activation: Activation) -> dict:
     """The constexpr arguments that describe `activation` to any kernel that applies it."""
     return {
-        "NAME": activation.name,
-        "ALPHA": activation.alpha,
-        "LIMIT": activation.limit,
+        "NAME": activation.function,
         "GATED": activation.is_gated,
+        "ALPHA": activation.alpha,
+        "BETA": activation.beta,
+        "LINEAR_BETA": activation.linear_beta,
+        "LIMIT": activation.limit,
         "INTERLEAVED": activation.interleaved,
     }
 

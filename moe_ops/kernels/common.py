@@ -66,65 +66,98 @@ def dot(a, b, acc):
 
 
 @triton.jit
-def apply_activation(gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def apply_activation(
+    gate, up, NAME: tl.constexpr, GATED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """The expert activation in compute dtype. Ungated ones ignore `up`."""
-    if NAME == "swiglu_oai":
-        gate = _at_most(gate, LIMIT)
-        up = _clamp(up, LIMIT)
-        result = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
-    elif NAME == "silu":
-        if LIMIT is not None:
-            gate = _at_most(gate, LIMIT)
-            up = _clamp(up, LIMIT)
-        result = gate * tl.sigmoid(gate) * up
-    elif NAME == "gelu":
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    elif NAME == "gelu_tanh":
-        # 0.5 * (1 + tanh(z)) = sigmoid(2z)
-        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    else:
-        tl.static_assert(NAME == "relu2")
-        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        result = positive * positive
-    return result
+    value, _ = _gate(gate, NAME, ALPHA, BETA, LIMIT)
+    if GATED:
+        factor, _ = _up(up, NAME, BETA, LINEAR_BETA, LIMIT)
+        value = value * factor
+    return value
 
 
 @triton.jit
-def activation_gradient(grad, gate, up, NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def activation_gradient(
+    grad, gate, up, NAME: tl.constexpr, GATED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
     """(d gate, d up) of `apply_activation`. A clamped value passes the gradient where it equals its bound."""
-    if NAME == "swiglu_oai":
-        clamped_gate = _at_most(gate, LIMIT)
-        clamped_up = _clamp(up, LIMIT)
-        sigmoid = tl.sigmoid(ALPHA * clamped_gate)
-        slope = sigmoid + clamped_gate * ALPHA * sigmoid * (1.0 - sigmoid)
-        grad_gate = tl.where(gate > LIMIT, 0.0, grad * (clamped_up + 1.0) * slope)
-        grad_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, grad * clamped_gate * sigmoid)
-    elif NAME == "silu":
-        clamped_gate = gate
-        clamped_up = up
+    value, slope = _gate(gate, NAME, ALPHA, BETA, LIMIT)
+    grad_gate = grad * slope
+    grad_up = grad_gate
+    if GATED:
+        factor, up_slope = _up(up, NAME, BETA, LINEAR_BETA, LIMIT)
+        grad_gate = grad_gate * factor
+        grad_up = grad * value * up_slope
+    return grad_gate, grad_up
+
+
+@triton.jit
+def _gate(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """(value, slope) of the nonlinearity; the compiler drops a slope that nobody uses."""
+    if NAME == "silu" or NAME == "swiglu_oai":
+        clamped = gate if LIMIT is None else _at_most(gate, LIMIT)
+        scaled = clamped if ALPHA is None else ALPHA * clamped
+        sigmoid = tl.sigmoid(scaled)
+        value = clamped * sigmoid
+        slope = sigmoid + scaled * sigmoid * (1.0 - sigmoid)
         if LIMIT is not None:
-            clamped_gate = _at_most(gate, LIMIT)
-            clamped_up = _clamp(up, LIMIT)
-        sigmoid = tl.sigmoid(clamped_gate)
-        grad_gate = grad * clamped_up * (sigmoid + clamped_gate * sigmoid * (1.0 - sigmoid))
-        grad_up = grad * clamped_gate * sigmoid
-        if LIMIT is not None:
-            grad_gate = tl.where(gate > LIMIT, 0.0, grad_gate)
-            grad_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, grad_up)
+            slope = tl.where(gate > LIMIT, 0.0, slope)
+    elif NAME == "swiglustep":
+        sigmoid = tl.sigmoid(gate)
+        value = _at_most(gate * sigmoid, LIMIT)
+        slope = tl.where(gate * sigmoid > LIMIT, 0.0, sigmoid + gate * sigmoid * (1.0 - sigmoid))
+    elif NAME == "situ":
+        sigmoid = tl.sigmoid(gate)
+        tanh = _tanh(gate / BETA)
+        value = BETA * tanh * sigmoid
+        slope = sigmoid * (1.0 - tanh * tanh + BETA * tanh * (1.0 - sigmoid))
     elif NAME == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
-        grad_gate = grad * up * (cdf + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate))
-        grad_up = grad * gate * cdf
+        value = gate * cdf
+        slope = cdf + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     elif NAME == "gelu_tanh":
+        # 0.5 * (1 + tanh(z)) = sigmoid(2z)
         cdf = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-        grad_gate = grad * up * (cdf + gate * cdf * (1.0 - cdf) * slope)
-        grad_up = grad * gate * cdf
+        value = gate * cdf
+        slope = cdf + gate * cdf * (1.0 - cdf) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
     else:
         tl.static_assert(NAME == "relu2")
-        grad_gate = grad * 2.0 * tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        grad_up = grad_gate
-    return grad_gate, grad_up
+        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = positive * positive
+        slope = 2.0 * positive
+    return value, slope
+
+
+@triton.jit
+def _up(up, NAME: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr):
+    """(value, slope) of what the gate is multiplied by."""
+    value = up
+    slope = tl.full(up.shape, 1.0, up.dtype)
+    if LIMIT is not None:
+        value = _clamp(up, LIMIT)
+        slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, slope)
+    if LINEAR_BETA is not None:
+        tanh = _tanh(up / LINEAR_BETA)
+        value = LINEAR_BETA * tanh
+        slope = 1.0 - tanh * tanh
+    if NAME == "swiglu_oai":
+        value = value + BETA
+    return value, slope
+
+
+@triton.jit
+def _tanh(value):
+    result = 2.0 * tl.sigmoid(2.0 * value) - 1.0
+    if value.dtype == tl.float32:
+        # Near 0 the difference keeps few of float32's digits, and the series all.
+        square = value * value
+        series = 0.13333333333333333 - square * (0.05396825396825397 - square * 0.021869488536155203)
+        series = value - value * square * (0.3333333333333333 - square * series)
+        result = tl.where(square < 0.0625, series, result)
+    return result
 
 
 @triton.jit

@@ -16,7 +16,8 @@ def gemv_activation_kernel(
     top_k, num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n,
-    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
@@ -66,13 +67,13 @@ def gemv_activation_kernel(
                 sums += weight.to(ACC) * x.to(ACC)[None, :]
             value = tl.sum(sums, 1) + bias
         if not GATED:
-            result = apply_activation(value, value, NAME, ALPHA, LIMIT)
+            result = apply_activation(value, value, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
         else:
             if INTERLEAVED:
                 gate, up = tl.reshape(value, (BLOCK_N, 2)).split()
             else:
                 gate, up = tl.reshape(value, (2, BLOCK_N)).permute(1, 0).split()
-            result = apply_activation(gate, up, NAME, ALPHA, LIMIT)
+            result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
         columns = first + tl.arange(0, BLOCK_N)
         out_row_ptr = out_ptr + slot.to(tl.int64) * features
         tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)

@@ -17,7 +17,8 @@ def grouped_gemm_generic_kernel(
     top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
-    NAME: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N output columns a tile; a gated tile keeps one accumulator for gates and one for ups."""
@@ -63,7 +64,7 @@ def grouped_gemm_generic_kernel(
                 bias = tl.load(bias_ptrs, mask=column_mask, other=0.0)
                 acc_up += bias.to(ACC)[None, :]
         if NAME is not None:
-            acc = apply_activation(acc, acc_up, NAME, ALPHA, LIMIT)
+            acc = apply_activation(acc, acc_up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
         out_row_ptr = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m
         out_mask = (rows < end)[:, None] & (columns < features)[None, :]
         tl.store(out_row_ptr + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

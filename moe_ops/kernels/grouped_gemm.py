@@ -15,7 +15,11 @@ from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
 from moe_ops.kernels.tiles import tile_capacity, tile_map
 
-_NO_ACTIVATION = {"NAME": None, "ALPHA": None, "LIMIT": None, "GATED": False, "INTERLEAVED": False}
+_NO_ACTIVATION = {
+    **dict.fromkeys(("NAME", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT")),
+    "GATED": False,
+    "INTERLEAVED": False,
+}
 
 
 def plan(gemm: Gemm, config: LaunchConfig | None = None) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:

@@ -15,6 +15,7 @@ from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 from moe_ops.types import RoutingConfig
 
 _NO_EXPERT = tl.constexpr(1 << 30)
+_LOWEST = tl.constexpr(-36.0)  # below it log(1 + e^x) is e^x, to the last bit of float64
 _ELEMENTS_PER_WARP = 256
 
 
@@ -58,22 +59,50 @@ def _group_scores(
 
 
 @triton.jit
-def _score_chosen(chosen, valid, SOFTMAX: tl.constexpr):
-    """Scores of the K selected logits among themselves; 0 where not valid."""
-    if SOFTMAX:
-        logits = tl.where(valid, chosen, -float("inf"))
+def _root_and_decay(logits):
+    """sqrt(log(1 + e^x)) as two factors, the root down to x = -36 and e^(x/2) from there on; see the definition."""
+    near = tl.where(logits < _LOWEST, _LOWEST, logits)
+    small = tl.exp(-tl.abs(near))
+    one_more = 1.0 + small
+    # log1p: the quotient makes good for what the sum has rounded away.
+    divisor = tl.where(one_more == 1.0, 1.0, one_more - 1.0)
+    log1p = tl.where(one_more == 1.0, small, tl.log(one_more) * (small / divisor))
+    root = tl.sqrt(tl.where(near > 0, near, 0.0) + log1p)
+    return root, tl.exp(0.5 * tl.where(logits < _LOWEST, logits - _LOWEST, 0.0))
+
+
+@triton.jit
+def _score(logits, there, SCORE: tl.constexpr):
+    """Scores of rows of logits, among those that are there; 0 elsewhere."""
+    if SCORE == "softmax":
+        logits = tl.where(there, logits, -float("inf"))
         exps = tl.exp(logits - tl.max(logits, 1)[:, None])
-        scored = exps / tl.sum(exps, 1)[:, None]
+        score = exps / tl.sum(exps, 1)[:, None]
+    elif SCORE == "sigmoid":
+        score = tl.sigmoid(logits)
     else:
-        scored = tl.sigmoid(chosen)
-    return tl.where(valid, scored, 0.0)
+        tl.static_assert(SCORE == "sqrtsoftplus")
+        root, decay = _root_and_decay(logits)
+        score = root * decay
+    return tl.where(there, score, 0.0)
+
+
+@triton.jit
+def _slope(logits, score, SCORE: tl.constexpr):
+    """The derivative of an elementwise score."""
+    if SCORE == "sigmoid":
+        slope = score * (1.0 - score)
+    else:
+        root, decay = _root_and_decay(logits)
+        slope = tl.sigmoid(tl.where(logits < _LOWEST, _LOWEST, logits)) * decay / (2.0 * root)
+    return slope
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _topk_routing_kernel(
     logits_ptr, bias_ptr, weights_ptr, ids_ptr,
     num_tokens, stride_t, stride_e, stride_b,
-    TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
+    TOP_K: tl.constexpr, SCORE: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
     RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
     TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MEMBERS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -85,14 +114,7 @@ def _topk_routing_kernel(
     there = experts < NUM_EXPERTS
     logits_ptrs = logits_ptr + offset(tokens, stride_t)[:, None] + offset(experts, stride_e)
     logits = tl.load(logits_ptrs, mask=present[:, None] & there, other=0.0).to(ACC)
-    score = logits
-    if SCORE_FIRST:
-        if SOFTMAX:
-            logits = tl.where(there, logits, -float("inf"))
-            exps = tl.exp(logits - tl.max(logits, 1)[:, None])
-            score = exps / tl.sum(exps, 1)[:, None]
-        else:
-            score = tl.sigmoid(logits)
+    score = _score(logits, there, SCORE) if SCORE_FIRST else logits
     selection = score
     if bias_ptr is not None:
         selection += tl.load(bias_ptr + offset(experts, stride_b), mask=there, other=0.0).to(ACC)
@@ -123,10 +145,7 @@ def _topk_routing_kernel(
         ranked = tl.where(columns == k, best[:, None], ranked)
         ids = tl.where(columns == k, pick[:, None], ids)
     valid = _is_finite(ranked)
-    if SCORE_FIRST:
-        chosen = tl.where(valid, chosen, 0.0)
-    else:
-        chosen = _score_chosen(chosen, valid, SOFTMAX)
+    chosen = tl.where(valid, chosen, 0.0) if SCORE_FIRST else _score(chosen, valid, SCORE)
     if RENORMALIZE:
         total = tl.sum(chosen, 1) + RENORM_EPS
         chosen = chosen / tl.where(total == 0, 1.0, total)[:, None]
@@ -141,7 +160,7 @@ def _topk_routing_backward_kernel(
     grad_ptr, logits_ptr, weights_ptr, ids_ptr, out_ptr,
     num_tokens, grad_stride_t, grad_stride_k, stride_t, stride_e, weight_stride_t, weight_stride_k,
     ids_stride_t, ids_stride_k,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, SCORE_FIRST: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORE: tl.constexpr, SCORE_FIRST: tl.constexpr,
     RENORMALIZE: tl.constexpr, RENORM_EPS: tl.constexpr, SCALE: tl.constexpr,
     F64: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -161,23 +180,20 @@ def _topk_routing_backward_kernel(
     # A weight of zero: the selection was not finite, so the slot is constant; or the score underflowed, so it is flat.
     weight_ptrs = weights_ptr + offset(tokens, weight_stride_t) + offset(columns, weight_stride_k)
     valid = mask & (tl.load(weight_ptrs, mask=mask, other=0.0) != 0)
+    picked = tl.where(valid, picked, 0.0)
     experts = tl.arange(0, BLOCK_E)[None, :]
     expert_mask = present & (experts < NUM_EXPERTS)
     score = tl.zeros((ROWS, BLOCK_E), ACC)
-    if SCORE_FIRST:
-        if SOFTMAX:
-            logits = tl.load(row_ptr + offset(experts, stride_e), mask=expert_mask, other=0.0).to(ACC)
-            logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
-            largest = tl.max(logits, 1)[:, None]
-            exps = tl.exp(logits - largest)
-            total = tl.sum(exps, 1)[:, None]
-            score = tl.where(_is_finite(exps / total), exps / total, 0.0)
-            picked = tl.exp(picked - largest) / total
-        else:
-            picked = tl.sigmoid(picked)
-        chosen = tl.where(valid, picked, 0.0)
+    if SCORE == "softmax" and SCORE_FIRST:
+        logits = tl.load(row_ptr + offset(experts, stride_e), mask=expert_mask, other=0.0).to(ACC)
+        logits = tl.where(experts < NUM_EXPERTS, logits, -float("inf"))
+        largest = tl.max(logits, 1)[:, None]
+        exps = tl.exp(logits - largest)
+        total = tl.sum(exps, 1)[:, None]
+        score = tl.where(_is_finite(exps / total), exps / total, 0.0)
+        chosen = tl.where(valid, tl.exp(picked - largest) / total, 0.0)
     else:
-        chosen = _score_chosen(tl.where(valid, picked, 0.0), valid, SOFTMAX)
+        chosen = _score(picked, valid, SCORE)
     grad = grad * SCALE
     if RENORMALIZE:
         total_weight = tl.sum(chosen, 1) + RENORM_EPS
@@ -185,15 +201,15 @@ def _topk_routing_backward_kernel(
         through = tl.where((total_weight == 0)[:, None], 0.0, tl.sum(grad * chosen, 1)[:, None] / divisor)
         grad = (grad - through) / divisor
     grad = tl.where(valid, grad, 0.0)
-    if not SOFTMAX:
-        grad = grad * chosen * (1.0 - chosen)
+    if SCORE != "softmax":
+        grad = grad * _slope(picked, chosen, SCORE)
     elif not SCORE_FIRST:
         grad = chosen * (grad - tl.sum(grad * chosen, 1)[:, None])
     dense = tl.zeros((ROWS, BLOCK_E), ACC)
     for k in range(TOP_K):
         id_k = tl.sum(tl.where(columns == k, ids, 0), 1)[:, None]
         dense += tl.where(experts == id_k, tl.sum(tl.where(columns == k, grad, 0.0), 1)[:, None], 0.0)
-    if SOFTMAX and SCORE_FIRST:
+    if SCORE == "softmax" and SCORE_FIRST:
         dense = score * (dense - tl.sum(grad * chosen, 1)[:, None])
     tl.store(out_ptr + tokens * NUM_EXPERTS + experts, dense.to(out_ptr.dtype.element_ty), mask=expert_mask)
 
@@ -243,7 +259,7 @@ def _tile(num_tokens: int, block_e: int) -> tuple[int, int, int]:
 def _formula_args(routing: RoutingConfig) -> dict:
     return {
         "TOP_K": routing.top_k,
-        "SOFTMAX": routing.score_fn == "softmax",
+        "SCORE": routing.score_fn,
         "SCORE_FIRST": routing.order == "score_then_topk",
         "RENORMALIZE": routing.renormalize,
         "RENORM_EPS": routing.renorm_eps,

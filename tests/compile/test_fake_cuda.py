@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,13 @@ from tests.kernels.by_name import program_of
 
 HIDDEN, EXPERTS, INTERMEDIATE = 64, 8, 32
 ROUTING = moe_ops.RoutingConfig(top_k=2)
+FORMULAS = {
+    "usual": (ROUTING, moe_ops.Activation()),
+    "others": (
+        moe_ops.RoutingConfig(2, "sqrtsoftplus"),
+        moe_ops.Activation("situ", beta=4.0, linear_beta=25.0),
+    ),
+}
 
 
 def _inputs(tokens):
@@ -26,9 +34,9 @@ def _inputs(tokens):
     return empty(tokens, HIDDEN), empty(tokens, EXPERTS), *weights
 
 
-def _layer(hidden, logits, w13, w2):
+def _layer(hidden, logits, w13, w2, formulas=FORMULAS["usual"]):
     # make_fx is not a compiler to `is_compiling`, so the stages are asked for.
-    return moe_ops.fused_moe(hidden * 2, logits, w13, w2, ROUTING, emit="stages").sin()
+    return moe_ops.fused_moe(hidden * 2, logits, w13, w2, *formulas, emit="stages").sin()
 
 
 def _ours(compiled):
@@ -36,18 +44,19 @@ def _ours(compiled):
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 1000])
-def test_static_tokens_launch_the_plans_kernels_directly(tokens):
-    compiled = compile_for_h200(_layer, _inputs, tokens=tokens)
-    planned = _planned(tokens)
+@pytest.mark.parametrize("formulas", FORMULAS.values(), ids=FORMULAS)
+def test_static_tokens_launch_the_plans_kernels_directly(tokens, formulas):
+    compiled = compile_for_h200(partial(_layer, formulas=formulas), _inputs, tokens=tokens)
+    planned = _planned(tokens, *formulas)
     assert [re.sub(r"_\d+$", "", name) for name in _ours(compiled)] == planned
     assert "torch.ops.moe" not in body(compiled.code)
     # The neighbours stay one kernel each: nothing is copied into or out of the launches.
     assert len(compiled.launches) - len(planned) == 2
 
 
-def _planned(tokens):
+def _planned(tokens, routing, activation):
     given = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in _on_meta(tokens)]
-    plan = program_of("fused_moe", *given, routing=ROUTING, activation=moe_ops.Activation("silu"))
+    plan = program_of("fused_moe", *given, routing=routing, activation=activation)
     return [launch.kernel.__name__ for launch in plan.launches]
 
 

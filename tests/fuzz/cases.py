@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, fields
 from random import Random
+from typing import get_args
 
 from moe_ops import Activation, RoutingConfig
+from moe_ops.types import ScoreFn
+from tests.cases import MORE_ACTIVATIONS
 
 TOKENS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 100, 129, 256, 513, 777, 1500)
 EXPERTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 60, 64, 96, 128, 160)
@@ -38,6 +41,7 @@ ACTIVATIONS = (
     Activation("swiglu_oai", interleaved=True),
     Activation("swiglu_oai", alpha=1.2, limit=0.7),
     Activation("swiglu_oai", alpha=1.2, limit=0.7, interleaved=True),
+    *MORE_ACTIVATIONS,
 )
 STAGES = ("topk_routing", "build_dispatch", "permute", "grouped_gemm", "gated_activation", "combine")
 TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine")
@@ -165,7 +169,7 @@ def _draw_routing(random: Random, experts: int, max_top_k: int) -> RoutingConfig
     top_k = min(random.choice((1, 1, 2, 2, 3, 4, 6, 8, 11, 16)), topk_groups * size, max_top_k)
     return RoutingConfig(
         top_k,
-        random.choice(("softmax", "sigmoid")),
+        random.choice(get_args(ScoreFn)),
         random.choice(("score_then_topk", "topk_then_score")),
         random.random() < 0.6,
         random.choice((0.0, 1e-20, 1e-3)),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.cases import Case
+from tests.helpers import SCORES
 from tests.ops.samples import LAYOUTS
 
 # float32 scores and what a bias adds to them: exp, a sum and a division, a few epsilons each.
@@ -192,7 +193,7 @@ def hangs_on_rounding(logits: Tensor, bias: Tensor | None, case: Case) -> Tensor
     routing = case.routing
     scores = logits
     if routing.order == "score_then_topk":
-        scores = logits.softmax(1) if routing.score_fn == "softmax" else logits.sigmoid()
+        scores = SCORES[routing.score_fn](logits)
     selection = scores if bias is None else scores + bias
     reach = 0.0 if bias is None else bias.nan_to_num(neginf=0.0).abs().max().item()
     unusable = ~selection.isfinite()

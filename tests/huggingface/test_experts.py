@@ -91,6 +91,16 @@ class UngatedSilu(Ungated):
     act_name = "silu"
 
 
+@use_experts_implementation(has_gate=False)
+class UngatedGelu(Ungated):
+    act_name = "gelu_pytorch_tanh"
+
+
+@use_experts_implementation(has_gate=False)
+class UngatedMish(Ungated):
+    act_name = "mish"
+
+
 @use_experts_implementation(is_transposed=True, has_bias=True)
 class Transposed(Base):
     def __init__(self, config):
@@ -121,9 +131,11 @@ FUSED = {
     GeluTanh: "gelu_tanh",
     GeluNew: "gelu_tanh",
     Ungated: "relu2",
+    UngatedSilu: "silu_no_mul",
+    UngatedGelu: "gelu_tanh_no_mul",
     Transposed: "silu",
 }
-UNFUSED = [Mish, OwnGate, UngatedSilu, PostNorm]
+UNFUSED = [Mish, OwnGate, UngatedMish, PostNorm]
 
 
 def make(experts_class, implementation: str = "moe_ops"):

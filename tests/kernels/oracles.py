@@ -1,6 +1,7 @@
 """Plain float64 definitions, written for clarity with loops over slots, and how close a kernel must come."""
 
 import torch
+from torch.nn import functional as F
 
 from moe_ops.types import Activation
 
@@ -44,20 +45,31 @@ def dispatch(locals_: list[int], num_experts: int) -> tuple[list[int], list[int]
     return order, inverse, offsets
 
 
+NONLINEARITIES = {
+    "silu": lambda x, _: F.silu(x),
+    "gelu": lambda x, _: F.gelu(x),
+    "gelu_tanh": lambda x, _: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x, _: x.clamp(min=0) ** 2,
+    "swiglu_oai": lambda x, by: x * torch.sigmoid(by.alpha * x),
+    "swiglustep": lambda x, by: F.silu(x).clamp(max=by.limit),
+    "situ": lambda x, by: by.beta * torch.tanh(x / by.beta) * torch.sigmoid(x),
+}
+
+
 def activate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The activation over the last dimension, in the dtype of `gate_up`."""
-    if activation.name == "relu2":
-        return gate_up.clamp(min=0) ** 2
+    function = NONLINEARITIES[activation.name.replace("_no_mul", "")]
+    if not activation.is_gated:
+        return function(gate_up, activation)
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1) if activation.interleaved else gate_up.chunk(2, -1)
     if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+        gate = gate if activation.name == "swiglustep" else gate.clamp(max=activation.limit)
+    if activation.linear_beta is not None:
+        up = activation.linear_beta * torch.tanh(up / activation.linear_beta)
     if activation.name == "swiglu_oai":
-        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    approximate = {"gelu": "none", "gelu_tanh": "tanh"}.get(activation.name)
-    gelu = torch.nn.functional.gelu
-    return (
-        torch.nn.functional.silu(gate) if approximate is None else gelu(gate, approximate=approximate)
-    ) * up
+        up = up + activation.beta
+    return function(gate, activation) * up
 
 
 def grouped_gemm(

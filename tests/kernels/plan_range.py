@@ -31,6 +31,7 @@ GPUS = {
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # float16 takes what bfloat16 takes
 HALVES, UNGATED = Activation(), Activation("relu2")
 GPT_OSS = Activation("swiglu_oai", interleaved=True)
+SITU = Activation("situ", beta=4.0, linear_beta=25.0)  # the most arithmetic
 ACTIVATIONS = (
     HALVES,
     GPT_OSS,
@@ -38,6 +39,9 @@ ACTIVATIONS = (
     Activation("gelu"),
     Activation("gelu_tanh"),
     Activation("silu", limit=7.0),
+    Activation("swiglustep"),
+    SITU,
+    Activation("gelu_tanh_no_mul"),
 )
 
 
@@ -79,7 +83,7 @@ def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
     wide = size is Range.WIDE
     top_ks = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128) if wide else (8, 128)
     deep = (5, 37, 64, 256, 512, 1000, 2048, 4096, 7168, 14336)
-    acts = ACTIVATIONS if wide else (HALVES, GPT_OSS)
+    acts = ACTIVATIONS if wide else (SITU, GPT_OSS)
     layouts = [(False, depth, 64) for depth in deep] + list(itertools.product((True,), deep, (64, 37)))
     few = ((False, 37, 64), (False, 14336, 64), (True, 14336, 64), (True, 14336, 37))
     for dtype, (transposed, depth, width) in itertools.product(FLOATS, layouts if wide else few):
@@ -107,10 +111,10 @@ def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
 def products(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Every block size of every table, for gathered rows, rows in order, and rows by TMA."""
     wide = size is Range.WIDE
-    acts = (None, *ACTIVATIONS) if wide else (None, HALVES, GPT_OSS)
+    acts = (None, *ACTIVATIONS) if wide else (None, SITU, GPT_OSS)
     layouts = list(itertools.product((False, True), (2048, 2040, 511)))
     for dtype, act, biased in itertools.product(FLOATS, acts, (True, False) if wide else (True,)):
-        if wide or dtype == torch.bfloat16 or act == HALVES:
+        if wide or dtype == torch.bfloat16 or act == SITU:
             for transposed, depth in layouts if wide else ((True, 2048), (False, 2040), (False, 511)):
                 yield from _product(gpu, dtype, act, transposed, depth, biased)
 
@@ -150,7 +154,7 @@ def _programs(name: str, dtype: torch.dtype, *programs: Program) -> Iterator[Pla
 def rows(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """permute, combine and activations with their gradients."""
     wide = size is Range.WIDE
-    acts, top_ks = (ACTIVATIONS, (1, 2, 8, 128)) if wide else ((GPT_OSS,), (8, 128))
+    acts, top_ks = (ACTIVATIONS, (1, 2, 8, 128)) if wide else ((SITU,), (8, 128))
     for dtype, columns in itertools.product(FLOATS, (40, 511, 4096) if wide else (511,)):
         tokens, slots = meta(64, columns, dtype=dtype), meta(64 * 8, dtype=torch.int32)
         by_slot, name = meta(64 * 8, columns, dtype=dtype), f"{dtype} {columns} columns"
@@ -198,9 +202,10 @@ def routes(gpu: Gpu, size: Range) -> Iterator[Planned]:
 def _routings(experts: int, top_k: int, wide: bool) -> Iterator[RoutingConfig]:
     grouped = {"num_groups": 8, "topk_groups": 4, "group_score": "top2_sum"}
     groups = grouped if experts % 8 == 0 and top_k <= experts // 2 else {}
-    yield RoutingConfig(top_k, score_fn="sigmoid", scale=2.5, **groups)
+    yield RoutingConfig(top_k, score_fn="sqrtsoftplus", scale=2.5, **groups)
     if wide:
         yield RoutingConfig(top_k)
+        yield RoutingConfig(top_k, score_fn="sigmoid", **groups)
         yield RoutingConfig(top_k, order="topk_then_score", renormalize=False)
 
 

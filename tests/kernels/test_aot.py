@@ -29,9 +29,9 @@ TOKENS = (1, 4, 64, 1024, 16384)
 BF16 = {"hidden_states": torch.bfloat16, "router_logits": torch.float32}
 BF16 |= {"w13": torch.bfloat16, "w2": torch.bfloat16, "w13_bias": torch.bfloat16, "w2_bias": torch.bfloat16}
 GPT_OSS = Activation("swiglu_oai", interleaved=True)
-DEEPSEEK = RoutingConfig(
-    top_k=8, score_fn="sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum", scale=2.5
-)
+SITU = Activation("situ", beta=4.0, linear_beta=25.0)
+_GROUPED = {"num_groups": 8, "topk_groups": 4, "group_score": "top2_sum", "scale": 2.5}
+DEEPSEEK = [RoutingConfig(8, score, **_GROUPED) for score in ("sigmoid", "sqrtsoftplus")]
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -89,10 +89,22 @@ def test_transposed_halves(tokens: int) -> None:
     _assert_spill_free(aot.compile_program(program, dtypes))
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("activation", [SITU, Activation("silu_no_mul")], ids=lambda act: act.name)
+def test_other_activations(tokens: int, activation: Activation) -> None:
+    experts, top_k, hidden, features = WORKLOADS["W5"]
+    rows = 2 * features if activation.is_gated else features
+    args = _meta(tokens, hidden), _meta(tokens, experts), _meta(experts, rows, hidden)
+    routing, w2 = RoutingConfig(top_k, "sqrtsoftplus"), _meta(experts, hidden, features)
+    program = program_of("fused_moe", *args, w2, routing=routing, activation=activation)
+    _assert_spill_free(aot.compile_program(program, BF16 | {"router_logits": torch.bfloat16}))
+
+
 @pytest.mark.parametrize("tokens", [1, 4096])
-def test_deepseek_router(tokens: int) -> None:
+@pytest.mark.parametrize("routing", DEEPSEEK, ids=lambda routing: routing.score_fn)
+def test_deepseek_router(tokens: int, routing: RoutingConfig) -> None:
     logits, bias = _meta(tokens, 256, dtype=torch.float32), _meta(256, dtype=torch.float32)
-    program = program_of("routing_dispatch", logits, bias, _meta(256, dtype=torch.int32), 32, DEEPSEEK)
+    program = program_of("routing_dispatch", logits, bias, _meta(256, dtype=torch.int32), 32, routing)
     dtypes = {"router_logits": torch.float32, "correction_bias": torch.float32, "expert_map": torch.int32}
     _assert_spill_free(aot.compile_program(program, dtypes))
 
@@ -123,7 +135,10 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
         program_of("combine_backward", tokens, rows, weights, slots),
         program_of("gated_activation", gate_up, Activation()),
         program_of("gated_activation_backward", rows, gate_up, GPT_OSS),
-        program_of("topk_routing_backward", weights, logits, weights, ids, RoutingConfig(top_k=4)),
+        *(
+            program_of("topk_routing_backward", weights, logits, weights, ids, RoutingConfig(4, score))
+            for score in ("softmax", "sqrtsoftplus")
+        ),
     ]
     floating = ("grad", "x", "hidden_states", "expert_out", "gate_up", "router_logits")
     dtypes = dict.fromkeys(floating, dtype) | dict.fromkeys(("topk_weights", "grad_weights"), torch.float32)

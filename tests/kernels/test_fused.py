@@ -25,6 +25,9 @@ ACTIVATIONS = [
     Activation("relu2"),
     Activation("swiglu_oai", interleaved=True),
     Activation("silu", limit=0.5, interleaved=True),
+    Activation("swiglustep", limit=0.5),
+    Activation("situ", beta=1.5, linear_beta=2.0, interleaved=True),
+    Activation("silu_no_mul"),
 ]
 
 

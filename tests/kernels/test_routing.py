@@ -6,6 +6,7 @@ import torch
 from moe_ops import routing as definition
 from moe_ops.arguments import Router, TopkRoutingBackward
 from moe_ops.types import RoutingConfig
+from tests.helpers import sqrt_softplus
 from tests.kernels.by_name import launch
 from tests.kernels.oracles import assert_close
 
@@ -18,6 +19,8 @@ CONFIGS = [
     RoutingConfig(top_k=5, score_fn="sigmoid", renorm_eps=1e-20, scale=2.5),
     RoutingConfig(top_k=4, num_groups=4, topk_groups=2, group_score="top2_sum", score_fn="sigmoid"),
     RoutingConfig(top_k=3, num_groups=4, topk_groups=2, group_fill=0.0),
+    RoutingConfig(top_k=3, score_fn="sqrtsoftplus", renorm_eps=1e-20, scale=1.5),
+    RoutingConfig(top_k=2, score_fn="sqrtsoftplus", renormalize=False, order="topk_then_score"),
 ]
 
 
@@ -78,7 +81,7 @@ def test_ties_go_to_the_lowest_id(device: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
-@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_non_finite_scores_rank_last_with_weight_zero(score_fn: str, order: str, device: str) -> None:
     config = RoutingConfig(top_k=4, score_fn=score_fn, order=order)
     logits = torch.randn(6, 5)
@@ -109,6 +112,24 @@ def test_zero_sum_divides_by_one(device: str) -> None:
     logits = torch.full((2, 8), -1e4)
     weights, _ = launch("topk_routing", logits.to(device), None, RoutingConfig(top_k=2, score_fn="sigmoid"))
     assert weights.cpu().tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_far_logits_keep_their_sqrtsoftplus_and_slope(order: str, dtype: torch.dtype, device: str) -> None:
+    """From where 1 + e^x rounds to 1, over where e^x underflows, to where it overflows; every entry by itself."""
+    config = RoutingConfig(1, "sqrtsoftplus", order, renormalize=False)
+    far = [-150.0, -110.0, -60.0, -36.5, -36.0, -20.0, -16.5, -7.0, 0.0, 5.0, 100.0, 1000.0]
+    logits = torch.tensor(far, dtype=dtype)[:, None]
+    weights, ids = launch("topk_routing", logits.to(device), None, config)
+    exact = logits.double().requires_grad_()
+    expected = sqrt_softplus(exact)
+    (slope,) = torch.autograd.grad(expected.sum(), exact)
+    grad = torch.ones_like(weights)
+    gradient = launch("topk_routing_backward", grad, logits.to(device), weights, ids, config)
+    for row in range(len(far)):
+        assert_close(weights[row], expected[row])
+        assert_close(gradient[row], slope[row])
 
 
 def test_many_experts_and_strided_logits(device: str) -> None:

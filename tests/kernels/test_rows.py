@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from moe_ops.types import Activation
+from tests.cases import MORE_ACTIVATIONS
 from tests.kernels import oracles
 from tests.kernels.by_name import launch
 from tests.kernels.oracles import assert_close
@@ -18,6 +19,8 @@ ACTIVATIONS = [
     Activation("relu2"),
     Activation("swiglu_oai", alpha=1.2, limit=1.3, interleaved=True),
     Activation("swiglu_oai", alpha=1.1),
+    *MORE_ACTIVATIONS,
+    Activation("situ", beta=1e4, linear_beta=1e4),  # nearly linear: what a difference of sigmoids loses shows
 ]
 
 

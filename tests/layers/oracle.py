@@ -7,6 +7,7 @@ from torch import Tensor
 
 from layers import FusedMoE, MoEBlock
 from moe_ops.reference import reference_routing
+from tests.kernels.oracles import activate
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -57,7 +58,7 @@ def block(module: MoEBlock, hidden: Tensor) -> Tensor:
 def _shared(module: MoEBlock, hidden: Tensor) -> Tensor:
     shared = module.shared_experts
     gate_up = hidden @ shared.gate_up_proj.weight.double().T
-    out = _activate(gate_up, shared.activation) @ shared.down_proj.weight.double().T
+    out = activate(gate_up, shared.activation) @ shared.down_proj.weight.double().T
     if module.config.shared_experts.gated == "sigmoid":
         out = out * torch.sigmoid(hidden @ shared.gate.weight.double().T)
     return out
@@ -82,20 +83,9 @@ def _expert(module: FusedMoE, hidden: Tensor, index: int) -> Tensor:
     gate_up = module.w13_weight[index].double()[:, :size] @ hidden
     if module.w13_bias is not None:
         gate_up = gate_up + module.w13_bias[index].double()
-    out = module.w2_weight[index].double() @ _activate(gate_up, module.config.activation)
+    out = module.w2_weight[index].double() @ activate(gate_up, module.config.activation)
     out = out if module.w2_bias is None else out + module.w2_bias[index].double()
     if module.post_norm_weight is not None:
         eps = module.config.experts.post_norm_eps
         out = out / (out.square().mean() + eps).sqrt() * module.post_norm_weight.double()
     return out[:size]
-
-
-def _activate(gate_up: Tensor, activation) -> Tensor:
-    if activation.name == "relu2":
-        return gate_up.clamp_min(0) ** 2
-    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if activation.interleaved else gate_up.chunk(2, -1)
-    if activation.name == "swiglu_oai":
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    assert activation.name == "silu"
-    return gate * torch.sigmoid(gate) * up

@@ -40,6 +40,8 @@ OPTIONS = {
     "no_renorm": {"routing": RoutingConfig(K, renormalize=False)},
     "relu2": {"activation": "relu2", "has_bias": True},
     "gpt_oss": {"activation": Activation("swiglu_oai", interleaved=True), "has_bias": True},
+    "situ": {"activation": Activation("situ", beta=4.0, linear_beta=25.0)},
+    "ungated": {"activation": "gelu_no_mul", "routing": RoutingConfig(K, "sqrtsoftplus")},
     "weight_on_input": {
         "top_k": 1,
         "router": RouterConfig(weight_on="input"),

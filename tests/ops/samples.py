@@ -19,7 +19,7 @@ def samples():
     return {
         "topk_routing": [
             (t(5, 8), None, "top_k=2"),
-            (t(5, 8), torch.randn(8), "top_k=3;score_fn=sigmoid;scale=2.0"),
+            (t(5, 8), torch.randn(8), "top_k=3;score_fn=sqrtsoftplus;scale=2.0"),
         ],
         "topk_routing_backward": [(t(3, 8), t(3, 8), weights, ids, "top_k=8")],
         "build_dispatch": [(IDS, None, 3), (IDS.long(), torch.tensor([1, -1, 0], dtype=torch.int32), 2)],
@@ -30,7 +30,8 @@ def samples():
             (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None),
         ],
         "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
-        "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")],
+        "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")]
+        + [(t(6, 8), "situ;beta=1.5;linear_beta=2.0"), (t(6, 8), "gelu_no_mul")],
         "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
         "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(6, 4), t(3, 2), INVERSE, None)],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],

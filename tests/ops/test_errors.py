@@ -93,7 +93,7 @@ BAD_LAYERS = {
         ValueError,
         r"activation='swish': expected one of 'silu', 'gelu'",
     ),
-    "activation option": ({"activation": "silu;beta=1"}, ValueError, r"'beta=1': expected name=value"),
+    "activation option": ({"activation": "silu;gamma=1"}, ValueError, r"'gamma=1': expected name=value"),
     "odd gate": (
         {"w13": torch.randn(E, 2 * I - 1, H)},
         ValueError,

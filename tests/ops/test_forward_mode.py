@@ -7,7 +7,7 @@ from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 
 import moe_ops
 from moe_ops import Activation, RoutingConfig
-from tests.cases import ROUTINGS
+from tests.cases import MORE_ACTIVATIONS, ROUTINGS
 from tests.helpers import assert_same
 
 OPS = torch.ops.moe
@@ -111,6 +111,7 @@ ACTIVATIONS = [
     "swiglu_oai",
     Activation("silu", limit=0.5),
     *INTERLEAVED,
+    *MORE_ACTIVATIONS,
 ]
 
 

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 import moe_ops
 from moe_ops import Activation, RoutingConfig
 from moe_ops.reference import reference_experts
-from tests.cases import CASES, make
+from tests.cases import CASES, MORE_ACTIVATIONS, make
 from tests.helpers import RELATIVE_NORM, assert_same, grads_of, relative_error
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -20,6 +20,7 @@ ACTIVATIONS = [
     "swiglu_oai",
     Activation("silu", limit=0.5),
     *INTERLEAVED,
+    *MORE_ACTIVATIONS,
 ]
 OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 

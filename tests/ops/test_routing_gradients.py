@@ -14,7 +14,7 @@ from tests.helpers import assert_same, weights_of
 FORMULAS = [
     RoutingConfig(2, score_fn, order, renormalize)
     for score_fn, order, renormalize in product(
-        ("softmax", "sigmoid"), ("score_then_topk", "topk_then_score"), (True, False)
+        ("softmax", "sigmoid", "sqrtsoftplus"), ("score_then_topk", "topk_then_score"), (True, False)
     )
 ]
 by_spec = {"ids": lambda routing: routing.spec}
@@ -52,7 +52,7 @@ def test_routing_gradient_of_a_row_that_is_not_finite_is_finite():
     assert (gradient[1] == 0).all()
 
 
-@pytest.mark.parametrize("routing", ROUTINGS[:7], ids=lambda routing: routing.spec)
+@pytest.mark.parametrize("routing", ROUTINGS[:9], ids=lambda routing: routing.spec)
 def test_second_derivatives_of_routing(routing):
     check = torch.autograd.gradgradcheck
     assert check(lambda x: moe_ops.topk_routing(x, routing)[0].sin(), (double(3, 6),))
@@ -103,6 +103,29 @@ def test_ties_groups_and_entries_that_are_not_finite(routing, bias):
         grad = torch.randn_like(weights)
         (gradient,) = torch.autograd.grad(weights, leaf, grad)
         assert_same([gradient], [expected_gradient(grad, logits, correction, routing)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("routing", [each for each in FORMULAS if each.score_fn == "sqrtsoftplus"], **by_spec)
+def test_far_below_zero_sqrtsoftplus_and_its_slope_are_their_limits(routing, dtype):
+    """sqrt(log(1 + e^x)) tends to e^(x/2), which is positive long after e^x is not; its slope to half of that."""
+    logits = torch.tensor([-36.0, -36.5, -60.0, -110.0, -150.0, -float("inf")], dtype=dtype)
+    score = (logits.double() / 2).exp()
+    for ids in ([0, 1], [1, 2], [2, 3], [3, 4], [4, 5]):
+        leaf = logits[ids].unsqueeze(0).requires_grad_()
+        weights, chosen = moe_ops.topk_routing(leaf, routing)
+        total = score[ids].sum() if routing.renormalize else 1.0
+        expected = score[ids] / total
+        assert chosen.tolist() == [[0, 1]]
+        torch.testing.assert_close(weights[0].double(), expected, rtol=1e-5, atol=0.0)
+        slope = expected / 2 * (1 - expected if routing.renormalize else 1.0)
+        (gradient,) = torch.autograd.grad(weights[0, 0], leaf)
+        along = torch.tensor([[1.0, 0.0]], dtype=dtype)
+        _, tangent = torch.func.jvp(lambda x: moe_ops.topk_routing(x, routing)[0], (leaf.detach(),), (along,))
+        for derivative in (gradient[0, 0], tangent[0, 0]):
+            torch.testing.assert_close(
+                derivative.double(), slope[0], rtol=1e-4, atol=1e-7 * expected[0].item()
+            )
 
 
 def test_the_layer_passes_the_same_gradient_to_its_logits():

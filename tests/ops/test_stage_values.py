@@ -10,6 +10,7 @@ import torch
 import moe_ops
 from moe_ops import Activation
 from moe_ops.reference import reference_activation
+from tests.cases import MORE_ACTIVATIONS
 from tests.helpers import RELATIVE_NORM, relative_error
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -24,6 +25,7 @@ ACTIVATIONS = [
     Activation("relu2"),
     Activation("swiglu_oai"),
     Activation("swiglu_oai", alpha=1.2, limit=0.7, interleaved=True),
+    *MORE_ACTIVATIONS,
 ]
 
 

@@ -1,6 +1,7 @@
 """Every path of the layer against the float64 oracle, in every dtype."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -88,6 +89,25 @@ def test_routing_of_bad_logits(routing):
     torch.testing.assert_close(weights, expected_weights, rtol=1e-12, atol=1e-14)
     assert weights.isfinite().all()
     assert all(len(set(row)) == routing.top_k and 0 <= min(row) <= max(row) < 16 for row in ids.tolist())
+
+
+def test_rules_in_which_other_routers_differ():
+    """One for each row of the table in docs/REFERENCE.md that no value of another test depends on."""
+    nan, groups = float("nan"), {"num_groups": 4, "topk_groups": 2}
+    logits = torch.full((2, 8), nan)
+    logits[1, 5] = 1.0
+    for score_fn, group_score in product(("sigmoid", "sqrtsoftplus"), ("max", "top2_sum")):
+        routing = RoutingConfig(3, score_fn, scale=2.5, group_score=group_score, **groups)
+        weights, ids = moe_ops.topk_routing(logits, routing)
+        assert ids[0].tolist() == [0, 1, 2] and weights[0].tolist() == [0.0, 0.0, 0.0]
+        if group_score == "max":
+            assert ids[1].tolist() == [5, 0, 1] and weights[1].tolist() == [2.5, 0.0, 0.0]
+        rounded = torch.randn(4, 8).bfloat16()
+        exact = moe_ops.topk_routing(rounded.float(), routing)
+        assert all(map(torch.equal, moe_ops.topk_routing(rounded, routing), exact))
+    logits = torch.randn(3, 8)
+    plain, one_each = RoutingConfig(2, "sigmoid"), RoutingConfig(2, "sigmoid", num_groups=8, topk_groups=2)
+    assert all(map(torch.equal, *(moe_ops.topk_routing(logits, routing) for routing in (plain, one_each))))
 
 
 def test_zero_sum_divides_by_one():

@@ -5,6 +5,7 @@ import torch
 
 import moe_ops
 from inductor_passes.lowerings import ExpandPointwise
+from tests.cases import MORE_ACTIVATIONS
 from tests.passes.capture import rewrite
 from tests.passes.moe import TOKENS, TOP_K, inputs, routed
 
@@ -17,6 +18,7 @@ ACTIVATIONS = (
     "swiglu_oai",
     "silu;limit=0.5",
     "swiglu_oai;interleaved=True",
+    *(activation.spec for activation in MORE_ACTIVATIONS),
 )
 
 
