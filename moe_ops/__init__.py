@@ -13,6 +13,7 @@ from moe_ops.gather_gemm_act import gather_gemm_act
 from moe_ops.gemm_combine import gemm_combine
 from moe_ops.grouped_gemm import grouped_gemm
 from moe_ops.permute import permute
+from moe_ops.placement import map_replicas
 from moe_ops.routing import topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
@@ -30,6 +31,7 @@ __all__ = [
     "gather_gemm_act",
     "gemm_combine",
     "grouped_gemm",
+    "map_replicas",
     "permute",
     "routing_dispatch",
     "source_hash",
