@@ -104,6 +104,8 @@ class MoEConfig:
             runs the experts again in backward, "activations" keeps what every stage returned and runs nothing
             twice; either decides what is emitted, whatever `emit` says. "auto" is "inputs" in eager PyTorch and
             leaves the choice to a compiler's partitioner. Without gradients it changes nothing.
+        num_redundant_experts: places for replicas beside the E experts. They are used once a placement says so;
+            see `FusedMoE.set_eplb_state`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value, or contradicts another one.
@@ -120,10 +122,13 @@ class MoEConfig:
     router: RouterConfig = RouterConfig()
     shared_experts: SharedExpertConfig | None = None
     save_for_backward: SaveForBackward = "auto"
+    num_redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             expect_positive(name, getattr(self, name))
+        if self.num_redundant_experts != 0:
+            expect_positive("num_redundant_experts", self.num_redundant_experts)
         expect_type("has_bias", self.has_bias, bool)
         expect_choice("emit", self.emit, Emit)
         expect_choice("save_for_backward", self.save_for_backward, SaveForBackward)
@@ -133,6 +138,11 @@ class MoEConfig:
         object.__setattr__(self, "routing", self._resolve_routing())
         object.__setattr__(self, "activation", _resolve_activation(self.activation))
         self._check_experts()
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P: the E experts and the places for their replicas."""
+        return self.num_experts + self.num_redundant_experts
 
     @staticmethod
     def from_hf(config: Any) -> "MoEConfig":

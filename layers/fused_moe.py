@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_type
+from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import MoEConfig, emitted
+from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
 from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
 from layers.weights.shard import WHOLE, TensorShard
@@ -32,7 +34,8 @@ class FusedMoE(nn.Module):
     Args:
         config: sizes, routing and activation.
         expert_map: [E] integers for a layer that holds only some of the experts: the local index of every
-            global expert, -1 for one that lives elsewhere and contributes nothing here. Placement is not a
+            global expert (physical one, where experts have replicas), -1 for one that lives elsewhere and
+            contributes nothing here. Placement is not a
             weight, so the buffer is not saved in the state dict. It keeps its values through every move and cast;
             a module that comes from the meta device gets back the map it was built with.
         shard: the part of every expert that this module holds; I below is then its share of
@@ -46,6 +49,10 @@ class FusedMoE(nn.Module):
         w13_bias, w2_bias: [E_local, 2I] and [E_local, H], or None.
         e_score_correction_bias: [E] float32 buffer or None. It stays float32 when the module is cast:
             rounded to bfloat16 it would pick other experts.
+        routing_override: None, or a module (hidden_states [T, H], router_logits [T, E]) -> (topk_weights, topk_ids)
+            that routes instead: `RoutedExpertsReplay`, `SimulatedRouting`, or any other.
+        capture: None, or a `RoutedExpertsCapture`, which remembers the chosen experts.
+        balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
 
     Raises:
         TypeError, ValueError: `config` is not a `MoEConfig`, `expert_map` does not describe `config.num_experts`
@@ -73,7 +80,11 @@ class FusedMoE(nn.Module):
         expect_type("shard", shard, TensorShard)
         self.config = config
         self.shard = shard
-        self._placement = None if expert_map is None else _placement(expert_map, config.num_experts)
+        self.routing_override: nn.Module | None = None
+        self.capture: RoutedExpertsCapture | None = None
+        self.balancing: ExpertBalancing | None = None
+        self._routes_apart = config.router.weight_on == "input" or config.num_redundant_experts > 0
+        self._placement = None if expert_map is None else _placement(expert_map, config.num_physical_experts)
         for name, shape in _parameter_shapes(config, self.num_local_experts, shard).items():
             parameter = (
                 None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -89,8 +100,8 @@ class FusedMoE(nn.Module):
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts have their weights here: E without an `expert_map`."""
-        return self.config.num_experts if self._placement is None else max(self._placement) + 1
+        """How many experts have their weights here: without an `expert_map` all, replicas included."""
+        return self.config.num_physical_experts if self._placement is None else max(self._placement) + 1
 
     def reset_parameters(self) -> None:
         """Fills weights and biases uniformly in ±1/sqrt(fan_in) as `nn.Linear` does; no selection bias."""
@@ -157,14 +168,51 @@ class FusedMoE(nn.Module):
             ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name, num_experts, num_redundant_experts
         )
 
-    def route(self, router_logits: Tensor) -> RouterOutput:
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: Tensor,
+        logical_to_physical_map: Tensor,
+        logical_replica_count: Tensor,
+        **options: Tensor | None,
+    ) -> None:
+        """From now on chooses replicas by these maps and records their load: row `moe_layer_idx` of each tensor.
+
+        The layer keeps views: a new placement, written into the tensors, counts from the next forward on, in compiled
+        code and captured graphs too. See `EplbState` for the tensors and `ExpertBalancing` for the options
+        `num_real_tokens`, `is_recording` and `seed`, which layers may share.
+
+        Raises:
+            TypeError, ValueError: a tensor has other dtypes or sizes than this layer's, or the row does not exist.
+        """
+        state = EplbState(expert_load_view, logical_to_physical_map, logical_replica_count)
+        sizes = self.config.num_experts, self.config.num_physical_experts
+        self.balancing = balancing_of_layer(sizes, moe_layer_idx, state, **options)
+
+    def get_expert_weights(self) -> list[Tensor]:
+        """Parameters of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
+
+        Raises:
+            ValueError: a parameter is not contiguous.
+        """
+        parameters = dict(self.named_parameters(recurse=False))
+        for name, parameter in parameters.items():
+            if not parameter.is_contiguous():
+                raise ValueError(f"{name} has strides {parameter.stride()}: expected a contiguous parameter")
+        return [parameter.detach().view(self.num_local_experts, -1) for parameter in parameters.values()]
+
+    def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
         """Scores the logits [..., E] and picks the experts of each of the T tokens; see `RouterOutput`.
+
+        `hidden_states` [T, H] is for a `routing_override` that looks at it.
 
         Raises:
             TypeError, ValueError: `router_logits` is not a floating point tensor [..., E].
         """
         expect_features("router_logits", router_logits, self.config.num_experts)
         logits = router_logits.reshape(-1, router_logits.shape[-1])  # [T, E]
+        if self.routing_override is not None:
+            return RouterOutput(logits, *self.routing_override(hidden_states, logits))
         return RouterOutput(logits, *topk_routing(logits, self.config.routing, self.e_score_correction_bias))
 
     def forward(
@@ -189,11 +237,17 @@ class FusedMoE(nn.Module):
         addend = None if shared is None else self._rows_of(shared)
         if isinstance(router_logits, RouterOutput):
             output = self._run_routed(tokens, router_logits, addend)
-        elif self.config.router.weight_on == "input":
-            output = self._run_routed(tokens, self.route(router_logits), addend)
+        elif self._is_routed_apart():
+            output = self._run_routed(tokens, self.route(router_logits, tokens), addend)
         else:
             output = self._run(tokens, router_logits, addend)
         return output.reshape(hidden_states.shape)
+
+    def _is_routed_apart(self) -> bool:
+        """Whether something looks at the chosen experts before they run, which the fused operator would hide."""
+        if self._routes_apart or self.routing_override is not None:
+            return True
+        return self.capture is not None or self.balancing is not None
 
     def _rows_of(self, shared: Tensor) -> Tensor:
         expect_features("shared", shared, self.config.hidden_size)
@@ -216,7 +270,12 @@ class FusedMoE(nn.Module):
     def _run_routed(self, tokens: Tensor, routed: RouterOutput, shared: Tensor | None) -> Tensor:
         config, weights = self.config, routed.topk_weights
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
-        args = FusedExperts(tokens, self._experts(), weights, routed.topk_ids, placement, shared, spec)
+        ids = routed.topk_ids
+        if self.capture is not None:
+            self.capture(ids)
+        if self.balancing is not None:
+            ids = self.balancing(ids)
+        args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
         return run_experts(args, emitted(config.emit, config.save_for_backward))
 

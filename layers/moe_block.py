@@ -99,7 +99,7 @@ class MoEBlock(nn.Module):
             >>> load = routed.tokens_per_expert()  # [E]
         """
         tokens = self._tokens_of(hidden_states)
-        routed = self.experts.route(self.gate(tokens))
+        routed = self.experts.route(self.gate(tokens), tokens)
         return self._run(tokens, routed).reshape(hidden_states.shape), routed
 
     def _tokens_of(self, hidden_states: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from moe_ops.gemm_combine import gemm_combine
 from moe_ops.grouped_gemm import grouped_gemm
 from moe_ops.permute import permute
 from moe_ops.placement import map_replicas
-from moe_ops.routing import topk_routing
+from moe_ops.routing import routing_weights, topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 from moe_ops.warmup import warmup
@@ -34,6 +34,7 @@ __all__ = [
     "map_replicas",
     "permute",
     "routing_dispatch",
+    "routing_weights",
     "source_hash",
     "topk_routing",
     "warmup",
