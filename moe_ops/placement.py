@@ -124,7 +124,7 @@ def _reference_recorded(args: MapAndRecord) -> Tensor:
     return physical
 
 
-def token_hash(num_tokens: int | torch.SymInt, seed: Tensor | None, device: torch.device) -> Tensor:
+def token_hash(num_tokens: int, seed: Tensor | None, device: torch.device) -> Tensor:
     """[T] int64 in [0, 2^32): a number for each token, the same on every device and rank."""
     hashed = torch.arange(num_tokens, device=device) * _GOLDEN_RATIO & _LOW_32_BITS
     return hashed if seed is None else mix_bits(hashed ^ (seed.long() & _LOW_32_BITS))

@@ -74,17 +74,17 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     Example:
         >>> weights = moe_ops.routing_weights(logits, ids_of_an_earlier_run, moe_ops.RoutingConfig(top_k=8))
     """
-    config = RoutingConfig.from_spec(routing_spec(routing))
+    routing_spec(routing)  # raises
     _checks.expect_floating("router_logits", router_logits)
     _checks.expect_shape("router_logits", router_logits, ("T", "E"))
     _checks.expect_index("topk_ids", topk_ids)
     _checks.expect_shape("topk_ids", topk_ids, (router_logits.shape[0], "K"))
-    scores, ids = _scores(_computed(router_logits), config), topk_ids.long()
+    scores, ids = _scores(_computed(router_logits), routing), topk_ids.long()
     known = (ids >= 0) & (ids < scores.shape[1])
     picked = scores.gather(1, ids.masked_fill(~known, 0))
     valid = known & picked.isfinite()
     # A row without a valid expert is weighed like any other and left out after: no softmax over nothing.
-    weighed = _weigh(picked.masked_fill(~valid, 0.0), valid | ~valid.any(-1, keepdim=True), config)
+    weighed = _weigh(picked.masked_fill(~valid, 0.0), valid | ~valid.any(-1, keepdim=True), routing)
     return weighed.masked_fill(~valid, 0.0)
 
 
