@@ -61,7 +61,7 @@ class RoutedExpertsReplay(nn.Module):
 
     def forward(self, hidden_states: Tensor | None, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """(topk_weights [T, K], topk_ids [T, K] int32) from logits [T, E]."""
-        # A copy: the next batch may be written to the buffer before this one's backward.
+        # A copy: what a forward tells of its routing stays true when the next batch is in the buffer.
         topk_ids = _rows_of(self.buffer, router_logits.shape[0], self.routing.top_k).clone()
         return routing_weights(router_logits, topk_ids, self.routing), topk_ids
 

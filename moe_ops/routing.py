@@ -82,10 +82,7 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     scores, ids = _scores(_computed(router_logits), routing), topk_ids.long()
     known = (ids >= 0) & (ids < scores.shape[1])
     picked = scores.gather(1, ids.masked_fill(~known, 0))
-    valid = known & picked.isfinite()
-    # A row without a valid expert is weighed like any other and left out after: no softmax over nothing.
-    weighed = _weigh(picked.masked_fill(~valid, 0.0), valid | ~valid.any(-1, keepdim=True), routing)
-    return weighed.masked_fill(~valid, 0.0)
+    return _weigh(picked, known & picked.isfinite(), routing)
 
 
 def routing_spec(routing: RoutingConfig) -> str:

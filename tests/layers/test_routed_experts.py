@@ -119,6 +119,9 @@ def test_blocks_capture_and_replay_and_stop():
     output, replayed = block.forward_with_routing(hidden)
     assert torch.equal(replayed.topk_ids, buffer[:6])
     assert torch.equal(block(hidden), output) and not torch.allclose(output, plain)
+    told = replayed.topk_ids.tolist()
+    buffer.fill_(0)  # the next batch
+    assert replayed.topk_ids.tolist() == told
     block.experts.routing_override = None
     assert torch.equal(block(hidden), plain)
     assert set(block.state_dict()) == {"gate.weight", "experts.w13_weight", "experts.w2_weight"}
