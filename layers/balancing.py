@@ -121,6 +121,11 @@ class ExpertBalancing(nn.Module):
         load = self.load.long()[self.logical_to_physical.clamp(min=0).long()]
         return load.masked_fill(~self._in_use(), 0).sum(1)
 
+    def is_initial(self) -> bool:
+        """Whether every expert e is at place e and nowhere else, as in `EplbState.initial`. Asks the device."""
+        places = torch.arange(self.replica_count.shape[0], device=self.replica_count.device)
+        return bool(((self.logical_to_physical[:, 0] == places) & (self.replica_count == 1)).all())
+
     def _in_use(self) -> Tensor:
         return self._columns() < self.replica_count.unsqueeze(1)
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import inductor_passes
-from layers import EplbState, ExpertBalancing, ExpertPlacement, FusedMoE, MoEConfig, rebalance_experts
+from layers import (
+    EplbState,
+    ExpertBalancing,
+    ExpertPlacement,
+    FusedMoE,
+    MoEBlock,
+    MoEConfig,
+    load_checkpoint,
+    rebalance_experts,
+)
 from tests.helpers import assert_matches_oracle
 from tests.kernels import oracles
 from tests.layers import oracle
@@ -221,6 +230,23 @@ def test_state_is_no_weight_and_copies_have_their_own():
     module.double()
     module(*(each.double() for each in inputs(7)))
     assert state.expert_load_view.sum() == 14
+
+
+def test_a_checkpoint_is_of_experts_in_their_own_places():
+    """Loaded before the replicas are placed, and refused after: places would be taken for experts."""
+    block = MoEBlock(MoEConfig(E, 2, 12, 20, num_redundant_experts=REDUNDANT))
+    block.experts.set_eplb_state(0, *EplbState.initial(1, E, REDUNDANT))
+    model, stored = torch.nn.ModuleDict({"mlp": block}), {"mlp.gate.weight": torch.randn(E, 12)}
+    for expert in range(E):
+        stored[f"mlp.experts.{expert}.gate_proj.weight"] = torch.randn(20, 12)
+        stored[f"mlp.experts.{expert}.up_proj.weight"] = torch.randn(20, 12)
+        stored[f"mlp.experts.{expert}.down_proj.weight"] = torch.randn(12, 20)
+    load_checkpoint(model, stored, progress=False)
+    place(block.experts)
+    for spot, expert in enumerate(HELD):
+        assert torch.equal(block.experts.w2_weight[spot], stored[f"mlp.experts.{expert}.down_proj.weight"])
+    with pytest.raises(ValueError, match="experts have moved"):
+        load_checkpoint(model, stored, progress=False)
 
 
 def test_gradients_reach_router_and_experts():
