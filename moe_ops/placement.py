@@ -156,6 +156,10 @@ def _fake(args: MapReplicas) -> Tensor:
     return args.topk_ids.new_empty(args.topk_ids.shape, dtype=torch.int32)
 
 
+def _fake_recorded(args: MapAndRecord) -> Tensor:
+    return _fake(args.choice)
+
+
 _library.define(MapReplicas, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=_fake)
 _library.define(
     MapAndRecord,
@@ -163,7 +167,7 @@ _library.define(
     check=_check_recorded,
     cpu=_reference_recorded,
     cuda=_cuda_recorded,
-    fake=lambda args: _fake(args.choice),
+    fake=_fake_recorded,
 )
 _autograd.define_no_gradient(MapReplicas)
 _autograd.define_no_gradient(MapAndRecord)

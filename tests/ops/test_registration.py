@@ -68,7 +68,8 @@ def is_cast(arg):
 
 
 @pytest.mark.parametrize("name", all_operators())
-def test_schema_is_small_tagged_and_functional_but_for_recorded_load(name):
+def test_schema_is_small_functional_and_tagged(name):
+    """But for the load that is recorded."""
     op = getattr(OPS, name).default
     assert len(op._schema.arguments) <= 10
     changed = [each.name for each in op._schema.arguments if each.alias_info is not None]
