@@ -4,12 +4,15 @@
 these layers need no transformers.
 """
 
+from layers.balancing import EplbState, ExpertBalancing
 from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
 from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
+from layers.routed_experts import RoutedExpertsCapture, RoutedExpertsReplay
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
+from layers.simulator import SimulatedRouting, register_routing_strategy, sample_experts
 from layers.weight_decay import weight_decay_groups
 from layers.weights.loading import load_checkpoint
 from layers.weights.saving import checkpoint_state_dict
@@ -17,16 +20,21 @@ from layers.weights.scales import WeightScale, add_weight_scales
 from layers.weights.shard import TensorShard
 
 __all__ = [
+    "EplbState",
+    "ExpertBalancing",
     "ExpertPlacement",
     "ExpertsConfig",
     "FusedMoE",
     "MoEBlock",
     "MoEConfig",
+    "RoutedExpertsCapture",
+    "RoutedExpertsReplay",
     "Router",
     "RouterConfig",
     "RouterOutput",
     "SharedExpertConfig",
     "SharedExperts",
+    "SimulatedRouting",
     "TensorShard",
     "WeightScale",
     "add_weight_scales",
@@ -34,5 +42,7 @@ __all__ = [
     "determine_expert_map",
     "load_checkpoint",
     "rebalance_experts",
+    "register_routing_strategy",
+    "sample_experts",
     "weight_decay_groups",
 ]

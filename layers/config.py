@@ -166,6 +166,8 @@ class MoEConfig:
             twice; either decides what is emitted, whatever `emit` says. "auto" is "inputs" in eager PyTorch and
             leaves the choice to a compiler's partitioner. Without gradients it changes nothing.
         experts: zero experts, latent size, padding, a norm of the experts' output, chunks.
+        num_redundant_experts: places for replicas beside the E experts. They are used once a placement says so;
+            see `FusedMoE.set_eplb_state`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value, or contradicts another one.
@@ -183,10 +185,13 @@ class MoEConfig:
     shared_experts: SharedExpertConfig | None = None
     save_for_backward: SaveForBackward = "auto"
     experts: ExpertsConfig = ExpertsConfig()
+    num_redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             expect_positive(name, getattr(self, name))
+        if self.num_redundant_experts != 0:
+            expect_positive("num_redundant_experts", self.num_redundant_experts)
         expect_type("has_bias", self.has_bias, bool)
         expect_choice("emit", self.emit, Emit)
         expect_choice("save_for_backward", self.save_for_backward, SaveForBackward)
@@ -208,6 +213,11 @@ class MoEConfig:
     def expert_hidden_size(self) -> int:
         """H of an expert's input and output."""
         return self.experts.latent_size or self.hidden_size
+
+    @property
+    def num_physical_experts(self) -> int:
+        """P: the E experts and the places for their replicas."""
+        return self.num_experts + self.num_redundant_experts
 
     @staticmethod
     def from_hf(config: Any) -> "MoEConfig":
@@ -259,6 +269,11 @@ class MoEConfig:
         router, zero = self.router, self.experts.num_zero_experts
         if router.weight_on == "input" and self.top_k != 1:
             raise ValueError(f"top_k={self.top_k}: expected 1 with router.weight_on='input'")
+        if zero and self.num_redundant_experts:
+            raise ValueError(
+                f"num_redundant_experts={self.num_redundant_experts} with experts.num_zero_experts={zero}: expected "
+                "one of them"
+            )
         if router.weight_on == "input" and zero:
             raise ValueError(
                 f"experts.num_zero_experts={zero} with router.weight_on='input': expected 'output'"

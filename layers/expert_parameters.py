@@ -40,7 +40,9 @@ class ExpertParameters(nn.Module):
         expect_type("shard", shard, TensorShard)
         self.config = config
         self.shard = shard
-        self._placement = None if expert_map is None else local_experts(expert_map, config.num_experts)
+        self._placement = (
+            None if expert_map is None else local_experts(expert_map, config.num_physical_experts)
+        )
         for name, shape in _parameter_shapes(config, self.num_local_experts, shard).items():
             parameter = (
                 None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -56,8 +58,8 @@ class ExpertParameters(nn.Module):
 
     @property
     def num_local_experts(self) -> int:
-        """How many experts have their weights here: E without an `expert_map`."""
-        return self.config.num_experts if self._placement is None else max(self._placement) + 1
+        """How many experts have their weights here: without an `expert_map` all, replicas included."""
+        return self.config.num_physical_experts if self._placement is None else max(self._placement) + 1
 
     def reset_parameters(self) -> None:
         """Fills weights and biases uniformly in ±1/sqrt(fan_in) like `nn.Linear`. Scales are 1, selection biases 0."""

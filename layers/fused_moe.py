@@ -10,13 +10,15 @@ that identical layers share one compiled graph.
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layers._checks import expect_features
+from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingFunction, emitted
 from layers.expert_options import compute_weights, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
+from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
@@ -34,9 +36,9 @@ class FusedMoE(ExpertParameters):
     Args:
         config: sizes, routing and activation.
         expert_map: [E] integers for a layer that holds only some of the experts: the local index of every
-            global expert, -1 for one that lives elsewhere and contributes nothing here. Placement is not a
-            weight, so the buffer is not saved in the state dict. It keeps its values through every move and cast;
-            a module that comes from the meta device gets back the map it was built with.
+            global expert (physical one, where experts have replicas), -1 for one that lives elsewhere and contributes
+            nothing here. Placement is not a weight, so the buffer is not saved in the state dict. It keeps its values
+            through every move and cast; a module that comes from the meta device gets back the map it was built with.
         shard: the part of every expert that this module holds; I below is then its share of
             `config.intermediate_size`, and outputs of all ranks add up to the layer's.
         device, dtype: of the parameters; `device="meta"` allocates nothing.
@@ -49,6 +51,10 @@ class FusedMoE(ExpertParameters):
         expert_scale: [E] or None, post_norm_weight: [H] or None; ones after `reset_parameters`.
         e_score_correction_bias: [E] float32 buffer or None. It stays float32 when the module is cast:
             rounded to bfloat16 it would pick other experts.
+        routing_override: None, or a module (hidden_states [T, H], router_logits [T, E]) -> (topk_weights, topk_ids)
+            that routes instead: `RoutedExpertsReplay`, `SimulatedRouting`, or any other.
+        capture: None, or a `RoutedExpertsCapture`, which remembers the chosen experts.
+        balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
 
     Raises:
         TypeError, ValueError: `config` is not a `MoEConfig`, `expert_map` does not describe `config.num_experts`
@@ -65,15 +71,53 @@ class FusedMoE(ExpertParameters):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(config, expert_map, shard=shard, device=device, dtype=dtype)
+        self.routing_override: nn.Module | None = None
+        self.capture: RoutedExpertsCapture | None = None
+        self.balancing: ExpertBalancing | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
         self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
+
+    def set_eplb_state(
+        self,
+        moe_layer_idx: int,
+        expert_load_view: Tensor,
+        logical_to_physical_map: Tensor,
+        logical_replica_count: Tensor,
+        **options: Tensor | None,
+    ) -> None:
+        """From now on chooses replicas by these maps and records their load: row `moe_layer_idx` of each tensor.
+
+        The layer keeps views: a new placement, written into the tensors, counts from the next forward on, in compiled
+        code and captured graphs too. See `EplbState` for the tensors and `ExpertBalancing` for the options
+        `num_real_tokens`, `is_recording` and `seed`, which layers may share.
+
+        Raises:
+            TypeError, ValueError: a tensor has other dtypes or sizes than this layer's, or the row does not exist.
+        """
+        state = EplbState(expert_load_view, logical_to_physical_map, logical_replica_count)
+        sizes = self.config.num_experts, self.config.num_physical_experts
+        self.balancing = balancing_of_layer(sizes, moe_layer_idx, state, **options)
+
+    def get_expert_weights(self) -> list[Tensor]:
+        """Parameters of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
+
+        Raises:
+            ValueError: a parameter is not contiguous.
+        """
+        names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+        parameters = {name: each for name in names if (each := getattr(self, name)) is not None}
+        for name, parameter in parameters.items():
+            if not parameter.is_contiguous():
+                raise ValueError(f"{name} has strides {parameter.stride()}: expected a contiguous parameter")
+        return [parameter.detach().view(self.num_local_experts, -1) for parameter in parameters.values()]
 
     def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
         """Scores the logits [..., E] and picks the experts of each of the T tokens; see `RouterOutput`.
 
         Args:
-            hidden_states: [..., H], what a `routing_function` sees of the tokens; else they play no part.
+            hidden_states: [..., H], what a `routing_function` or a `routing_override` sees of the tokens; else they
+                play no part.
 
         Raises:
             TypeError, ValueError: `router_logits` is not a floating point tensor [..., E], or there is a
@@ -81,7 +125,9 @@ class FusedMoE(ExpertParameters):
         """
         logits = _rows("router_logits", router_logits, self.config.router_size)  # [T, E]
         function = self.config.router.routing_function
-        if function is None:
+        if self.routing_override is not None:
+            weights, ids = self.routing_override(hidden_states, logits)
+        elif function is None:
             weights, ids = topk_routing(logits, self._routing, self.e_score_correction_bias)
         else:
             weights, ids = self._route_by(function, logits, hidden_states)
@@ -119,13 +165,29 @@ class FusedMoE(ExpertParameters):
         config, hidden_size = self.config, self.config.expert_hidden_size
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
         addend = None if shared is None else _rows("shared", shared, hidden_size)
+        chunk_size = config.experts.chunk_size
         if isinstance(router_logits, RouterOutput):
             routed = router_logits
         else:
-            routed = _rows("router_logits", router_logits, config.router_size)
-            routed = self.route(routed, tokens) if self._routes_first else routed
-        run = self._run_routed if isinstance(routed, RouterOutput) else self._run
-        return in_chunks(run, config.experts.chunk_size, tokens, routed, addend).reshape(hidden_states.shape)
+            logits = _rows("router_logits", router_logits, config.router_size)
+            if not self._is_routed_apart():
+                return in_chunks(self._run, chunk_size, tokens, logits, addend).reshape(hidden_states.shape)
+            routed = self.route(logits, tokens)
+        ids = self._placed(routed.topk_ids)
+        output = in_chunks(self._run_routed, chunk_size, tokens, routed, ids, addend)
+        return output.reshape(hidden_states.shape)
+
+    def _is_routed_apart(self) -> bool:
+        """Whether something looks at the chosen experts before they run, which the fused operator would hide."""
+        if self._routes_first or self.routing_override is not None:
+            return True
+        return self.capture is not None or self.balancing is not None
+
+    def _placed(self, topk_ids: Tensor) -> Tensor:
+        """Where the chosen experts are: physical ids, where experts have replicas."""
+        if self.capture is not None:
+            self.capture(topk_ids)
+        return topk_ids if self.balancing is None else self.balancing(topk_ids)
 
     def _experts(self) -> ExpertWeights:
         return ExpertWeights(
@@ -139,10 +201,10 @@ class FusedMoE(ExpertParameters):
         args = FusedMoe(tokens, router, self._experts(), placement, spec)
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
-    def _run_routed(self, tokens: Tensor, routed: RouterOutput, shared: Tensor | None) -> Tensor:
+    def _run_routed(self, tokens: Tensor, routed: RouterOutput, ids: Tensor, shared: Tensor | None) -> Tensor:
         config, weights = self.config, routed.topk_weights
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
-        args = FusedExperts(tokens, self._experts(), weights, routed.topk_ids, placement, shared, spec)
+        args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
         if config.experts.padded_size is None and self._scale == 1.0:
             output = self._run_experts(args)
@@ -176,9 +238,11 @@ def _routing(config: MoEConfig) -> RoutingConfig:
 def _routes_first(config: MoEConfig) -> bool:
     """Whether routing is a step of its own, because `fused_moe` has no place for what comes after it."""
     router, options = config.router, config.experts
-    after = router.weight_on == "input" or router.scale_on == "output" or router.has_expert_scale
     return (
-        after
+        config.num_redundant_experts > 0
+        or router.weight_on == "input"
+        or router.scale_on == "output"
+        or router.has_expert_scale
         or router.routing_function is not None
         or options != ExpertsConfig(latent_size=options.latent_size, chunk_size=options.chunk_size)
     )

@@ -97,7 +97,7 @@ class MoEBlock(nn.Module):
                 is not that of the weights.
         """
         tokens = self._tokens_of(hidden_states)
-        return in_chunks(self._forward, self.config.experts.chunk_size, tokens).reshape(hidden_states.shape)
+        return self._run(tokens, self.gate(tokens)).reshape(hidden_states.shape)
 
     def forward_with_routing(self, hidden_states: Tensor) -> tuple[Tensor, RouterOutput]:
         """What `forward` returns, and how the T tokens were routed: logits, weights and ids, with gradients.
@@ -117,11 +117,8 @@ class MoEBlock(nn.Module):
         expect_features("hidden_states", hidden_states, self.config.hidden_size)
         return hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
 
-    def _forward(self, tokens: Tensor) -> Tensor:
-        return self._run(tokens, self.gate(tokens))
-
     def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
-        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        shared = self._run_shared(tokens)
         into, back = self.routed_input_transform, self.routed_output_transform
         if into is None or back is None:
             output = self.experts(tokens, routing, shared)
@@ -130,3 +127,8 @@ class MoEBlock(nn.Module):
             output = back(self.experts(into(tokens), routed))
             output = output if shared is None else output + shared
         return output * 0.5 if self._averages else output
+
+    def _run_shared(self, tokens: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        return in_chunks(self.shared_experts, self.config.experts.chunk_size, tokens)

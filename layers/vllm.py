@@ -10,6 +10,7 @@ from torch import Tensor
 from layers.config import MoEConfig, RouterConfig
 from layers.fused_moe import FusedMoE
 from moe_ops import RoutingConfig
+from moe_ops.types import ScoreFn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class FusedMoEArguments:
     dp_size: int | None = None
     prefix: str = ""
     custom_routing_function: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]] | None = None
-    scoring_func: str = "softmax"
+    scoring_func: ScoreFn = "softmax"
     e_score_correction_bias: Tensor | None = None
     apply_router_weight_on_input: bool = False
     activation: str = "silu"

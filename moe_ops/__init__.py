@@ -13,7 +13,8 @@ from moe_ops.gather_gemm_act import gather_gemm_act
 from moe_ops.gemm_combine import gemm_combine
 from moe_ops.grouped_gemm import grouped_gemm
 from moe_ops.permute import permute
-from moe_ops.routing import topk_routing
+from moe_ops.placement import map_replicas
+from moe_ops.routing import routing_weights, topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 from moe_ops.warmup import warmup
@@ -30,8 +31,10 @@ __all__ = [
     "gather_gemm_act",
     "gemm_combine",
     "grouped_gemm",
+    "map_replicas",
     "permute",
     "routing_dispatch",
+    "routing_weights",
     "source_hash",
     "topk_routing",
     "warmup",

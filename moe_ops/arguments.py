@@ -53,7 +53,37 @@ class Placement(NamedTuple):
         return num_experts if self.expert_map is None else self.expert_map.shape[0]
 
 
+class Replicas(NamedTuple):
+    """Where the replicas of each expert are: [E_global, R] physical experts, and [E_global], how many of them count."""
+
+    logical_to_physical: Annotated[Tensor, Role.WHOLE, Role.CONSTANT]
+    replica_count: Annotated[Tensor, Role.WHOLE, Role.INDEX]
+
+
+class LoadRecord(NamedTuple):
+    """Where load is recorded: [P] counts, and on the device of how many tokens [], and whether at all []."""
+
+    load: Annotated[Tensor, Role.WHOLE, Role.MUTATED]
+    num_real_tokens: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
+    is_recording: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
+
+
 # Stages
+
+
+class MapReplicas(NamedTuple):
+    """Of `map_replicas`."""
+
+    topk_ids: Ids
+    replicas: Replicas
+    seed: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
+
+
+class MapAndRecord(NamedTuple):
+    """Of `map_and_record`: a `map_replicas` that records."""
+
+    choice: MapReplicas
+    record: LoadRecord
 
 
 class TopkRouting(NamedTuple):

@@ -30,6 +30,8 @@ class Role(Enum):
     """A vector of slots, offsets or experts, which kernels take as contiguous. Has no gradient."""
     SYMBOLIC = auto()
     """A number that may be symbolic."""
+    MUTATED = auto()
+    """Changed in place. Has no gradient; what has no such leaf is functional."""
 
 
 class Leaf(NamedTuple):
@@ -53,12 +55,13 @@ class Leaf(NamedTuple):
     @property
     def is_differentiable(self) -> bool:
         """Whether it has a gradient."""
-        return self.is_tensor and not self.roles & {Role.CONSTANT, Role.INDEX}
+        return self.is_tensor and not self.roles & {Role.CONSTANT, Role.INDEX, Role.MUTATED}
 
     @property
     def schema(self) -> str:
         """Its declaration in the operator's schema."""
         kind = "SymInt" if Role.SYMBOLIC in self.roles else _SCHEMA_TYPES[self.type]
+        kind = kind.replace("Tensor", "Tensor(a!)") if Role.MUTATED in self.roles else kind
         return f"{kind} {self.name}"
 
 

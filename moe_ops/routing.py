@@ -55,6 +55,37 @@ def topk_routing(
     return _library.call(TopkRouting(Router(router_logits, correction_bias, routing_spec(routing))))
 
 
+def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingConfig) -> Tensor:
+    """Weighs experts that are chosen already, as `topk_routing` would had it chosen them.
+
+    Args:
+        router_logits: [T, E], any floating dtype; computed in float32 (float64 for float64).
+        topk_ids: [T, K] int32 or int64. An id outside [0, E) has weight 0, and no part in the others' sum.
+        routing: which formula; see `RoutingConfig`. Its groups play no part.
+
+    Returns:
+        topk_weights [T, K] float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: wrong rank, another number of tokens.
+        TypeError: logits not floating, ids not integers, routing not a RoutingConfig.
+
+    Plain PyTorch, differentiable as such.
+
+    Example:
+        >>> weights = moe_ops.routing_weights(logits, ids_of_an_earlier_run, moe_ops.RoutingConfig(top_k=8))
+    """
+    routing_spec(routing)  # raises
+    _checks.expect_floating("router_logits", router_logits)
+    _checks.expect_shape("router_logits", router_logits, ("T", "E"))
+    _checks.expect_index("topk_ids", topk_ids)
+    _checks.expect_shape("topk_ids", topk_ids, (router_logits.shape[0], "K"))
+    scores, ids = _scores(_computed(router_logits), routing), topk_ids.long()
+    known = (ids >= 0) & (ids < scores.shape[1])
+    picked = scores.gather(1, ids.masked_fill(~known, 0))
+    return _weigh(picked, known & picked.isfinite(), routing)
+
+
 def routing_spec(routing: RoutingConfig) -> str:
     """The canonical string of `routing`. Raises TypeError when it is not a RoutingConfig."""
     if not isinstance(routing, RoutingConfig):

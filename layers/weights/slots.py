@@ -104,6 +104,11 @@ def _expert_slots(experts: Any, names: MatrixNames, prefix: str) -> Iterator[Slo
 
 
 def _experts_of(experts: Any, names: MatrixNames) -> list[_Expert]:
+    if experts.balancing is not None and not experts.balancing.is_initial():
+        raise ValueError(
+            "experts have moved: expected a checkpoint to be loaded or saved while expert e is at place e, without "
+            "replicas, as in `EplbState.initial`"
+        )
     if experts.expert_map is None and not names.is_per_expert:
         return [_Expert(None, same, same)]
     places = range(experts.config.num_experts) if experts.expert_map is None else experts.expert_map.tolist()

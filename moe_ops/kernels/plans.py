@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moe_ops import arguments as of, records
-from moe_ops.kernels import activation, combine, dispatch, fused, grouped_gemm, permute, routing
+from moe_ops.kernels import activation, combine, dispatch, fused, grouped_gemm, permute, placement, routing
 from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
 from moe_ops.records import Role
@@ -14,6 +14,8 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.TopkRouting: routing.topk_routing_program,
     of.TopkRoutingBackward: routing.topk_routing_backward_program,
     of.BuildDispatch: dispatch.build_dispatch_program,
+    of.MapReplicas: placement.map_replicas_program,
+    of.MapAndRecord: placement.map_and_record_program,
     of.Permute: permute.permute_program,
     of.PermuteBackward: permute.permute_backward_program,
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,

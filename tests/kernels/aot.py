@@ -25,6 +25,7 @@ _TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.bool: "i1",
 }
 
 

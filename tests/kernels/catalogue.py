@@ -12,6 +12,7 @@ from moe_ops.kernels import (
     gemm_generic,
     gemm_tma,
     permute,
+    placement,
     routing,
     tiles,
 )
@@ -30,6 +31,7 @@ _MODULES = (
     gemm_generic,
     gemm_tma,
     permute,
+    placement,
     routing,
     tiles,
 )
@@ -43,6 +45,9 @@ TENSORS = {
     ),
     **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias"), torch.float32),
     **dict.fromkeys(("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse"), torch.int32),
+    **dict.fromkeys(("logical_to_physical", "replica_count", "load", "num_real_tokens"), torch.int32),
+    "seed": torch.int64,
+    "is_recording": torch.bool,
 }
 
 
@@ -76,6 +81,13 @@ def _index(size: int) -> torch.Tensor:
     return meta(size, dtype=torch.int32)
 
 
+def replicas(ids: torch.Tensor, experts: int, most: int, physical: int) -> list[torch.Tensor]:
+    """Arguments of `map_and_record`."""
+    load = _strided(physical, dtype=torch.int32)
+    scalars = (meta(dtype=dtype) for dtype in (torch.int64, torch.int32, torch.bool))
+    return [ids, _strided(experts, most, dtype=torch.int32), _index(experts), load, *scalars]
+
+
 def _gemms(act: Activation) -> list[Program]:
     """gather_gemm_act with weights for the TMA kernel, both ways round, and with weights of any strides."""
     x, bias = _strided(512, 64), _strided(8, 128)
@@ -106,6 +118,7 @@ def programs() -> list[Program]:
         program_of("topk_routing_backward", weights, logits, weights, ids, _ROUTING),
         program_of("build_dispatch", ids, _index(16), 8),
         program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
+        program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
         program_of("grouped_gemm_weight_backward", _strided(1024, 128), rows, _index(9)),
         *_gemms(HALVES),
         *_gemms(INTERLEAVED),

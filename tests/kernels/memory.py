@@ -49,6 +49,12 @@ class _CheckedMemory:
         self._expect_inside("writes", addresses, mask, values.itemsize)
         return _REAL.store(addresses, values, mask)
 
+    def atomic_rmw(
+        self, operation: Any, addresses: np.ndarray, values: np.ndarray, mask: Any, sem: Any
+    ) -> Any:
+        self._expect_inside("adds to", addresses, mask, values.itemsize)
+        return _REAL.atomic_rmw(operation, addresses, values, mask, sem)
+
     def _expect_inside(self, verb: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> None:
         active = addresses[np.broadcast_to(mask, addresses.shape).astype(bool, copy=False)]
         for first, end in self.ranges:

@@ -34,6 +34,35 @@ def local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_e
     return locals_
 
 
+def replicas(
+    topk_ids: torch.Tensor, experts: torch.Tensor, counts: torch.Tensor, seed: int | None
+) -> list[list[int]]:
+    """Physical expert of every slot: the replica that the token's number picks, -1 where there is none."""
+    physical = []
+    for token, ids in enumerate(topk_ids.tolist()):
+        turn = token * 2654435769 % 2**32
+        if seed is not None:
+            turn ^= seed % 2**32
+            turn = (turn ^ (turn >> 16)) * 0x85EBCA6B % 2**32
+            turn = (turn ^ (turn >> 13)) * 0xC2B2AE35 % 2**32
+            turn ^= turn >> 16
+        physical.append([_replica(expert, turn, experts, counts) for expert in ids])
+    return physical
+
+
+def _replica(expert: int, turn: int, experts: torch.Tensor, counts: torch.Tensor) -> int:
+    if not 0 <= expert < experts.shape[0]:
+        return -1
+    count = min(int(counts[expert]), experts.shape[1])
+    return max(int(experts[expert, turn % count]), -1) if count > 0 else -1
+
+
+def load_of(physical: list[list[int]], num_physical: int) -> list[int]:
+    """How many slots have each physical expert."""
+    slots = [expert for ids in physical for expert in ids]
+    return [slots.count(expert) for expert in range(num_physical)]
+
+
 def dispatch(locals_: list[int], num_experts: int) -> tuple[list[int], list[int], list[int]]:
     """(sorted_slots, inverse, expert_offsets) by a stable sort."""
     order = sorted(range(len(locals_)), key=lambda slot: (locals_[slot] % (num_experts + 1), slot))

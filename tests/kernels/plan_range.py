@@ -19,7 +19,7 @@ from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels.by_name import program_of
-from tests.kernels.catalogue import TENSORS, meta
+from tests.kernels.catalogue import TENSORS, meta, replicas
 
 GPUS = {
     "sm_80": Gpu(80, 108, 163 * KIB),
@@ -209,4 +209,16 @@ def _routings(experts: int, top_k: int, wide: bool) -> Iterator[RoutingConfig]:
         yield RoutingConfig(top_k, order="topk_then_score", renormalize=False)
 
 
-FAMILIES = {function.__name__: function for function in (decode, products, gradients, rows, routes)}
+def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Replicas chosen and counted: few and many physical experts, ids of both dtypes."""
+    for physical, dtype in itertools.product((8, 160, 1024, 4000), (torch.int32, torch.int64)):
+        args = replicas(meta(512, 8, dtype=dtype), physical, 4, physical)
+        planned = _programs(f"P={physical} {dtype}", torch.bfloat16, program_of("map_and_record", *args))
+        yield from (replace(each, dtypes=each.dtypes | {"topk_ids": dtype}) for each in planned)
+    chosen = program_of("map_replicas", *args[:3])
+    yield from _programs("without load", torch.bfloat16, chosen)
+
+
+FAMILIES = {
+    function.__name__: function for function in (decode, products, gradients, rows, routes, placements)
+}

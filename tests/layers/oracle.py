@@ -20,7 +20,10 @@ def experts(module: FusedMoE, hidden: Tensor, logits: Tensor) -> Tensor:
     """Hidden states and logits may have any leading dimensions; latent experts get latent states."""
     rows = hidden.reshape(-1, hidden.shape[-1]).double()
     routed = route(module, rows, logits.reshape(-1, logits.shape[-1]).double())
-    return torch.stack([_token(module, row, *each) for row, each in zip(rows, routed, strict=True)])
+    out = torch.empty_like(rows)
+    for token, (row, each) in enumerate(zip(rows, routed, strict=True)):
+        out[token] = _token(module, row, *each)
+    return out
 
 
 def _token(module: FusedMoE, hidden: Tensor, weights: list[float], ids: list[int]) -> Tensor:

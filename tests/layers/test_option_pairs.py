@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "padded": {"experts": {"padded_size": 24}},
     "post norm": {"experts": {"post_norm_eps": 1e-5}},
     "chunks": {"experts": {"chunk_size": 3}},
+    "redundant experts": {"layer": {"num_redundant_experts": 2}},
     "biases": {"layer": {"has_bias": True}},
     "ungated": {"layer": {"activation": "relu2"}},
     "interleaved": {"layer": {"activation": "swiglu_oai;interleaved=True"}},
@@ -52,6 +53,7 @@ REFUSED = {
     ("groups", "routing function"): "routing='.*num_groups=4.*' with router.routing_function",
     ("correction bias", "routing function"): "routing_function with has_correction_bias",
     ("weight on input", "zero experts"): "num_zero_experts=4 with router.weight_on='input'",
+    ("zero experts", "redundant experts"): "num_redundant_experts=2 with experts.num_zero_experts=4",
     ("zero experts", "latent"): "num_zero_experts=4 with latent_size=12",
 }
 # Two values of one thing: there is no layer to be built.
@@ -80,6 +82,8 @@ def _block(*names: str) -> MoEBlock:
         shared_experts=SharedExpertConfig(**fields["shared"]) if "shared" in fields else None,
     )
     placement = fields.get("placement", {}).get("expert_map")
+    if placement is not None:
+        placement = placement + [-1] * config.num_redundant_experts
     torch.manual_seed(5)
     block = MoEBlock(config, None if placement is None else torch.tensor(placement))
     for tensor in [*block.parameters(), *block.buffers()]:

@@ -6,6 +6,8 @@ OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 SLOTS = torch.tensor([3, 0, 1, 2, 4, 5], dtype=torch.int32)
 INVERSE = torch.tensor([1, 2, 3, 0, 4, -1], dtype=torch.int32)
 IDS = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
+REPLICAS = torch.tensor([[0, 3], [1, -1], [2, 4]], dtype=torch.int32)
+COUNTS = torch.tensor([2, 1, 2], dtype=torch.int32)
 
 
 def t(*shape, dtype=torch.float32):
@@ -16,6 +18,7 @@ def samples():
     """One or more argument tuples for every operator; tensors that may require grad do."""
     moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3), t(3, 8), t(3, 4), None, "top_k=2", "silu")
     weights, ids = torch.rand(3, 8), torch.randint(8, (3, 8)).int()
+    load, scalar = torch.zeros(5, dtype=torch.int32), torch.tensor
     return {
         "topk_routing": [
             (t(5, 8), None, "top_k=2"),
@@ -23,6 +26,11 @@ def samples():
         ],
         "topk_routing_backward": [(t(3, 8), t(3, 8), weights, ids, "top_k=8")],
         "build_dispatch": [(IDS, None, 3), (IDS.long(), torch.tensor([1, -1, 0], dtype=torch.int32), 2)],
+        "map_replicas": [(IDS, REPLICAS, COUNTS, None), (IDS.long(), REPLICAS, COUNTS, scalar(7))],
+        "map_and_record": [
+            (IDS, REPLICAS, COUNTS, load, scalar(7), scalar(2), scalar(True)),
+            (IDS.long(), REPLICAS, COUNTS, load.long(), None, None, None),
+        ],
         "permute": [(t(3, 4), SLOTS)],
         "permute_backward": [(t(6, 4), SLOTS, 3)],
         "grouped_gemm": [
@@ -53,6 +61,8 @@ def empty_samples():
         "topk_routing": (t(0, 8), None, "top_k=2"),
         "topk_routing_backward": (t(0, 2), t(0, 8), t(0, 2), ids, "top_k=2"),
         "build_dispatch": (ids, None, 3),
+        "map_replicas": (ids, REPLICAS, COUNTS, None),
+        "map_and_record": (ids, REPLICAS, COUNTS, torch.zeros(5, dtype=torch.int32), None, None, None),
         "permute": (none, slots),
         "permute_backward": (none, slots, 0),
         "grouped_gemm": (none, w13, offsets, t(3, 8)),

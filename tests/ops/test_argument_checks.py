@@ -1,5 +1,7 @@
 """Every tensor argument of every operator, called directly: rank, device, dtype and each of its sizes are checked."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -13,6 +15,9 @@ FREE_SIZES = {
     ("build_dispatch", "topk_ids", 0),
     ("build_dispatch", "topk_ids", 1),
     ("build_dispatch", "expert_map", 0),
+    *itertools.product(("map_replicas", "map_and_record"), ("topk_ids",), (0, 1)),
+    *itertools.product(("map_replicas", "map_and_record"), ("logical_to_physical",), (1,)),
+    ("map_and_record", "load", 0),
     ("permute", "hidden_states", 1),
     ("permute_backward", "grad", 1),
     ("grouped_gemm", "x", 0),
@@ -24,6 +29,7 @@ FREE_SIZES = {
     ("fused_experts", "expert_map", 0),
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
+FREE_DTYPES |= {"seed", "load", "num_real_tokens"}
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
 
 
@@ -32,7 +38,9 @@ def complete(name):
     args = list(samples()[name][-1 if name == "build_dispatch" else 0])
     arguments = getattr(torch.ops.moe, name).default._schema.arguments
     for position, argument in enumerate(arguments):
-        if args[position] is None:
+        if args[position] is None and argument.name == "seed":
+            args[position] = torch.tensor(7)
+        elif args[position] is None:
             num_experts = 8 if name in ("topk_routing", "routing_dispatch") else 3
             made = torch.arange(num_experts, dtype=torch.int32)
             args[position] = made if argument.name == "expert_map" else made.float()
@@ -59,7 +67,8 @@ def test_rank_device_and_dtype(name, argument):
     call(name, args)
     position = names.index(argument)
     good = args[position]
-    wrong = [good.unsqueeze(0), good.int() if good.is_floating_point() else good.float(), good.bool()]
+    wrong = [good.unsqueeze(0), good.int() if good.is_floating_point() else good.float()]
+    wrong.append(good.int() if good.dtype == torch.bool else good.bool())
     if sum(isinstance(arg, torch.Tensor) for arg in args) > 1:
         wrong.append(good.to("meta"))
     for bad in wrong:

@@ -1,0 +1,115 @@
+"""Routing that is drawn, not computed: loads of a chosen shape for load tests, whatever the logits say.
+
+T tokens, E experts, K experts per token. A strategy is a plain function
+
+    (hidden_states, router_logits [T, E], top_k, seed [] int64) -> (topk_weights [T, K], topk_ids [T, K] int32)
+
+that a compiler traces like any code. Its randomness comes from `seed`, a tensor on the device: the same seed draws the
+same experts, eager or compiled, on every rank.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from layers._checks import expect_positive
+from moe_ops.placement import mix_bits, token_hash
+
+Strategy = Callable[[Tensor | None, Tensor, int, Tensor], tuple[Tensor, Tensor]]
+
+_STRATEGIES: dict[str, Strategy] = {}
+
+
+def register_routing_strategy(name: str, strategy: Strategy) -> None:
+    """Makes `SimulatedRouting(name, ...)` route by `strategy`.
+
+    Raises:
+        TypeError: `strategy` is not callable.
+        ValueError: the name is taken.
+
+    Example:
+        >>> def first(hidden_states, router_logits, top_k, seed):
+        ...     return sample_experts(-torch.arange(router_logits.shape[1]), router_logits, top_k, seed)
+        >>> register_routing_strategy("first", first)
+    """
+    if not callable(strategy):
+        raise TypeError(f"strategy={strategy!r}: expected a function")
+    if name in _STRATEGIES:
+        raise ValueError(f"name={name!r}: expected one that is free, unlike {', '.join(_STRATEGIES)}")
+    _STRATEGIES[name] = strategy
+
+
+class SimulatedRouting(nn.Module):
+    """Routes by a strategy: `experts.routing_override = SimulatedRouting("uniform", top_k)`, None to stop.
+
+    Args:
+        strategy: "uniform" draws every expert as often; "normal" draws those in the middle more often, by a bell curve
+            with a standard deviation of E / 6; or a registered name.
+        top_k: K.
+        seed: of the draws. It becomes the buffer `seed`, [] int64; `routing.seed.add_(1)` between forwards draws anew.
+
+    Raises:
+        TypeError, ValueError: the strategy is not registered, or `top_k` is no positive int.
+    """
+
+    seed: Tensor
+
+    def __init__(
+        self, strategy: str, top_k: int, seed: int = 0, *, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        if strategy not in _STRATEGIES:
+            raise ValueError(f"strategy={strategy!r}: expected one of {', '.join(map(repr, _STRATEGIES))}")
+        expect_positive("top_k", top_k)
+        self.strategy, self.top_k = _STRATEGIES[strategy], top_k
+        self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
+
+    def forward(self, hidden_states: Tensor | None, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(topk_weights [T, K], topk_ids [T, K] int32) for logits [T, E]."""
+        return self.strategy(hidden_states, router_logits, self.top_k, self.seed)
+
+
+def sample_experts(
+    log_popularity: Tensor, router_logits: Tensor, top_k: int, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draws K distinct experts per token, without replacement, in proportion to `log_popularity.exp()`; equal weights.
+
+    By the Gumbel top-k trick (arXiv 1903.06059).
+
+    Args:
+        log_popularity: [E], any real numbers.
+        router_logits: [T, E]; only its shape, device and dtype count.
+        seed: [] int64.
+
+    Returns:
+        topk_weights [T, K] float32 (float64 for float64 logits), 1 / K each, and topk_ids [T, K] int32.
+    """
+    num_tokens, num_experts = router_logits.shape
+    of_token = token_hash(num_tokens, seed, router_logits.device).unsqueeze(1)
+    of_expert = token_hash(num_experts, None, router_logits.device)
+    uniform = (mix_bits(of_token ^ of_expert).double() + 0.5) / 2**32
+    keys = log_popularity.double() - (-uniform.log()).log()
+    topk_ids = keys.topk(top_k, dim=1).indices.to(torch.int32)
+    dtype = torch.float64 if router_logits.dtype == torch.float64 else torch.float32
+    return torch.full_like(topk_ids, 1 / top_k, dtype=dtype), topk_ids
+
+
+def _uniform(
+    hidden_states: Tensor | None, router_logits: Tensor, top_k: int, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    popularity = torch.zeros(router_logits.shape[1], device=router_logits.device)
+    return sample_experts(popularity, router_logits, top_k, seed)
+
+
+def _normal(
+    hidden_states: Tensor | None, router_logits: Tensor, top_k: int, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    num_experts = router_logits.shape[1]
+    experts = torch.arange(num_experts, device=router_logits.device)
+    deviation = (experts - (num_experts - 1) / 2) * (6 / num_experts)
+    return sample_experts(-deviation.square() / 2, router_logits, top_k, seed)
+
+
+register_routing_strategy("uniform", _uniform)
+register_routing_strategy("normal", _normal)

@@ -1,0 +1,168 @@
+"""Capture and replay of routed experts: logical ids, no callback, the same eager, compiled and in training."""
+
+import pytest
+import torch
+
+import inductor_passes
+from layers import (
+    EplbState,
+    FusedMoE,
+    MoEBlock,
+    MoEConfig,
+    RoutedExpertsCapture,
+    RoutedExpertsReplay,
+    RouterConfig,
+)
+from moe_ops import RoutingConfig
+from tests.helpers import assert_matches_oracle
+from tests.layers import oracle
+
+E, MOST = 6, 40
+CONFIG = MoEConfig(E, 2, 12, 20)
+HOW = {
+    "eager": lambda module: module,
+    "aot_eager": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True),
+    "passes": lambda module: torch.compile(module, options=inductor_passes.options(), fullgraph=True),
+    "dynamic": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True),
+}
+
+
+def buffer_of(rows=MOST, fill=-9):
+    return torch.full((rows, 2), fill, dtype=torch.int32)
+
+
+def inputs(tokens):
+    return torch.randn(tokens, 12), torch.randn(tokens, E)
+
+
+@pytest.mark.parametrize("how", HOW)
+@torch.no_grad()
+def test_a_forward_writes_its_tokens(how):
+    module, buffer = FusedMoE(CONFIG), buffer_of()
+    module.capture = RoutedExpertsCapture(buffer)
+    run = HOW[how](module)
+    for tokens in (33, 7, 1, 0):
+        (hidden, logits), before = inputs(tokens), buffer.clone()
+        assert_matches_oracle(run(hidden, logits), oracle.experts(module, hidden, logits))
+        assert buffer[:tokens].tolist() == logits.topk(2).indices.tolist()
+        assert torch.equal(buffer[tokens:], before[tokens:])
+
+
+@torch.no_grad()
+def test_ids_are_logical_ones_and_hand_made_routing_counts():
+    module, buffer = FusedMoE(MoEConfig(E, 2, 12, 20, num_redundant_experts=2)), buffer_of()
+    state = EplbState.initial(1, E, 2)
+    module.set_eplb_state(0, *state)
+    state.logical_to_physical_map[0, :, 0] = torch.arange(E).roll(1).int()
+    module.capture = RoutedExpertsCapture(buffer)
+    hidden, logits = inputs(7)
+    module(hidden, logits)
+    assert buffer[:7].tolist() == logits.topk(2).indices.tolist()
+    routed = module.route(logits)
+    module(hidden, routed._replace(topk_ids=(routed.topk_ids + 1) % E))
+    assert buffer[:7].tolist() == ((logits.topk(2).indices + 1) % E).tolist()
+
+
+@pytest.mark.parametrize("how", HOW)
+@torch.no_grad()
+def test_a_replay_uses_the_buffers_experts_and_these_logits(how):
+    module, buffer = FusedMoE(CONFIG), buffer_of()
+    module.routing_override = RoutedExpertsReplay(buffer, CONFIG.routing)
+    run = HOW[how](module)
+    for tokens in (33, 7, 1, 0):
+        hidden, logits = inputs(tokens)
+        buffer.copy_(torch.stack([torch.randperm(E)[:2] for _ in range(MOST)]))
+        expected = torch.zeros(tokens, 12, dtype=torch.float64)
+        for token in range(tokens):
+            ids = buffer[token].tolist()
+            for weight, expert in zip(logits[token, ids].double().softmax(0), ids, strict=True):
+                expected[token] += weight * oracle._expert(module, hidden[token].double(), expert)
+        assert_matches_oracle(run(hidden, logits), expected)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        RoutingConfig(2),
+        RoutingConfig(2, score_fn="sigmoid", scale=2.0),
+        RoutingConfig(2, order="topk_then_score"),
+    ],
+    ids=lambda routing: routing.spec,
+)
+def test_a_replay_of_what_was_captured_is_the_same_layer_with_the_same_gradients(routing):
+    config = MoEConfig(E, 2, 12, 20, routing=routing, router=RouterConfig(has_correction_bias=True))
+    module, buffer = FusedMoE(config, dtype=torch.float64), buffer_of()
+    module.e_score_correction_bias.copy_(torch.randn(E))
+    hidden, logits = (each.double().requires_grad_() for each in inputs(7))
+    module.capture = RoutedExpertsCapture(buffer)
+    first = module(hidden, logits)
+    expected = torch.autograd.grad(first.square().sum(), (hidden, logits, module.w13_weight))
+    module.capture = None
+    module.routing_override = RoutedExpertsReplay(buffer, routing)
+    again = module(hidden, logits)
+    buffer.fill_(0)  # the next batch arrives before the backward
+    actual = torch.autograd.grad(again.square().sum(), (hidden, logits, module.w13_weight))
+    for mine, other in zip((again, *actual), (first, *expected), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_blocks_capture_and_replay_and_stop():
+    block, hidden = MoEBlock(CONFIG), torch.randn(2, 3, 12)
+    plain, buffer = block(hidden), buffer_of()
+    block.experts.capture = RoutedExpertsCapture(buffer)
+    _, routed = block.forward_with_routing(hidden)
+    assert torch.equal(buffer[:6], routed.topk_ids)
+    buffer.copy_((buffer + 1) % E)
+    block.experts.capture = None
+    block.experts.routing_override = RoutedExpertsReplay(buffer, CONFIG.routing)
+    output, replayed = block.forward_with_routing(hidden)
+    assert torch.equal(replayed.topk_ids, buffer[:6])
+    assert torch.equal(block(hidden), output) and not torch.allclose(output, plain)
+    told = replayed.topk_ids.tolist()
+    buffer.fill_(0)  # the next batch
+    assert replayed.topk_ids.tolist() == told
+    block.experts.routing_override = None
+    assert torch.equal(block(hidden), plain)
+    assert set(block.state_dict()) == {"gate.weight", "experts.w13_weight", "experts.w2_weight"}
+
+
+def test_an_override_sees_hidden_states_and_logits():
+    class ByNorm(torch.nn.Module):
+        def forward(self, hidden_states, router_logits):
+            first = (hidden_states.norm(dim=1) > router_logits.norm(dim=1)).int()
+            return torch.full((7, 2), 0.5), torch.stack([first, first + 2], 1)
+
+    module, (hidden, logits) = FusedMoE(CONFIG), inputs(7)
+    module.routing_override, module.capture = ByNorm(), RoutedExpertsCapture(buffer_of())
+    module(hidden, logits)
+    larger = hidden.norm(dim=1) > logits.norm(dim=1)
+    assert module.capture.buffer[:7, 0].tolist() == larger.int().tolist()
+
+
+def test_errors():
+    for kind in (RoutedExpertsCapture, lambda buffer: RoutedExpertsReplay(buffer, CONFIG.routing)):
+        with pytest.raises(TypeError, match="buffer has dtype"):
+            kind(buffer_of().long())
+        with pytest.raises(ValueError, match=r"buffer has shape \[2\]: expected \[max_tokens, top_k\]"):
+            kind(buffer_of()[0])
+        with pytest.raises(TypeError, match="buffer=None"):
+            kind(None)
+    with pytest.raises(ValueError, match="expected at least 0 tokens and top_k=3"):
+        RoutedExpertsReplay(buffer_of(), RoutingConfig(3))
+    with pytest.raises(TypeError, match="routing='top_k=2'"):
+        RoutedExpertsReplay(buffer_of(), "top_k=2")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("which", ["capture", "routing_override"])
+def test_more_tokens_than_rows_is_an_error(which, compiled):
+    module = FusedMoE(CONFIG)
+    replay = RoutedExpertsReplay(buffer_of(6, 0), CONFIG.routing)
+    setattr(module, which, RoutedExpertsCapture(buffer_of(6)) if which == "capture" else replay)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    run(*inputs(6))
+    with pytest.raises(
+        Exception, match=r"buffer has shape \[6, 2\]: expected at least .*7.* tokens and top_k=2"
+    ):
+        run(*inputs(7))
