@@ -4,6 +4,7 @@ import torch
 
 OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 SLOTS = torch.tensor([3, 0, 1, 2, 4, 5], dtype=torch.int32)
+COUNTS = torch.tensor([2, 0, 1], dtype=torch.int32)
 INVERSE = torch.tensor([1, 2, 3, 0, 4, -1], dtype=torch.int32)
 IDS = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
 
@@ -30,9 +31,13 @@ def samples():
             (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None),
         ],
         "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
+        "batched_gemm": [
+            (t(3, 2, 4), t(3, 5, 4), COUNTS, t(3, 5)),
+            (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), COUNTS, None),
+        ],
         "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")],
         "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
-        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(6, 4), t(3, 2), INVERSE, None)],
+        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(7, 4), t(3, 2), INVERSE, None)],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
         "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
@@ -56,10 +61,11 @@ def empty_samples():
         "permute_backward": (none, slots, 0),
         "grouped_gemm": (none, w13, offsets, t(3, 8)),
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
+        "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),
         "combine": (none, weights, slots, t(0, 4)),
-        "combine_backward": (none, none, weights, slots),
+        "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
         "gemm_combine": (none, w2, offsets, weights, slots, None, None),
