@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from moe_ops import batched
 from moe_ops.kernels.gpu import H200
 from tests.kernels import oracles
-from tests.kernels.by_name import launch, program_of
+from tests.kernels.by_name import launch, program_of, record
 from tests.kernels.catalogue import meta, product
 from tests.kernels.oracles import assert_close
 
@@ -80,6 +81,8 @@ def test_rows_of_any_stride_but_no_gap_between_experts(device: str) -> None:
     x = torch.randn(3, 5, 24)[..., ::2]
     out = launch("batched_gemm", x.to(device), weight.to(device), _counts(counts, device))
     assert_close(out, oracles.batched_gemm(x, weight, counts))
-    gap = torch.randn(3, 6, 12)[:, :5]
+    gap = torch.randn(3, 6, 12).to(device)[:, :5]
     with pytest.raises(ValueError, match=r"x has strides \(72, 12, 1\): expected experts that follow"):
-        launch("batched_gemm", gap.to(device), weight.to(device), _counts(counts, device))
+        launch("batched_gemm", gap, weight.to(device), _counts(counts, device))
+    copied = batched._cuda(record("batched_gemm", gap, weight.to(device), _counts(counts, device)))
+    assert_close(copied, oracles.batched_gemm(gap, weight, counts))
