@@ -73,6 +73,7 @@ def test_gate_outside(block, hidden):
     assert_matches_oracle(runner(hidden, block.experts.route(logits)), expected)
     routed = MoERunner(block.experts, router=block.experts.route)
     assert_matches_oracle(routed(hidden, logits), expected)
+    assert_matches_oracle(routed(hidden, block.experts.route(logits)), expected)
     with pytest.raises(ValueError, match="router_logits=None: expected logits, for gate=None"):
         runner(hidden)
     with pytest.raises(ValueError, match="router_logits is given: expected None"):
