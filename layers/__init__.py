@@ -7,12 +7,31 @@ these layers need no transformers.
 from layers.balancing import EplbState, ExpertBalancing
 from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
+from layers.local_experts import BatchedExperts, LocalExperts, StandardExperts
+from layers.modular_kernel import ModularKernel, Pending
+from layers.modular_parts import (
+    ActivationFormat,
+    AsyncPrepareAndFinalize,
+    ExpertOutput,
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+    Prepared,
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+)
 from layers.moe_block import MoEBlock
 from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
+from layers.prepare_finalize import BatchedPrepareAndFinalize, LocalPrepareAndFinalize
 from layers.routed_experts import RoutedExpertsCapture, RoutedExpertsReplay
 from layers.router import Router, RouterOutput
+from layers.runner import MoERunner, Reduction
 from layers.shared_experts import SharedExperts
 from layers.simulator import SimulatedRouting, register_routing_strategy, sample_experts
+from layers.weigh_and_reduce import (
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceNoOp,
+)
 from layers.weight_decay import weight_decay_groups
 from layers.weights.loading import load_checkpoint
 from layers.weights.saving import checkpoint_state_dict
@@ -24,11 +43,25 @@ __all__ = [
     "ExpertBalancing",
     "ExpertPlacement",
     "ExpertsConfig",
+    "ActivationFormat",
+    "AsyncPrepareAndFinalize",
+    "BatchedExperts",
+    "BatchedPrepareAndFinalize",
+    "ExpertOutput",
     "FusedMoE",
+    "LocalExperts",
+    "LocalPrepareAndFinalize",
+    "ModularKernel",
     "MoEBlock",
     "MoEConfig",
     "RoutedExpertsCapture",
     "RoutedExpertsReplay",
+    "MoERunner",
+    "Pending",
+    "PermuteExpertsUnpermute",
+    "PrepareAndFinalize",
+    "Prepared",
+    "Reduction",
     "Router",
     "RouterConfig",
     "RouterOutput",
@@ -44,5 +77,11 @@ __all__ = [
     "rebalance_experts",
     "register_routing_strategy",
     "sample_experts",
+    "StandardExperts",
+    "TopKWeightAndReduce",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOp",
     "weight_decay_groups",
 ]

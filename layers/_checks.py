@@ -51,3 +51,10 @@ def expect_features(name: str, value: object, size: int) -> None:
         value_error("{} has shape []: expected [..., {}]", name, size)
     if value.shape[-1] != size:
         value_error("{} has last dimension {}: expected {}", name, value.shape[-1], size)
+
+
+def present(name: str, value: Tensor | None) -> Tensor:
+    """`value`. Raises TypeError when it is None."""
+    if value is None:
+        type_error("{}=None: expected a torch.Tensor", name)
+    return value

@@ -5,6 +5,7 @@ Importing this package registers `torch.ops.moe.*` and adds the hash of its sour
 
 from moe_ops._cache_key import source_hash, tag_compile_caches
 from moe_ops.activation import gated_activation
+from moe_ops.batched import batched_gemm
 from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.fused_experts import fused_experts
@@ -23,6 +24,7 @@ __all__ = [
     "Activation",
     "DispatchPlan",
     "RoutingConfig",
+    "batched_gemm",
     "build_dispatch",
     "combine",
     "fused_experts",

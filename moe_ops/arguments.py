@@ -141,6 +141,14 @@ class GroupedGemmWeightBackward(NamedTuple):
     expert_offsets: Index
 
 
+class BatchedGemm(NamedTuple):
+    """Of `batched_gemm`."""
+
+    x: Tensor
+    weight: GroupedLinear
+    counts: Index
+
+
 class GatedActivation(NamedTuple):
     """Of `gated_activation`."""
 

@@ -2,9 +2,9 @@
 
     out[t] = sum over k of topk_weights[t, k] * expert_out[inverse[t*K + k]]  + shared[t]
 
-T tokens, K experts per token, S = T*K slots, H hidden size. Accumulated in float32 (float64 for float64) in slot
-order, so repeated runs agree bit for bit; rounded once. A slot with inverse -1 is skipped without reading. `shared`
-is the output of shared experts, or a residual, and enters after the routed sum. Static shapes, no host sync.
+T tokens, K experts per token, S = T*K slots, R rows, H hidden size. Accumulated in float32 (float64 for float64) in
+slot order, so repeated runs agree bit for bit; rounded once. A slot with inverse -1 is skipped without reading.
+`shared` is the output of shared experts, or a residual, and enters after the routed sum. Static shapes, no host sync.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ def combine(
     """Brings expert outputs back to tokens.
 
     Args:
-        expert_out: [S, H] rows in expert order, any floating dtype.
+        expert_out: [R, H] rows, any floating dtype: [S, H] in expert order, or as many as there are.
         topk_weights: [T, K], any floating dtype, from `topk_routing`.
-        inverse: [S] int32, from `build_dispatch`: -1 drops the slot.
+        inverse: [S] int32, the row of each slot, from `build_dispatch`: -1 drops the slot; no two have one row.
         shared: [T, H], dtype of expert_out, added in the compute dtype.
 
     Returns:
@@ -47,9 +47,8 @@ def combine(
 def _check(args: Combine) -> None:
     expert_out, topk_weights, inverse, shared = args
     _checks.expect_floating("expert_out", expert_out)
-    _checks.expect_shape("expert_out", expert_out, ("S", "H"))
+    _checks.expect_shape("expert_out", expert_out, ("R", "H"))
     check_weights(topk_weights, inverse)
-    _checks.expect_shape("inverse", inverse, (expert_out.shape[0],))
     check_shared(shared, topk_weights.shape[0], expert_out.shape[1], "expert_out", expert_out)
     _checks.expect_same_device(
         expert_out.device, "expert_out", expert_out=expert_out, topk_weights=topk_weights, inverse=inverse
@@ -136,7 +135,10 @@ def _reference_backward(args: CombineBackward) -> tuple[Tensor, Tensor]:
 
 
 def _cuda_backward(args: CombineBackward) -> tuple[Tensor, Tensor]:
-    return _fake_backward(args) if args.topk_weights.numel() == 0 else _library.launch(args)
+    if args.topk_weights.numel() == 0:
+        to_out, to_weights = _fake_backward(args)
+        return to_out.zero_(), to_weights
+    return _library.launch(args)
 
 
 def _fake_backward(args: CombineBackward) -> tuple[Tensor, Tensor]:
@@ -158,7 +160,7 @@ _library.define(
 def combine_gradient(
     grad: Tensor, expert_out: Tensor, topk_weights: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine` to expert_out [S, H] and topk_weights [T, K]."""
+    """Gradients of `combine` to expert_out [R, H] and topk_weights [T, K]."""
     return _library.call(CombineBackward(grad.contiguous(), expert_out, topk_weights, inverse))
 
 

@@ -45,6 +45,8 @@ class Gemm:
     linear: the `GroupedLinear` of operands that is multiplied with.
     top_k: None when x has a row per slot; else row r of the product is x[sorted_slots[r] // top_k].
     tail: rows past the last expert are written as zeros (else not at all).
+    max_tokens: None when `expert_offsets` says which rows an expert has; else expert e has the first counts[e] of the
+    `max_tokens` rows from e * max_tokens on, and the others are not written.
     """
 
     x: Operand
@@ -55,6 +57,7 @@ class Gemm:
     top_k: int | None = None
     activation: Activation | None = None
     tail: bool = False
+    max_tokens: int | None = None
 
     @property
     def gated(self) -> bool:

@@ -13,7 +13,7 @@ from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel, weight_gra
 from moe_ops.kernels.gemm_tma import grouped_gemm_tma_kernel
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
-from moe_ops.kernels.tiles import tile_capacity, tile_map
+from moe_ops.kernels.tiles import batched_tile_map, tile_capacity, tile_map
 
 _NO_ACTIVATION = {
     **dict.fromkeys(("NAME", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT")),
@@ -23,13 +23,19 @@ _NO_ACTIVATION = {
 
 
 def plan(gemm: Gemm, config: LaunchConfig | None = None) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
-    """Buffers (tile map, output) and launches of one grouped product; reads `expert_offsets`."""
+    """Buffers (tile map, output) and launches of one grouped product; reads `expert_offsets`, or `counts`."""
     config = config or gemm_config.pick_config(gemm)
-    num_experts = gemm.linear.weight.meta.shape[0]
-    tiles, map_launch = tile_map(gemm.num_slots, num_experts, config.block_m, gemm.tail)
+    tiles, map_launch = _tile_map(gemm, config.block_m)
     out = Buffer(gemm.out, gemm.out_meta.shape, gemm.out_meta.dtype)
     launch = (_tma_launch if gemm.weight_by_tma else _generic_launch)(gemm, config, tiles.name)
     return (tiles, out), (map_launch, launch)
+
+
+def _tile_map(gemm: Gemm, block_m: int) -> tuple[Buffer, Launch]:
+    num_experts = gemm.linear.weight.meta.shape[0]
+    if gemm.max_tokens is not None:
+        return batched_tile_map(gemm.max_tokens, num_experts, block_m)
+    return tile_map(gemm.num_slots, num_experts, block_m, gemm.tail)
 
 
 def plan_all(gemms: tuple[Gemm, ...]) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:

@@ -5,7 +5,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from moe_ops import arguments as of, records
-from moe_ops.kernels import activation, combine, dispatch, fused, grouped_gemm, permute, placement, routing
+from moe_ops.kernels import (
+    activation,
+    batched,
+    combine,
+    dispatch,
+    fused,
+    grouped_gemm,
+    permute,
+    placement,
+    routing,
+)
 from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
 from moe_ops.records import Role
@@ -20,6 +30,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.PermuteBackward: permute.permute_backward_program,
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,
     of.GroupedGemmWeightBackward: grouped_gemm.grouped_gemm_weight_backward_program,
+    of.BatchedGemm: batched.batched_gemm_program,
     of.GatedActivation: activation.gated_activation_program,
     of.GatedActivationBackward: activation.gated_activation_backward_program,
     of.Combine: combine.combine_program,

@@ -15,6 +15,27 @@ _RECORD = tl.constexpr(4)  # expert, its first row block, first row, end row
 _FILL = 64
 
 
+@triton.jit
+def _write_records(
+    tiles_ptr, group, groups, starts, ends, capacity, BLOCK_M: tl.constexpr, FILL: tl.constexpr
+):  # fmt: skip
+    """The records of `group`, whose row blocks follow those of the groups before it."""
+    blocks = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(groups < group, blocks, 0), 0)
+    start = tl.sum(tl.where(groups == group, starts, 0), 0)
+    end = tl.sum(tl.where(groups == group, ends, 0), 0)
+    if group == 0:
+        tl.store(tiles_ptr, tl.minimum(tl.sum(blocks, 0), capacity))
+    last = tl.minimum(first + (end - start + BLOCK_M - 1) // BLOCK_M, capacity)
+    for base in range(first, last, FILL):
+        block = base + tl.arange(0, FILL)
+        record_ptr = tiles_ptr + (block + 1).to(tl.int64) * _RECORD
+        tl.store(record_ptr, tl.zeros_like(block) + group, mask=block < last)
+        tl.store(record_ptr + 1, tl.zeros_like(block) + first, mask=block < last)
+        tl.store(record_ptr + 2, tl.zeros_like(block) + start, mask=block < last)
+        tl.store(record_ptr + 3, tl.zeros_like(block) + end, mask=block < last)
+
+
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def _tile_map_kernel(
     offsets_ptr, tiles_ptr, num_slots, num_experts, capacity,
@@ -33,20 +54,22 @@ def _tile_map_kernel(
     # Offsets come from the caller: clamped, no value of theirs can make a kernel leave its buffers.
     starts = tl.minimum(tl.maximum(starts, 0), num_slots)
     ends = tl.minimum(tl.maximum(ends, starts), num_slots)
-    blocks = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(groups < group, blocks, 0), 0)
-    start = tl.sum(tl.where(groups == group, starts, 0), 0)
-    end = tl.sum(tl.where(groups == group, ends, 0), 0)
-    if group == 0:
-        tl.store(tiles_ptr, tl.minimum(tl.sum(blocks, 0), capacity))
-    last = tl.minimum(first + (end - start + BLOCK_M - 1) // BLOCK_M, capacity)
-    for base in range(first, last, FILL):
-        block = base + tl.arange(0, FILL)
-        record_ptr = tiles_ptr + (block + 1).to(tl.int64) * _RECORD
-        tl.store(record_ptr, tl.zeros_like(block) + group, mask=block < last)
-        tl.store(record_ptr + 1, tl.zeros_like(block) + first, mask=block < last)
-        tl.store(record_ptr + 2, tl.zeros_like(block) + start, mask=block < last)
-        tl.store(record_ptr + 3, tl.zeros_like(block) + end, mask=block < last)
+    _write_records(tiles_ptr, group, groups, starts, ends, capacity, BLOCK_M, FILL)
+
+
+@triton.jit(do_not_specialize=["max_tokens", "capacity"])
+def _batched_tile_map_kernel(
+    counts_ptr, tiles_ptr, max_tokens, num_experts, capacity,
+    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """The same where expert e has the first counts[e] of the rows from e * max_tokens on."""
+    group = tl.program_id(0)
+    groups = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + groups, mask=groups < num_experts, other=0)
+    starts = groups * max_tokens
+    # Counts come from the caller, see above.
+    ends = starts + tl.minimum(tl.maximum(counts, 0), max_tokens)
+    _write_records(tiles_ptr, group, groups, starts, ends, capacity, BLOCK_M, FILL)
 
 
 @triton.jit
@@ -83,3 +106,20 @@ def tile_map(num_slots: int, num_experts: int, block_m: int, tail: bool) -> tupl
         "FILL": _FILL,
     }
     return buffer, Launch(_tile_map_kernel, (num_experts + tail,), args, 4, 1)
+
+
+def batched_tile_map(max_tokens: int, num_experts: int, block_m: int) -> tuple[Buffer, Launch]:
+    """The same from `counts`, for rows that lie `max_tokens` to an expert."""
+    capacity = tile_capacity(num_experts * max_tokens, num_experts, block_m, tail=False)
+    buffer = Buffer(f"tiles_{block_m}", ((capacity + 1) * _RECORD.value,), torch.int32)
+    args = {
+        "counts_ptr": Ref("counts"),
+        "tiles_ptr": Ref(buffer.name),
+        "max_tokens": max_tokens,
+        "num_experts": num_experts,
+        "capacity": capacity,
+        "BLOCK_M": block_m,
+        "BLOCK_E": next_power_of_2(num_experts + 1),
+        "FILL": _FILL,
+    }
+    return buffer, Launch(_batched_tile_map_kernel, (num_experts,), args, 4, 1)

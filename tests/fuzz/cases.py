@@ -43,7 +43,10 @@ ACTIVATIONS = (
     Activation("swiglu_oai", alpha=1.2, limit=0.7, interleaved=True),
     *MORE_ACTIVATIONS,
 )
-STAGES = ("topk_routing", "build_dispatch", "permute", "grouped_gemm", "gated_activation", "combine")
+STAGES = (
+    *("topk_routing", "build_dispatch", "permute", "grouped_gemm", "gated_activation", "combine"),
+    "batched_gemm",
+)
 TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine")
 LAYERS = ("fused_moe", "fused_experts")
 LEVELS = (*LAYERS, *STAGES, *TARGETS, "compiled")

@@ -259,6 +259,24 @@ def grouped_gemm(make: Maker) -> Problem:
     return Problem(tensors, run, expected, stage_bound(case))
 
 
+def batched_gemm(make: Maker) -> Problem:
+    """The rows of a plan among those set aside for each expert; what the others hold is NaN."""
+    case, at = make.case, Dispatched(make)
+    counts = at.plan.expert_offsets.diff()
+    most = max(int(counts.max()), 1)
+    is_row = torch.arange(most, device=make.device) < counts.unsqueeze(1)
+    x = make.matrix(case.local_experts * most, case.hidden).unflatten(0, is_row.shape)
+    tensors = without_none(x=x, weight=make.w13(), bias=make.bias(case.columns))
+    expert = torch.arange(case.local_experts, device=make.device).unsqueeze(1).where(is_row, -1)
+
+    def run(t: Tensors) -> Tensor:
+        poisoned = t["x"].masked_fill(~is_row.unsqueeze(2), float("nan"))
+        return moe_ops.batched_gemm(poisoned, t["weight"], counts, t.get("bias")).flatten(0, 1)
+
+    expected = lambda t: oracle.linear(t["x"].flatten(0, 1), t["weight"], t.get("bias"), expert.flatten())  # noqa: E731
+    return Problem(tensors, run, expected, stage_bound(case))
+
+
 def gated_activation(make: Maker) -> Problem:
     case = make.case
     gate_up = make.matrix(case.tokens * case.top_k, case.columns)
@@ -317,7 +335,16 @@ def gemm_combine(make: Maker) -> Problem:
 LEVELS: dict[str, Callable[[Maker], Problem]] = {
     level.__name__: level
     for level in (
-        *(fused_moe, fused_experts, topk_routing, build_dispatch, permute, grouped_gemm, gated_activation),
+        *(
+            fused_moe,
+            fused_experts,
+            topk_routing,
+            build_dispatch,
+            permute,
+            grouped_gemm,
+            gated_activation,
+            batched_gemm,
+        ),
         *(combine, routing_dispatch, gather_gemm_act, gemm_combine, compiled),
     )
 }

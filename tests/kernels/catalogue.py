@@ -5,6 +5,7 @@ import torch
 from moe_ops.arguments import GroupedLinear
 from moe_ops.kernels import (
     activation,
+    batched,
     combine,
     decode,
     decode_columns,
@@ -24,6 +25,7 @@ from tests.kernels.by_name import program_of
 
 _MODULES = (
     activation,
+    batched,
     combine,
     decode,
     decode_columns,
@@ -44,7 +46,9 @@ TENSORS = {
         ("x", "weight", "bias", "grad", "gate_up", "expert_out", "router_logits"), torch.bfloat16
     ),
     **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias"), torch.float32),
-    **dict.fromkeys(("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse"), torch.int32),
+    **dict.fromkeys(
+        ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
+    ),
     **dict.fromkeys(("logical_to_physical", "replica_count", "load", "num_real_tokens"), torch.int32),
     "seed": torch.int64,
     "is_recording": torch.bool,
@@ -120,6 +124,7 @@ def programs() -> list[Program]:
         program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
         program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
         program_of("grouped_gemm_weight_backward", _strided(1024, 128), rows, _index(9)),
+        program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         *_gemms(INTERLEAVED),
         *_gemms(Activation("relu2")),

@@ -114,6 +114,19 @@ def grouped_gemm(
     return out
 
 
+def batched_gemm(
+    x: torch.Tensor, weight: torch.Tensor, counts: list[int], bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[E, M, A], [E, B, A] -> [E, M, B] in float64; rows past the count are zero."""
+    out = torch.zeros(*x.shape[:2], weight.shape[1], dtype=torch.float64)
+    for expert, count in enumerate(counts):
+        rows = x[expert, : max(count, 0)].cpu().double() @ weight[expert].cpu().double().T
+        if bias is not None:
+            rows = rows + bias[expert].cpu().double()
+        out[expert, : rows.shape[0]] = rows
+    return out
+
+
 def experts(
     hidden_states: torch.Tensor,
     w13: torch.Tensor,

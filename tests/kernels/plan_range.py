@@ -137,6 +137,15 @@ def _product(gpu, dtype, act, transposed, depth, biased) -> Iterator[Planned]:
             yield from _planned(name, *grouped_gemm.plan(each), dtype)
 
 
+def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Rows set aside for each expert: the block sizes of few and of many, by TMA and not."""
+    depths = (2048, 2040, 511) if size is Range.WIDE else (2048,)
+    for dtype, max_tokens, depth in itertools.product(FLOATS, (4, 12, 40, 1024), depths):
+        x, weight = meta(8, max_tokens, depth, dtype=dtype), meta(8, 511, depth, dtype=dtype)
+        program = program_of("batched_gemm", x, weight, meta(8, dtype=torch.int32), gpu=gpu)
+        yield from _programs(f"{dtype} M={max_tokens} depth={depth}", dtype, program)
+
+
 def gradients(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Weight gradients: blocks follow the smaller sizes."""
     sides = (1, 20, 40, 100, 1000, 1024) if size is Range.WIDE else (100, 1024)
@@ -220,5 +229,6 @@ def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 
 FAMILIES = {
-    function.__name__: function for function in (decode, products, gradients, rows, routes, placements)
+    function.__name__: function
+    for function in (decode, products, batches, gradients, rows, routes, placements)
 }

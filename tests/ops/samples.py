@@ -4,10 +4,11 @@ import torch
 
 OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 SLOTS = torch.tensor([3, 0, 1, 2, 4, 5], dtype=torch.int32)
+COUNTS = torch.tensor([2, 0, 1], dtype=torch.int32)
 INVERSE = torch.tensor([1, 2, 3, 0, 4, -1], dtype=torch.int32)
 IDS = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
 REPLICAS = torch.tensor([[0, 3], [1, -1], [2, 4]], dtype=torch.int32)
-COUNTS = torch.tensor([2, 1, 2], dtype=torch.int32)
+REPLICA_COUNT = torch.tensor([2, 1, 2], dtype=torch.int32)
 
 
 def t(*shape, dtype=torch.float32):
@@ -26,10 +27,13 @@ def samples():
         ],
         "topk_routing_backward": [(t(3, 8), t(3, 8), weights, ids, "top_k=8")],
         "build_dispatch": [(IDS, None, 3), (IDS.long(), torch.tensor([1, -1, 0], dtype=torch.int32), 2)],
-        "map_replicas": [(IDS, REPLICAS, COUNTS, None), (IDS.long(), REPLICAS, COUNTS, scalar(7))],
+        "map_replicas": [
+            (IDS, REPLICAS, REPLICA_COUNT, None),
+            (IDS.long(), REPLICAS, REPLICA_COUNT, scalar(7)),
+        ],
         "map_and_record": [
-            (IDS, REPLICAS, COUNTS, load, scalar(7), scalar(2), scalar(True)),
-            (IDS.long(), REPLICAS, COUNTS, load.long(), None, None, None),
+            (IDS, REPLICAS, REPLICA_COUNT, load, scalar(7), scalar(2), scalar(True)),
+            (IDS.long(), REPLICAS, REPLICA_COUNT, load.long(), None, None, None),
         ],
         "permute": [(t(3, 4), SLOTS)],
         "permute_backward": [(t(6, 4), SLOTS, 3)],
@@ -38,10 +42,14 @@ def samples():
             (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None),
         ],
         "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
+        "batched_gemm": [
+            (t(3, 2, 4), t(3, 5, 4), REPLICA_COUNT, t(3, 5)),
+            (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), REPLICA_COUNT, None),
+        ],
         "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")]
         + [(t(6, 8), "situ;beta=1.5;linear_beta=2.0"), (t(6, 8), "gelu_no_mul")],
         "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
-        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(6, 4), t(3, 2), INVERSE, None)],
+        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(7, 4), t(3, 2), INVERSE, None)],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
         "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
@@ -61,16 +69,17 @@ def empty_samples():
         "topk_routing": (t(0, 8), None, "top_k=2"),
         "topk_routing_backward": (t(0, 2), t(0, 8), t(0, 2), ids, "top_k=2"),
         "build_dispatch": (ids, None, 3),
-        "map_replicas": (ids, REPLICAS, COUNTS, None),
-        "map_and_record": (ids, REPLICAS, COUNTS, torch.zeros(5, dtype=torch.int32), None, None, None),
+        "map_replicas": (ids, REPLICAS, REPLICA_COUNT, None),
+        "map_and_record": (ids, REPLICAS, REPLICA_COUNT, torch.zeros(5, dtype=torch.int32), None, None, None),
         "permute": (none, slots),
         "permute_backward": (none, slots, 0),
         "grouped_gemm": (none, w13, offsets, t(3, 8)),
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
+        "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),
         "combine": (none, weights, slots, t(0, 4)),
-        "combine_backward": (none, none, weights, slots),
+        "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
         "gemm_combine": (none, w2, offsets, weights, slots, None, None),

@@ -24,7 +24,10 @@ FREE_SIZES = {
     ("grouped_gemm_weight_backward", "grad", 1),
     ("grouped_gemm_weight_backward", "x", 1),
     ("grouped_gemm_weight_backward", "expert_offsets", 0),
+    ("batched_gemm", "x", 1),
     ("gated_activation", "gate_up", 0),
+    ("combine", "expert_out", 0),
+    ("combine_backward", "expert_out", 0),
     ("routing_dispatch", "router_logits", 0),
     ("fused_experts", "expert_map", 0),
 }

@@ -14,6 +14,7 @@ OPS = torch.ops.moe
 SLOTS = torch.tensor([3, 0, 1, 2, 5, 4], dtype=torch.int32)
 INVERSE = torch.tensor([1, 2, -1, 0, 4, 3], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+COUNTS = torch.tensor([2, 0, 1], dtype=torch.int32)
 IDS = torch.tensor([[0, 2], [1, -1], [2, 0]], dtype=torch.int32)
 TOP2 = RoutingConfig(top_k=2)
 
@@ -45,6 +46,7 @@ CALLS = {
         lambda g, x: OPS.grouped_gemm_weight_backward(g, x, OFFSETS),
         [(6, 5), (6, 4)],
     ),
+    "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
     "gated_activation": (lambda x: moe_ops.gated_activation(x, "silu"), [(2, 6)]),
     "gated_activation_backward": (
         lambda g, x: OPS.gated_activation_backward(g, x, "gelu_tanh"),

@@ -42,8 +42,9 @@ def documents() -> list[Path]:
 
 def run(path: Path) -> None:
     """Runs a document's code, block after block in one module. Raises what it raises, at the document's own lines."""
-    module = types.ModuleType("documentation")
-    sys.modules[module.__name__] = module  # Dynamo imports the module of a function that it traces
+    # Dynamo imports the module of a function that it traces, and keeps what it has imported under that name.
+    module = types.ModuleType(f"documentation_{path.stem}")
+    sys.modules[module.__name__] = module
     try:
         for block in blocks(path):
             if not block.source:

@@ -1,0 +1,143 @@
+"""Experts for a `ModularKernel`, one class for each format: the weights of a `FusedMoE` and its stages, no more.
+
+Letters: T tokens, H hidden size, E experts held here, S routed slots, M rows set aside for an expert.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from layers._checks import expect_features, expect_type, present
+from layers.config import MoEConfig, emitted
+from layers.fused_moe import FusedMoE
+from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduceDelegate
+from layers.router import RouterOutput
+from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
+from moe_ops import batched_gemm, build_dispatch, gated_activation, gather_gemm_act, grouped_gemm, permute
+from moe_ops.activation import activation_spec
+from moe_ops.fused_experts import emits_stages
+
+# What a config may say here besides its defaults. Whatever else changes what experts compute is refused by name.
+_SIZES = {"num_experts", "top_k", "hidden_size", "intermediate_size"}
+_LAYER = _SIZES | {
+    "routing",
+    "activation",
+    "has_bias",
+    "emit",
+    "save_for_backward",
+    "router",
+    "shared_experts",
+}
+_ROUTER = {"has_bias", "has_correction_bias", "gate_dtype", "weight_on"}
+
+
+class LocalExperts(nn.Module):
+    """What both formats share: the weights, and who they are.
+
+    Args:
+        layer: its weights and its routing are used, its forward is not.
+
+    Raises:
+        TypeError: `layer` is not a `FusedMoE`.
+        ValueError: its config has an option that these experts do not know.
+    """
+
+    def __init__(self, layer: FusedMoE) -> None:
+        super().__init__()
+        expect_type("layer", layer, FusedMoE)
+        _expect_known("config", layer.config, _LAYER)
+        _expect_known("config.router", layer.config.router, _ROUTER)
+        self.layer = layer
+        self._activation = activation_spec(layer.config.activation)
+
+    @property
+    def config(self) -> MoEConfig:
+        """That of the layer."""
+        return self.layer.config
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.layer.num_local_experts
+
+    @property
+    def expert_map(self) -> Tensor | None:
+        """That of the layer."""
+        return self.layer.expert_map
+
+    @property
+    def apply_router_weight_on_input(self) -> bool:
+        """Whether the config says so."""
+        return self.config.router.weight_on == "input"
+
+    def route(self, router_logits: Tensor) -> RouterOutput:
+        """See `FusedMoE.route`."""
+        return self.layer.route(router_logits)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew."""
+        self.layer.reset_parameters()
+
+
+class StandardExperts(LocalExperts):
+    """Experts that put tokens [T, H] in order themselves and return rows [S, H].
+
+    A compiler sees the stages of the plain layer. Eager, the first product gathers its rows and gates its output.
+
+    Example:
+        >>> kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(FusedMoE(config)))
+    """
+
+    activation_formats = (ActivationFormat.Standard, ActivationFormat.Standard)
+    weigh_and_reduce = TopKWeightAndReduceContiguous()
+
+    def forward(self, prepared: Prepared) -> ExpertOutput:
+        """Rows [S, H] in expert order.
+
+        Raises:
+            TypeError, ValueError: `prepared.hidden_states` is not a floating point tensor [T, H].
+        """
+        layer, config, x = self.layer, self.config, prepared.hidden_states
+        expect_features("hidden_states", x, config.hidden_size)
+        plan = build_dispatch(prepared.topk_ids, self.num_experts, self.expert_map)
+        if emits_stages(emitted(config.emit, config.save_for_backward)):
+            rows = permute(x, plan.sorted_slots)
+            gate_up = grouped_gemm(rows, layer.w13_weight, plan.expert_offsets, layer.w13_bias)
+            activated = gated_activation(gate_up, self._activation)
+        else:
+            activated = gather_gemm_act(x, layer.w13_weight, plan, self._activation, layer.w13_bias)
+        rows = grouped_gemm(activated, layer.w2_weight, plan.expert_offsets, layer.w2_bias)
+        return ExpertOutput(rows, plan.inverse)
+
+
+class BatchedExperts(LocalExperts):
+    """Experts that find their tokens in [E, M, H] and leave the sum to the `PrepareAndFinalize`.
+
+    Example:
+        >>> kernel = ModularKernel(BatchedPrepareAndFinalize(max_tokens=64), BatchedExperts(FusedMoE(config)))
+    """
+
+    activation_formats = (ActivationFormat.BatchedExperts, ActivationFormat.BatchedExperts)
+    weigh_and_reduce = TopKWeightAndReduceDelegate()
+
+    def forward(self, prepared: Prepared) -> ExpertOutput:
+        """Rows [E, M, H], zero past the count; rows without a token may hold anything.
+
+        Raises:
+            TypeError, ValueError: `prepared` does not hold hidden_states [E, M, H] and counts [E].
+        """
+        layer, x, counts = self.layer, prepared.hidden_states, present("counts", prepared.counts)
+        expect_features("hidden_states", x, self.config.hidden_size)
+        gate_up = batched_gemm(x, layer.w13_weight, counts, layer.w13_bias)
+        activated = gated_activation(gate_up.flatten(0, 1), self._activation).unflatten(0, x.shape[:2])
+        return ExpertOutput(batched_gemm(activated, layer.w2_weight, counts, layer.w2_bias), prepared.inverse)
+
+
+def _expect_known(name: str, config: Any, known: set[str]) -> None:
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if option.name not in known and value != option.default:
+            raise ValueError(
+                f"{name}.{option.name}={value!r}: expected {option.default!r} in a ModularKernel"
+            )

@@ -1,0 +1,141 @@
+"""A MoE layer of parts that can be exchanged: who brings tokens to experts and back, and what the experts are.
+
+    prepare -> experts -> weigh and reduce -> finalize, and the output of shared experts is added
+
+Letters: T tokens, H hidden size, K experts per token.
+
+Parts hand each other values, so the graph that a compiler sees is that of the plain layer and whatever operators the
+parts add. What is under way is a value too, `Pending`: there are no threads and no streams here.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from layers._checks import expect_type
+from layers.modular_parts import (
+    ActivationFormat,
+    AsyncPrepareAndFinalize,
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+    Prepared,
+    TopKWeightAndReduceDelegate,
+)
+from layers.router import RouterOutput
+from moe_ops._checks import expect_shape
+
+Value = TypeVar("Value")
+
+
+class Pending(NamedTuple, Generic[Value]):
+    """What has been started: `hook` sees that it has arrived, then `receiver` returns it.
+
+    Whatever stands between the start and `wait` runs while an exchange is under way.
+    """
+
+    hook: Callable[[], None]
+    receiver: Callable[[], Value]
+
+    def wait(self) -> Value:
+        """The value."""
+        self.hook()
+        return self.receiver()
+
+
+class ModularKernel(nn.Module):
+    """Routed experts behind an exchange. It takes what `FusedMoE` takes, and may stand in its place in a `MoEBlock`.
+
+    Args:
+        prepare_finalize: a `PrepareAndFinalize`, or an `AsyncPrepareAndFinalize`.
+        experts: a `PermuteExpertsUnpermute`, which is a module.
+
+    Attributes:
+        weigh_and_reduce: the experts' own, or that of `prepare_finalize` where they delegate.
+
+    Raises:
+        TypeError: `experts` is not a module.
+        ValueError: the formats of two neighbours differ.
+
+    Example:
+        >>> kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(FusedMoE(config)))
+        >>> output = kernel(hidden_states, router_logits)
+    """
+
+    def __init__(self, prepare_finalize: PrepareAndFinalize, experts: PermuteExpertsUnpermute) -> None:
+        super().__init__()
+        expect_type("experts", experts, nn.Module)
+        given, (taken, returned) = prepare_finalize.activation_format, experts.activation_formats
+        reducer = experts.weigh_and_reduce
+        if isinstance(reducer, TopKWeightAndReduceDelegate):
+            reducer = prepare_finalize.weigh_and_reduce
+        _expect_same_format(prepare_finalize, given, experts, taken)
+        if reducer.activation_format is not None:
+            _expect_same_format(experts, returned, reducer, reducer.activation_format)
+        self.prepare_finalize, self.experts, self.weigh_and_reduce = prepare_finalize, experts, reducer
+        self._is_async = isinstance(prepare_finalize, AsyncPrepareAndFinalize)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter of the experts anew."""
+        self.experts.reset_parameters()
+
+    def forward(
+        self, hidden_states: Tensor, router_logits: Tensor | RouterOutput, shared: Tensor | None = None
+    ) -> Tensor:
+        """Routed experts of every token, each weighed and summed up.
+
+        Args:
+            hidden_states: [..., H].
+            router_logits: [..., E_global], or what `route` made of them.
+            shared: [..., H], the output of shared experts, added to the sum.
+
+        Returns:
+            [..., H] in the dtype of `hidden_states`.
+
+        Raises:
+            ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+        addend = None if shared is None else shared.reshape(-1, shared.shape[-1])
+        prepared = self.start(tokens, router_logits).wait()
+        return self.finish(prepared, addend).wait().reshape(hidden_states.shape)
+
+    def route(self, router_logits: Tensor) -> RouterOutput:
+        """Scores the logits [..., E_global] and picks the experts of each of the T tokens; see `RouterOutput`."""
+        return self.experts.route(router_logits)
+
+    def start(self, hidden_states: Tensor, router_logits: Tensor | RouterOutput) -> Pending[Prepared]:
+        """The way to the experts, of hidden_states [T, H]. What is independent of it may run before `wait`."""
+        is_routed = isinstance(router_logits, RouterOutput)
+        routed = router_logits if is_routed else self.route(router_logits)
+        weights, ids = routed.topk_weights, routed.topk_ids
+        expect_shape("topk_ids", ids, (hidden_states.shape[0], "K"))
+        expect_shape("topk_weights", weights, tuple(ids.shape))
+        if self.experts.apply_router_weight_on_input:
+            hidden_states, weights = hidden_states * weights.to(hidden_states.dtype), torch.ones_like(weights)
+        args = hidden_states, weights, ids, self.experts.num_experts, self.experts.expert_map
+        if self._is_async:
+            return Pending(*self.prepare_finalize.prepare_async(*args))  # type: ignore[attr-defined]
+        return _arrived(self.prepare_finalize.prepare(*args))
+
+    def finish(self, prepared: Prepared, shared: Tensor | None = None) -> Pending[Tensor]:
+        """The experts and the way back, to [T, H] with shared [T, H] added."""
+        args = self.experts(prepared), prepared, self.weigh_and_reduce, shared
+        if self._is_async:
+            return Pending(*self.prepare_finalize.finalize_async(*args))  # type: ignore[attr-defined]
+        return _arrived(self.prepare_finalize.finalize(*args))
+
+
+def _arrived(value: Value) -> Pending[Value]:
+    return Pending(_nothing_to_wait_for, lambda: value)
+
+
+def _nothing_to_wait_for() -> None:
+    pass
+
+
+def _expect_same_format(giver: Any, given: ActivationFormat, taker: Any, taken: ActivationFormat) -> None:
+    if given is not taken:
+        names = type(giver).__name__, type(taker).__name__
+        raise ValueError(f"{names[0]} returns {given}: expected {taken}, which {names[1]} takes")

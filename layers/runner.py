@@ -1,0 +1,133 @@
+"""The order in which the parts of a MoE block run, decided when it is built: a `MoEBlock` of parts you bring.
+
+Letters: T tokens, H hidden size, E experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from layers._checks import expect_choice, expect_type
+from layers.fused_moe import FusedMoE
+from layers.modular_kernel import ModularKernel
+from layers.router import RouterOutput
+from moe_ops.errors import value_error
+
+SharedOrder = Literal["before", "beside", "after"]
+Reduced = Literal["sum", "shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Where what several devices computed of one output becomes that output.
+
+    Args:
+        reduce: [T, H] to [T, H], such as an all-reduce.
+        of: "sum" reduces routed and shared experts together; "shared" only the shared ones, for routed experts that
+            come back reduced.
+
+    Raises:
+        TypeError, ValueError: `reduce` is no function, or `of` is neither.
+    """
+
+    reduce: Callable[[Tensor], Tensor]
+    of: Reduced = "sum"
+
+    def __post_init__(self) -> None:
+        if not callable(self.reduce):
+            raise TypeError(f"reduce={self.reduce!r}: expected a function of a tensor")
+        expect_choice("of", self.of, Reduced)
+
+    def applied(self, tensor: Tensor, what: Reduced) -> Tensor:
+        """`tensor`, reduced if this is the place for it."""
+        return self.reduce(tensor) if self.of == what else tensor
+
+
+class MoERunner(nn.Module):
+    """Runs gate, routed experts and shared experts.
+
+    Args:
+        experts: `FusedMoE`, or a `ModularKernel`.
+        gate: a module, tokens to logits. None: the caller has the logits.
+        router: logits to `RouterOutput`, such as `experts.route`, so that the experts get ids. None: they get logits.
+        shared_experts: a module, tokens [T, H] to [T, H], or None.
+        shared_order: "before" the routed experts, whose sum their output joins before it is rounded; "beside" the way
+            to the experts of a `ModularKernel`, and then the same; "after" them, and rounded once more.
+        reduction: None on one device.
+
+    Raises:
+        TypeError: `experts` is neither.
+        ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE`, which has no such way; a `reduction`
+            of shared experts that there are not.
+
+    Example:
+        >>> runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)  # what `block` does
+        >>> output = runner(hidden_states)
+    """
+
+    experts: FusedMoE | ModularKernel
+    gate: nn.Module | None
+    shared_experts: nn.Module | None
+
+    def __init__(
+        self,
+        experts: FusedMoE | ModularKernel,
+        gate: nn.Module | None = None,
+        router: Callable[[Tensor], RouterOutput] | None = None,
+        shared_experts: nn.Module | None = None,
+        *,
+        shared_order: SharedOrder = "before",
+        reduction: Reduction | None = None,
+    ) -> None:
+        super().__init__()
+        expect_type("experts", experts, (FusedMoE, ModularKernel))
+        expect_choice("shared_order", shared_order, SharedOrder)
+        if shared_order == "beside" and isinstance(experts, FusedMoE):
+            raise ValueError("shared_order='beside': expected 'before' or 'after' with experts=FusedMoE")
+        if reduction is not None and reduction.of == "shared" and shared_experts is None:
+            raise ValueError("reduction.of='shared': expected 'sum' with shared_experts=None")
+        self.experts, self.gate, self.router, self.shared_experts = experts, gate, router, shared_experts
+        self.shared_order, self.reduction = shared_order, reduction
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor | RouterOutput | None = None) -> Tensor:
+        """[..., H] to [..., H].
+
+        Args:
+            hidden_states: [..., H].
+            router_logits: [..., E] or a `RouterOutput`, without a gate; None with one.
+
+        Raises:
+            ValueError: logits beside a gate, or neither; else as the experts do.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+        routing = self._route(tokens, router_logits)
+        output = self._run(tokens, routing)
+        if self.reduction is not None:
+            output = self.reduction.applied(output, "sum")
+        return output.reshape(hidden_states.shape)
+
+    def _route(self, tokens: Tensor, given: Tensor | RouterOutput | None) -> Tensor | RouterOutput:
+        if self.gate is not None and given is not None:
+            value_error("router_logits is given: expected None, for there is a gate")
+        logits = given if self.gate is None else self.gate(tokens)
+        if logits is None:
+            value_error("router_logits=None: expected logits, for gate=None")
+        return logits if self.router is None or isinstance(logits, RouterOutput) else self.router(logits)
+
+    def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
+        if self.shared_order == "beside" and isinstance(self.experts, ModularKernel):
+            prepared = self.experts.start(tokens, routing)
+            shared = self._shared(tokens)
+            return self.experts.finish(prepared.wait(), shared).wait()
+        if self.shared_order == "after":
+            output, shared = self.experts(tokens, routing), self._shared(tokens)
+            return output if shared is None else output + shared
+        return self.experts(tokens, routing, self._shared(tokens))
+
+    def _shared(self, tokens: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        shared = self.shared_experts(tokens)
+        return shared if self.reduction is None else self.reduction.applied(shared, "shared")

@@ -1,0 +1,137 @@
+"""The runner: what it decides when it is built, against the block that decides nothing and a float64 oracle."""
+
+import pytest
+import torch
+
+from layers import (
+    FusedMoE,
+    ModularKernel,
+    MoEBlock,
+    MoERunner,
+    Reduction,
+    SharedExpertConfig,
+    StandardExperts,
+)
+from tests.counting import Calls
+from tests.helpers import assert_matches_oracle
+from tests.layers import oracle
+from tests.layers.modular import FORMATS, H, Recorded, batched, config, standard
+
+
+@pytest.fixture
+def block() -> MoEBlock:
+    torch.manual_seed(3)
+    return MoEBlock(config(shared_experts=SharedExpertConfig(40, "sigmoid")))
+
+
+@pytest.fixture
+def hidden() -> torch.Tensor:
+    return torch.randn(2, 5, H)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("order", ["before", "beside", "after"])
+@pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
+def test_every_order(block, hidden, make, order, compiled):
+    runner = MoERunner(
+        make(block.experts), block.gate, shared_experts=block.shared_experts, shared_order=order
+    )
+    run = torch.compile(runner, fullgraph=True) if compiled else runner
+    assert_matches_oracle(run(hidden), oracle.block(block, hidden))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 33])
+def test_it_can_be_the_block(block, tokens):
+    runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)
+    hidden = torch.randn(tokens, H)
+    assert torch.equal(runner(hidden), block(hidden))
+    with Calls() as ours, torch.no_grad():
+        runner(hidden)
+    with Calls() as theirs, torch.no_grad():
+        block(hidden)
+    assert ours.names == theirs.names
+
+
+def test_logits_in_or_ids_in(block, hidden):
+    """Monolithic: the experts get logits. Decomposed: ids."""
+    runners = {
+        "moe.fused_moe": MoERunner(block.experts, block.gate),
+        "moe.fused_experts": MoERunner(block.experts, block.gate, block.experts.route),
+    }
+    expected = oracle.experts(block.experts, hidden, block.gate(hidden)).reshape(hidden.shape)
+    for operator, runner in runners.items():
+        with Calls("moe.fused_moe", "moe.fused_experts") as calls, torch.no_grad():
+            out = runner(hidden)
+        assert calls.names == [operator]
+        assert_matches_oracle(out, expected)
+
+
+def test_gate_outside(block, hidden):
+    runner, logits = MoERunner(block.experts), block.gate(hidden)
+    expected = oracle.experts(block.experts, hidden, logits).reshape(hidden.shape)
+    assert_matches_oracle(runner(hidden, logits), expected)
+    assert_matches_oracle(runner(hidden, block.experts.route(logits)), expected)
+    routed = MoERunner(block.experts, router=block.experts.route)
+    assert_matches_oracle(routed(hidden, logits), expected)
+    assert_matches_oracle(routed(hidden, block.experts.route(logits)), expected)
+    with pytest.raises(ValueError, match="router_logits=None: expected logits, for gate=None"):
+        runner(hidden)
+    with pytest.raises(ValueError, match="router_logits is given: expected None"):
+        MoERunner(block.experts, block.gate)(hidden, logits)
+
+
+def test_shared_experts_run_while_tokens_are_under_way(block, hidden):
+    exchange = Recorded()
+    kernel = ModularKernel(exchange, StandardExperts(block.experts))
+
+    def shared(tokens):
+        exchange.events.append("shared")
+        return block.shared_experts(tokens)
+
+    module = torch.nn.Identity()
+    module.forward = shared
+    runner = MoERunner(kernel, block.gate, shared_experts=module, shared_order="beside")
+    assert_matches_oracle(runner(hidden), oracle.block(block, hidden))
+    assert exchange.events[:4] == ["sent", "shared", "arrived", "received"]
+    for order, place in (("before", 0), ("after", -1)):
+        exchange.events.clear()
+        MoERunner(kernel, block.gate, shared_experts=module, shared_order=order)(hidden)
+        assert exchange.events[place] == "shared"
+
+
+@pytest.mark.parametrize("order", ["before", "beside", "after"])
+def test_reduction(block, hidden, order):
+    """One device stands for two that have the same: the reduction doubles."""
+    routed = oracle.experts(block.experts, hidden, block.gate(hidden)).reshape(hidden.shape)
+    shared = oracle.block(block, hidden) - routed
+    for of, expected in (("sum", 2 * routed + 2 * shared), ("shared", routed + 2 * shared)):
+        runner = MoERunner(
+            standard(block.experts), block.gate, shared_experts=block.shared_experts,
+            shared_order=order, reduction=Reduction(lambda tensor: 2 * tensor, of),
+        )  # fmt: skip
+        assert_matches_oracle(runner(hidden), expected)
+
+
+def test_without_shared_experts_the_order_means_nothing(block, hidden):
+    expected = block.experts(hidden, block.gate(hidden))
+    for order in ("before", "beside", "after"):
+        torch.testing.assert_close(
+            MoERunner(batched(block.experts), block.gate, shared_order=order)(hidden), expected
+        )
+
+
+def test_what_makes_no_sense(block):
+    layer = block.experts
+    with pytest.raises(TypeError, match=r"experts=.*: expected FusedMoE or ModularKernel"):
+        MoERunner(torch.nn.Identity())
+    with pytest.raises(ValueError, match="shared_order='aside': expected one of 'before', 'beside', 'after'"):
+        MoERunner(layer, shared_order="aside")
+    with pytest.raises(ValueError, match=r"shared_order='beside': expected .* with experts=FusedMoE"):
+        MoERunner(layer, shared_order="beside")
+    with pytest.raises(ValueError, match=r"reduction.of='shared': expected 'sum' with shared_experts=None"):
+        MoERunner(layer, reduction=Reduction(torch.neg, "shared"))
+    with pytest.raises(ValueError, match="of='routed': expected one of 'sum', 'shared'"):
+        Reduction(torch.neg, "routed")
+    with pytest.raises(TypeError, match="reduce=None: expected a function of a tensor"):
+        Reduction(None)
+    assert isinstance(MoERunner(layer).experts, FusedMoE)
