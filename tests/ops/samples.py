@@ -43,8 +43,8 @@ def samples():
         ],
         "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
         "batched_gemm": [
-            (t(3, 2, 4), t(3, 5, 4), REPLICA_COUNT, t(3, 5)),
-            (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), REPLICA_COUNT, None),
+            (t(3, 2, 4), t(3, 5, 4), COUNTS, t(3, 5)),
+            (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), COUNTS, None),
         ],
         "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")]
         + [(t(6, 8), "situ;beta=1.5;linear_beta=2.0"), (t(6, 8), "gelu_no_mul")],
