@@ -27,7 +27,8 @@ class FusedMoEArguments:
         custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids).
         apply_router_weight_on_input, activation: as in `layers.MoEConfig`.
         prefix: plays no part: a layer's name is in no graph.
-        quant_config, tp_size, ep_size, dp_size, enable_eplb, num_redundant_experts: only their defaults, sizes also 1.
+        enable_eplb, num_redundant_experts: places for replicas, which need balancing; see `FusedMoE.set_eplb_state`.
+        quant_config, tp_size, ep_size, dp_size: only their defaults, sizes also 1.
 
     Raises:
         ValueError, TypeError: an argument, named with its value, that has another form here.
@@ -58,9 +59,13 @@ class FusedMoEArguments:
 
     def __post_init__(self) -> None:
         for name, elsewhere in _ELSEWHERE.items():
-            value = getattr(self, name)
-            if value not in (None, False) and value != _ALONE[name]:
-                raise ValueError(f"{name}={value!r}: expected {_ALONE[name]!r}; {elsewhere}")
+            value, expected = getattr(self, name), None if name == "quant_config" else 1
+            if value is not None and value != expected:
+                raise ValueError(f"{name}={value!r}: expected {expected}; {elsewhere}")
+        if self.num_redundant_experts and not self.enable_eplb:
+            raise ValueError(
+                f"num_redundant_experts={self.num_redundant_experts} with enable_eplb=False: expected 0, or True"
+            )
         if self.use_grouped_topk and (self.num_expert_group is None or self.topk_group is None):
             raise ValueError(
                 f"num_expert_group={self.num_expert_group}, topk_group={self.topk_group}: expected both with "
@@ -78,6 +83,7 @@ class FusedMoEArguments:
             self.intermediate_size,
             routing=self._routing(),
             activation=self.activation,
+            num_redundant_experts=self.num_redundant_experts,
             router=RouterConfig(
                 has_correction_bias=self.e_score_correction_bias is not None,
                 weight_on="input" if self.apply_router_weight_on_input else "output",
@@ -92,16 +98,11 @@ class FusedMoEArguments:
         return RoutingConfig(self.top_k, self.scoring_func, renormalize=self.renormalize, **options)
 
 
-_ALONE: dict[str, Any] = {
-    "quant_config": None, "tp_size": 1, "ep_size": 1, "dp_size": 1, "enable_eplb": False, "num_redundant_experts": 0,
-}  # fmt: skip
 _ELSEWHERE = {
     "quant_config": "experts here have floating weights",
     "tp_size": "give layers.FusedMoE the rank's shard=TensorShard(...) and add up the outputs of all ranks",
     "ep_size": "give layers.FusedMoE the rank's expert_map, from layers.determine_expert_map",
     "dp_size": "gather tokens and scatter outputs around the layer",
-    "enable_eplb": "TODO",
-    "num_redundant_experts": "TODO",
 }
 
 

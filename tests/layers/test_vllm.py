@@ -48,6 +48,8 @@ def _by_logit(hidden_states, gating_output, topk, renormalize):
         ({"num_expert_group": 4, "topk_group": 2}, {}),
         ({"top_k": 1, "apply_router_weight_on_input": True}, {"top_k": 1, "router": RouterConfig(weight_on="input")}),
         ({"activation": "relu2"}, {"activation": "relu2"}),
+        ({"activation": "swigluoai"}, {"activation": "swiglu_oai;interleaved=True"}),
+        ({"enable_eplb": True, "num_redundant_experts": 2}, {"num_redundant_experts": 2}),
         ({"custom_routing_function": _by_logit}, {"router": RouterConfig(routing_function=_by_logit)}),
         ({"prefix": "model.layers.0", "tp_size": 1, "ep_size": 1, "dp_size": 1, "reduce_results": True}, {}),
     ],
@@ -72,6 +74,7 @@ def test_a_correction_bias_selects_groups_by_their_two_best_and_keeps_its_values
         ({"tp_size": 2}, r"tp_size=2: expected 1; .*TensorShard"),
         ({"ep_size": 4}, r"ep_size=4: expected 1; .*determine_expert_map"),
         ({"dp_size": 2}, r"dp_size=2: expected 1; gather tokens"),
+        ({"num_redundant_experts": 2}, "num_redundant_experts=2 with enable_eplb=False"),
         ({"quant_config": "fp8"}, r"quant_config='fp8': expected None; .*floating"),
         ({"use_grouped_topk": True}, r"num_expert_group=None, topk_group=None: expected both"),
         (
