@@ -141,7 +141,7 @@ def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows set aside for each expert: the block sizes of few and of many, by TMA and not."""
     depths = (2048, 2040, 511) if size is Range.WIDE else (2048,)
     for dtype, max_tokens, depth in itertools.product(FLOATS, (4, 12, 40, 1024), depths):
-        x, weight = meta(8, max_tokens, depth, dtype=dtype), meta(8, 511, depth, dtype=dtype)
+        x, weight = meta(8, max_tokens, depth, dtype=dtype), meta(8, 1024, depth, dtype=dtype)
         program = program_of("batched_gemm", x, weight, meta(8, dtype=torch.int32), gpu=gpu)
         yield from _programs(f"{dtype} M={max_tokens} depth={depth}", dtype, program)
 
