@@ -75,12 +75,12 @@ def _expect_static(stage: Node, args: Any) -> None:
 
 
 def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.SymInt:
-    """K, a plain int wherever S = K*T is known symbolically."""
+    """K, a plain int wherever S = K*T is known symbolically; any K is right for no tokens."""
     slots, tokens = sorted_slots.shape[0], hidden_states.shape[0]
-    candidates = range(1, _MAX_UNROLLED_EXPERTS + 1)
-    return next(
-        (k for k in candidates if _compat.statically_known_true(slots == k * tokens)), slots // tokens
-    )
+    for top_k in range(1, _MAX_UNROLLED_EXPERTS + 1):
+        if _compat.statically_known_true(slots == top_k * tokens):
+            return top_k
+    return slots // tokens
 
 
 def _permute(args: Permute) -> Tensor:

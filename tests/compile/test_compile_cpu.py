@@ -1,5 +1,7 @@
 """torch.compile on CPU end to end: values, gradients, modes, chained passes, recompiles, plain compile."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch._inductor.config as inductor_config
@@ -10,6 +12,9 @@ from torch._inductor.utils import run_and_get_code
 import inductor_passes
 import moe_ops
 from inductor_passes.backend import moe_inductor
+from moe_ops.reference import reference_experts, reference_routing
+from tests.cases import Case, make
+from tests.helpers import assert_matches_oracle
 from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
 
 SLOT = "post_grad_custom_pre_pass"
@@ -58,6 +63,46 @@ def test_values_with_a_gate_between_the_stages():
     # Gather, gate and sum are C++ now; router with dispatch and the two GEMMs are calls.
     assert "torch.ops.moe.combine" not in code and code.count("torch.ops.moe.grouped_gemm.default(") == 1
     torch.testing.assert_close(actual, custom(*inputs()))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            33, 8, 2, 9, 5, moe_ops.Activation("situ", beta=1.5, linear_beta=2.0, interleaved=True), bias=True
+        ),
+        Case(33, 8, 2, 9, 5, moe_ops.Activation("gelu_tanh_no_mul"), bias=True),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 33])
+@torch.no_grad()
+def test_values_of_other_formulas(case, tokens):
+    """Fused into one call, and with the gate written out in C++, against float64."""
+    problem = make(dataclasses.replace(case, tokens=tokens), torch.float32)
+    x, logits, w13, w2, w13_bias, w2_bias = problem.tensors()
+    routing = moe_ops.RoutingConfig(2, "sqrtsoftplus", scale=1.5)
+
+    def fused():
+        biases = {"w13_bias": w13_bias, "w2_bias": w2_bias}
+        return moe_ops.fused_moe(x, logits, w13, w2, routing, case.activation, **biases)
+
+    def written_out():
+        weights, ids = moe_ops.topk_routing(logits, routing)
+        plan = moe_ops.build_dispatch(ids, case.experts)
+        rows = moe_ops.permute(x, plan.sorted_slots)
+        gate_up = moe_ops.grouped_gemm(rows, w13, plan.expert_offsets, w13_bias)
+        activated = moe_ops.gated_activation(gate_up * 1.0, case.activation)
+        expert_out = moe_ops.grouped_gemm(activated * 1.0, w2, plan.expert_offsets, w2_bias)
+        return moe_ops.combine(expert_out, weights, plan.inverse)
+
+    doubles = [tensor.double() for tensor in problem.tensors()]
+    routed = reference_routing(doubles[1], routing)
+    biases = {"w13_bias": doubles[4], "w2_bias": doubles[5]}
+    expected = reference_experts(doubles[0], *doubles[2:4], *routed, case.activation, **biases)
+    for function in (fused, written_out):
+        compiled = torch.compile(function, fullgraph=True, options=inductor_passes.options())
+        assert_matches_oracle(compiled(), expected)
 
 
 def test_gradients_through_the_stages():
