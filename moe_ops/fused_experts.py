@@ -115,7 +115,8 @@ def weigh_input(args: FusedExperts) -> FusedExperts:
             "apply_router_weight_on_input=True with topk_weights of shape {}: expected [T, 1]",
             list(topk_weights.shape),
         )
-    weighed = args.hidden_states * topk_weights.to(args.hidden_states.dtype)
+    (hidden_states,) = _library.autocast((args.hidden_states,))  # as if the operator weighed it
+    weighed = hidden_states * topk_weights.to(hidden_states.dtype)
     return args._replace(hidden_states=weighed, topk_weights=torch.ones_like(topk_weights))
 
 

@@ -71,7 +71,7 @@ def _check(args: GatherGemmAct) -> None:
     check_slots(args.sorted_slots, x.shape[0])
     _checks.expect_same_device(x.device, "hidden_states", sorted_slots=args.sorted_slots)
     check_linear("w13", args.w13, ("E", "2I", x.shape[1]), "hidden_states", x)
-    check_offsets(args.expert_offsets, args.w13, x)
+    check_offsets(args.expert_offsets, args.w13, "hidden_states", x)
     out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
 
 

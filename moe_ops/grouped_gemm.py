@@ -58,7 +58,7 @@ def check(args: GroupedGemm, name: str = "weight") -> None:
     _checks.expect_floating("x", args.x)
     _checks.expect_shape("x", args.x, ("S", "A"))
     check_linear(name, args.weight, ("E", "B", args.x.shape[1]), "x", args.x)
-    check_offsets(args.expert_offsets, args.weight, args.x)
+    check_offsets(args.expert_offsets, args.weight, "x", args.x)
 
 
 def check_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str, x: Tensor) -> None:
@@ -78,11 +78,11 @@ def expect_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: st
     _checks.expect_same_device(x.device, input_name, **named)
 
 
-def check_offsets(expert_offsets: Tensor, linear: GroupedLinear, x: Tensor) -> None:
-    """Checks the offsets of a plan against the experts that there are."""
+def check_offsets(expert_offsets: Tensor, linear: GroupedLinear, like: str, x: Tensor) -> None:
+    """Checks the offsets of a plan against the experts that there are, and the device of the input, named `like`."""
     _checks.expect_index("expert_offsets", expert_offsets, (torch.int32,))
     _checks.expect_shape("expert_offsets", expert_offsets, (linear.weight.shape[0] + 1,))
-    _checks.expect_same_device(x.device, "x", expert_offsets=expert_offsets)
+    _checks.expect_same_device(x.device, like, expert_offsets=expert_offsets)
 
 
 _FEW_ROWS = 4

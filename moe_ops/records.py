@@ -95,6 +95,10 @@ def _declared(record: type) -> Iterator[Leaf]:
         if not is_record(kind):
             yield Leaf(field, kind, frozenset(roles), (index,))
             continue
+        if roles:
+            raise TypeError(
+                f"{record.__name__}.{field} has roles {roles}: expected them on the leaves of {kind.__name__}"
+            )
         for leaf in _declared(kind):
             yield leaf._replace(name=_name(field, kind, leaf.name), path=(index, *leaf.path))
 

@@ -189,8 +189,20 @@ def _weigh_backward(grad: Tensor, chosen: Tensor, config: RoutingConfig) -> Tens
     return (grad - through_total) / total
 
 
+def _check(args: TopkRouting) -> None:
+    check_router(args.router)
+
+
+def _reference(args: TopkRouting) -> tuple[Tensor, Tensor]:
+    return reference(args.router)
+
+
 def _cuda(args: TopkRouting) -> tuple[Tensor, Tensor]:
-    return fake(args.router) if args.router.router_logits.shape[0] == 0 else _library.launch(args)
+    return _fake(args) if args.router.router_logits.shape[0] == 0 else _library.launch(args)
+
+
+def _fake(args: TopkRouting) -> tuple[Tensor, Tensor]:
+    return fake(args.router)
 
 
 def fake(router: Router) -> tuple[Tensor, Tensor]:
@@ -230,10 +242,10 @@ def _fake_backward(args: TopkRoutingBackward) -> Tensor:
 _library.define(
     TopkRouting,
     "(Tensor topk_weights, Tensor topk_ids)",
-    check=lambda args: check_router(args.router),
-    cpu=lambda args: reference(args.router),
+    check=_check,
+    cpu=_reference,
     cuda=_cuda,
-    fake=lambda args: fake(args.router),
+    fake=_fake,
 )
 _library.define(
     TopkRoutingBackward,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moe_ops import arguments as of, records
 from moe_ops.kernels import activation, combine, dispatch, fused, grouped_gemm, permute, placement, routing
 from moe_ops.kernels.gpu import Gpu, gpu_of
-from moe_ops.kernels.program import Program, describe
+from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
 from moe_ops.records import Role
 
 _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
@@ -33,19 +33,21 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
 
 
 class _Plan(NamedTuple):
-    """How the plan of an operator is found from its leaves, of which the first `num_tensors` are tensors."""
+    """How the plan of an operator is found from its leaves, of which the first are tensors, named and described."""
 
     flatten: Callable[[Any], tuple[Any, ...]]
     names: tuple[str, ...]
-    num_tensors: int
+    describe: tuple[Callable[[Any], TensorMeta], ...]
     indices: tuple[int, ...]
     make: Callable[..., Program]
 
     def program(self, leaves: Any, gpu: Gpu | None) -> Program:
         """The plan for leaves with this metadata."""
         gpu = gpu or gpu_of(leaves[0].device)
-        tensors = [None if leaf is None else describe(leaf) for leaf in leaves[: self.num_tensors]]
-        return self.make(gpu, *tensors, *leaves[self.num_tensors :])
+        tensors = [
+            None if leaf is None else of(leaf) for leaf, of in zip(leaves, self.describe, strict=False)
+        ]
+        return self.make(gpu, *tensors, *leaves[len(tensors) :])
 
 
 def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
@@ -53,7 +55,7 @@ def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
     return _Plan(
         records.flattener(record),
         tuple(leaf.name for leaf in leaves if leaf.is_tensor),
-        sum(leaf.is_tensor for leaf in leaves),
+        tuple(describe_index if Role.INDEX in leaf.roles else describe for leaf in leaves if leaf.is_tensor),
         tuple(index for index, leaf in enumerate(leaves) if Role.INDEX in leaf.roles),
         lru_cache(maxsize=1024)(lambda gpu, *leaves: make(build(*leaves), gpu)),
     )

@@ -189,6 +189,11 @@ def describe(tensor: Any) -> TensorMeta:
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, _is_aligned(tensor))
 
 
+def describe_index(tensor: Any) -> TensorMeta:
+    """Metadata of a vector that kernels take as contiguous, wherever it starts."""
+    return TensorMeta(tensor.shape, (1,), tensor.dtype, True)
+
+
 def _is_aligned(tensor: Any) -> bool:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.data_ptr() % ALIGNMENT == 0

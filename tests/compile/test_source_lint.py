@@ -10,67 +10,28 @@ import ast
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+from torch import Tensor
 
 import moe_ops
+from moe_ops import arguments
+from moe_ops.records import is_record
 
 ROOT = Path(moe_ops.__file__).parent
 OPERATORS = sorted(path for path in ROOT.glob("*.py") if "_library.define(" in path.read_text())
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
-WAITING = {
-    "item",
-    "tolist",
-    "cpu",
-    "numpy",
-    "nonzero",
-    "synchronize",
-    "masked_select",
-    "unique",
-    "cuda",
-}
+WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "masked_select", "unique", "cuda"}
 # Builtins that read a value off the device when they are given a tensor.
 READING = {
-    "int",
-    "float",
-    "bool",
-    "complex",
-    "range",
-    "min",
-    "max",
-    "any",
-    "all",
-    "round",
-    "str",
-    "repr",
-    "print",
-}
+    "int", "float", "bool", "complex", "range", "min", "max", "any", "all", "round", "str", "repr", "print",
+}  # fmt: skip
 METADATA = {
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "layout",
-        "is_cuda",
-        "itemsize",
-        "nbytes",
-        "names",
-        "requires_grad",
-    ),
-    *(
-        "size",
-        "stride",
-        "dim",
-        "numel",
-        "storage_offset",
-        "data_ptr",
-        "element_size",
-        "is_contiguous",
-        "get_device",
-    ),
-    *("is_floating_point", "is_complex", "untyped_storage", "type", "nelement"),
-}
+    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "itemsize", "nbytes", "names", "requires_grad", "size",
+    "stride", "dim", "numel", "storage_offset", "data_ptr", "element_size", "is_contiguous", "get_device",
+    "is_floating_point", "is_complex", "untyped_storage", "type", "nelement",
+}  # fmt: skip
 CREATING = {"empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "randint"}
 
 
@@ -135,19 +96,40 @@ def _means_tensor(annotation):
     return parts - {"None", "..."} == {"Tensor"}
 
 
+def _hints(record):
+    """What the fields of a record of arguments are, in order; none for anything else."""
+    return get_type_hints(record) if is_record(record) else {}
+
+
 @dataclass
 class Reader:
-    """Which expressions of one function are tensors, as far as its annotations tell."""
+    """Which expressions of one function are tensors, as far as annotations and records of arguments tell."""
 
     scope: dict[str, tuple[Path, ast.FunctionDef]] = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
+    records: dict[str, type] = field(default_factory=dict)
+
+    def record(self, node) -> type | None:
+        """The record that an expression is, if it is one."""
+        match node:
+            case ast.Name(id=name):
+                return self.records.get(name)
+            case ast.Attribute(value=value, attr=name):
+                hint = _hints(self.record(value)).get(name)
+                return hint if is_record(hint) else None
+            case ast.Call(func=ast.Attribute(value=value, attr="_replace")):
+                return self.record(value)
+            case ast.Call(func=ast.Name(id=name)):
+                return getattr(arguments, name, None)
+        return None
 
     def is_tensor(self, node) -> bool:
         match node:
             case ast.Name(id=name):
                 return name in self.tensors
             case ast.Attribute(value=value, attr=name):
-                return name not in METADATA and self.is_tensor(value)
+                of_record = _hints(self.record(value)).get(name) in (Tensor, Tensor | None)
+                return of_record or (name not in METADATA and self.is_tensor(value))
             case ast.Subscript(value=value) | ast.UnaryOp(op=ast.USub() | ast.Invert(), operand=value):
                 return self.is_tensor(value)
             case ast.BinOp(left=left, right=right):
@@ -176,8 +158,8 @@ class Reader:
     def learn(self, function) -> None:
         """Adds the function's tensor arguments and, until there is no more, what it computes of tensors."""
         known = -1
-        while known < len(self.tensors):
-            known = len(self.tensors)
+        while known < len(self.tensors) + len(self.records):
+            known = len(self.tensors) + len(self.records)
             self._learn_once(function)
 
     def _learn_once(self, function) -> None:
@@ -185,15 +167,38 @@ class Reader:
             match node:
                 case ast.arg(arg=name, annotation=annotation) if _means_tensor(annotation):
                     self.tensors.add(name)
-                case ast.Assign(targets=targets, value=value) if self.is_tensor(value):
-                    named = [each for target in targets for each in ast.walk(target)]
-                    self.tensors |= {each.id for each in named if isinstance(each, ast.Name)}
+                case ast.arg(arg=name, annotation=ast.Name(id=kind)) if is_record(
+                    getattr(arguments, kind, None)
+                ):
+                    self.records[name] = getattr(arguments, kind)
+                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                    for target, value in zip(targets, values, strict=True):
+                        self._assign(target, value)
+                case ast.Assign(targets=targets, value=value):
+                    for target in targets:
+                        self._assign(target, value)
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation) if _means_tensor(
                     annotation
                 ):
                     self.tensors.add(name)
                 case ast.NamedExpr(target=ast.Name(id=name), value=value) if self.is_tensor(value):
                     self.tensors.add(name)
+
+    def _assign(self, target, value) -> None:
+        if self.is_tensor(value):
+            self.tensors |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+        elif self.record(value) is not None:
+            self._unpack(target, self.record(value))
+
+    def _unpack(self, target, hint) -> None:
+        match target:
+            case ast.Name(id=name) if is_record(hint):
+                self.records[name] = hint
+            case ast.Name(id=name) if hint in (Tensor, Tensor | None):
+                self.tensors.add(name)
+            case ast.Tuple(elts=parts):
+                for part, inner in zip(parts, _hints(hint).values(), strict=False):
+                    self._unpack(part, inner)
 
     def reads(self, node) -> list:
         """The tensors whose values `node` itself asks for."""
@@ -305,12 +310,17 @@ def test_numbers_and_metadata_are_left_alone(body):
 @pytest.mark.parametrize(
     ("path", "head", "read"),
     [
+        ("permute.py", "def _cuda(args: Permute) -> Tensor:\n", "int(args.sorted_slots.max())"),
         (
-            "permute.py",
-            "def _cuda(hidden_states: Tensor, sorted_slots: Tensor) -> Tensor:\n",
-            "int(sorted_slots.max())",
+            "fused_experts.py",
+            "def _cuda(args: FusedExperts) -> Tensor:\n",
+            "bool(args.experts.w13.weight[0, 0, 0])",
         ),
-        ("dispatch.py", "def check_map(expert_map: Tensor | None", "bool(expert_map.min() < 0)"),
+        (
+            "dispatch.py",
+            "def check_placement(placement: Placement, num_experts",
+            "bool(placement.expert_map.min() < 0)",
+        ),
     ],
 )
 def test_a_read_planted_in_a_real_operator_is_found(path, head, read):

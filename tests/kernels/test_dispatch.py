@@ -39,6 +39,11 @@ def test_maps_global_to_local_experts(tokens: int, device: str) -> None:
     _check(torch.randint(-2, 10, (tokens, 3), dtype=torch.int32), expert_map, 3, device)
 
 
+def test_takes_a_strided_map(device: str) -> None:
+    expert_map = torch.tensor([2, 7, 0, 7, -1, 7, 1, 7], dtype=torch.int32)[::2]
+    _check(torch.randint(0, 4, (9, 3), dtype=torch.int32), expert_map, 3, device)
+
+
 @pytest.mark.parametrize("tokens", [40, 300])
 @pytest.mark.parametrize("expert", [0, 12, -1])
 def test_one_hot_expert(tokens: int, expert: int, device: str) -> None:

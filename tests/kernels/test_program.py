@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from moe_ops.kernels import gemm_config, permute
+from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, View
 from moe_ops.types import Activation
 from tests.kernels.by_name import launch, program_of
@@ -31,6 +32,15 @@ def test_real_fake_and_meta_tensors_share_one_plan() -> None:
         warnings.simplefilter("error")
         assert _experts_program(real) is program
     assert _experts_program(real, tokens=32) is not program
+
+
+def test_a_plan_is_for_one_gpu() -> None:
+    given = meta(64, 64), meta(4, 64, 64), meta(5, dtype=torch.int32), None
+    kernels = [
+        program_of("grouped_gemm", *given, gpu=gpu).launches[-1].kernel.__name__
+        for gpu in (H200, Gpu(80, 108, H200.shared_memory))
+    ]
+    assert kernels == ["grouped_gemm_tma_kernel", "grouped_gemm_generic_kernel"]
 
 
 def test_a_program_names_the_arguments_of_its_operator() -> None:

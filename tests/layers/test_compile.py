@@ -92,6 +92,16 @@ def test_few_recompiles_over_token_counts(dynamic):
     assert unique_graphs() <= (1 if dynamic else 2)
 
 
+def test_training_is_one_graph_for_every_token_count():
+    block = make_block()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (7, 33, 64):
+        hidden = torch.randn(tokens, H, requires_grad=True)
+        ours, expected = (torch.autograd.grad(each(hidden).sum(), hidden)[0] for each in (compiled, block))
+        torch.testing.assert_close(ours, expected)
+    assert unique_graphs() == 1
+
+
 @pytest.mark.parametrize(
     ("emit", "expected"),
     [("auto", STAGES), ("stages", STAGES), ("fused", ["fused_moe"])],

@@ -6,6 +6,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from layers import FusedMoE, MoEBlock, MoEConfig, RouterConfig, RouterOutput, SharedExpertConfig
 from moe_ops import RoutingConfig
+from tests.layers import oracle
 from tests.layers.test_compile import STAGES, Capture, aot
 from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
 
@@ -93,6 +94,13 @@ def test_a_changed_routing_is_what_the_experts_run():
     torch.testing.assert_close(halved, experts(hidden, logits) / 2)
     elsewhere = experts(hidden, routing._replace(topk_ids=torch.full_like(routing.topk_ids, -1)))
     assert not elsewhere.any()
+
+
+def test_a_half_of_the_experts_runs_a_given_routing():
+    experts = FusedMoE(MoEConfig(E, K, H, I), torch.tensor([0, -1, 1, -1, 2, -1, 3, -1]))
+    hidden, logits = torch.randn(5, H), torch.randn(5, E)
+    output = experts(hidden, experts.route(logits))
+    assert oracle.relative_error(output, oracle.experts(experts, hidden, logits)) < 1e-5
 
 
 @torch.no_grad()

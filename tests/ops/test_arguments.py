@@ -1,11 +1,14 @@
 """Arguments of operators are declared once: what schemas, gradients and vmap make of a declaration."""
 
+from typing import Annotated, NamedTuple
+
 import expecttest
 import pytest
 import torch
 
 from moe_ops import arguments, records
 from moe_ops._library import OPERATORS
+from tests.counting import Calls
 from tests.ops.samples import samples
 
 RECORDS = list(OPERATORS)
@@ -36,11 +39,11 @@ def test_a_record_comes_apart_and_together(record):
     leaves = tuple(range(len(records.leaves(record))))
     whole = records.builder(record)(*leaves)
     assert type(whole) is record and records.flatten(whole) == leaves
-    assert list(records.named(whole)) == [
-        argument.name for argument in OPERATORS[record].overload._schema.arguments
-    ]
-    assert records.transform(lambda a, b: a + b, whole, whole) == records.builder(record)(
-        *(2 * leaf for leaf in leaves)
+    names = [argument.name for argument in OPERATORS[record].overload._schema.arguments]
+    assert list(records.named(whole).items()) == list(zip(names, leaves, strict=True))
+    tens = records.transform(lambda leaf: 10 * leaf, whole)
+    assert records.flatten(records.transform(lambda a, b: a - b, tens, whole)) == tuple(
+        9 * leaf for leaf in leaves
     )
 
 
@@ -68,6 +71,14 @@ def test_what_is_declared_differentiable_has_a_gradient_and_nothing_else(record)
         } == declared & set(tensors)
 
 
+def test_a_role_belongs_to_a_leaf():
+    class Misplaced(NamedTuple):
+        experts: Annotated[arguments.ExpertWeights, records.Role.CONSTANT]
+
+    with pytest.raises(TypeError, match=r"Misplaced.experts has roles .*CONSTANT"):
+        records.leaves(Misplaced)
+
+
 def _floats(value):
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
@@ -75,3 +86,39 @@ def _floats(value):
 def test_a_value_names_its_leaves_after_the_field_that_holds_it():
     assert records.names(arguments.ExpertWeights) == ("w13", "w2", "w13_bias", "w2_bias")
     assert records.names(arguments.GroupedGemm) == ("x", "weight", "expert_offsets", "bias")
+
+
+OVER_TOKENS = {
+    "topk_routing": ["router_logits"],
+    "topk_routing_backward": ["grad_weights", "router_logits", "topk_weights", "topk_ids"],
+    "gated_activation": ["gate_up"],
+    "gated_activation_backward": ["grad", "gate_up"],
+    "fused_experts": ["hidden_states", "topk_weights", "topk_ids", "shared"],
+    "fused_moe": ["hidden_states", "router_logits"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, each) for name in OVER_TOKENS for each in OVER_TOKENS[name]]
+)
+def test_arguments_per_token_join_the_tokens_of_a_batch(name, argument):
+    """Whichever of them is batched: one call, and what a call for each element gives."""
+    operator = getattr(torch.ops.moe, name).default
+    given = [leaf.detach() if _floats(leaf) else leaf for leaf in samples()[name][0]]
+    index = records.names(records.RECORDS[name]).index(argument)
+    batch = torch.stack([given[index], given[index].flip(0)])
+
+    def call(element):
+        return operator(*given[:index], element, *given[index + 1 :])
+
+    with Calls(f"moe.{name}") as calls:
+        together = torch.func.vmap(call)(batch)
+    assert calls.total == 1
+    for ours, each in zip(
+        _tuple(together), zip(*(_tuple(call(element)) for element in batch), strict=True), strict=True
+    ):
+        torch.testing.assert_close(ours, torch.stack(each))
+
+
+def _tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -111,3 +111,16 @@ def test_vmap_inside_autocast():
         expected = torch.stack([run(each) for each in batch])
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected)
+
+
+def test_an_input_is_cast_before_it_is_weighed():
+    t, weights, ids = tensors(), torch.rand(T, 1), IDS[:, :1].contiguous()
+
+    def weighed(t):
+        return moe_ops.fused_experts(
+            t["x"], t["w13"], t["w2"], weights, ids, apply_router_weight_on_input=True, emit="fused"
+        )
+
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = weighed(t)
+    assert torch.equal(inside, weighed(rounded(t, torch.bfloat16)))

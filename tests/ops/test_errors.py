@@ -275,6 +275,11 @@ def test_something_else_in_a_tensors_place(argument, emit, value):
         moe_ops.fused_moe(**{**good(), argument: value}, emit=emit)
 
 
+def test_none_in_the_place_of_the_only_tensor():
+    with pytest.raises(TypeError, match=r"gate_up=None: expected a torch\.Tensor"):
+        moe_ops.gated_activation(None)
+
+
 def test_symbolic_sizes_are_compared():
     """A size of 1 is not broadcast, equal symbols cost one guard, unbacked sizes are taken for equal."""
     w13, w2 = good()["w13"], good()["w2"]
@@ -326,3 +331,11 @@ def test_a_dtensor_is_refused():
             moe_ops.fused_moe(**{**good(), "hidden_states": x})
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_offsets_elsewhere_are_compared_with_the_operators_own_input():
+    offsets, slots = torch.zeros(3, dtype=torch.int32, device="meta"), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="expert_offsets is on meta: expected cpu, the device of hidden_states"
+    ):
+        torch.ops.moe.gather_gemm_act(torch.randn(2, 8), torch.randn(2, 12, 8), slots, offsets, None, "silu")

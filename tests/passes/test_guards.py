@@ -11,7 +11,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import moe_ops
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
-from inductor_passes.graph_tools import expect_same_value
+from inductor_passes.graph_tools import arguments, expect_same_value
+from moe_ops.arguments import Permute
 from tests.passes.capture import rewrite
 from tests.passes.moe import EXPERTS, HIDDEN, ROUTING, TOKENS, inputs, routed
 
@@ -151,3 +152,10 @@ def test_a_map_computed_from_the_router_by_way_of_others():
     assert rewrite(circular, inputs().router_logits).reasons == [
         "expert_map is computed from the router's output"
     ]
+
+
+def test_a_call_by_keyword_is_read_too():
+    graph = Graph()
+    hidden, slots = (graph.placeholder(name) for name in ("hidden_states", "sorted_slots"))
+    call = graph.call_function(torch.ops.moe.permute.default, (hidden,), {"sorted_slots": slots})
+    assert arguments(call) == Permute(hidden, slots)

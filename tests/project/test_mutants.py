@@ -11,7 +11,7 @@ from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = catalogue.mutants()
-WITHOUT = {"__init__.py", "records.py"}  # names only
+NAMES_ONLY = "inductor_passes/records.py"
 
 
 def test_there_are_enough() -> None:
@@ -27,8 +27,8 @@ def test_every_source_file_has_a_mutant() -> None:
     sources = [
         path for name in ("moe_ops", "inductor_passes", "layers") for path in (ROOT / name).rglob("*.py")
     ]
-    names = {str(path.relative_to(ROOT)) for path in sources if path.name not in WITHOUT}
-    assert not names - {mutant.path for mutant in MUTANTS}
+    names = {str(path.relative_to(ROOT)) for path in sources if path.name != "__init__.py"}
+    assert names - {mutant.path for mutant in MUTANTS} == {NAMES_ONLY}
 
 
 def _guards(path: Path) -> Iterator[tuple[int, int]]:
@@ -82,7 +82,7 @@ def test_killed_survived_broken_and_timed_out(tree: Path, capsys) -> None:
         "broken": _toy("def clamp", "import no_such_module\ndef clamp"),
         "timed out": _toy("min(x, 9)", "min(x, -9)", "tests/test_slow.py"),
     }
-    results = runner.run(tree, list(cases.values()), workers=2, timeout_s=6)
+    results = runner.run(tree, list(cases.values()), workers=2, timeout_s=15)
     assert {mutant: result.verdict for mutant, result in results.items()} == {m: v for v, m in cases.items()}
     assert "max(0, min(x, 9))" in (tree / "toy/__init__.py").read_text()
     told = runner.summary(results, 60)
