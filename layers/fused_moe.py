@@ -268,16 +268,16 @@ class FusedMoE(nn.Module):
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
     def _run_routed(self, tokens: Tensor, routed: RouterOutput, shared: Tensor | None) -> Tensor:
-        config, weights = self.config, routed.topk_weights
+        config, weights, ids = self.config, routed.topk_weights, self._physical(routed.topk_ids)
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
-        ids = routed.topk_ids
-        if self.capture is not None:
-            self.capture(ids)
-        if self.balancing is not None:
-            ids = self.balancing(ids)
         args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
         return run_experts(args, emitted(config.emit, config.save_for_backward))
+
+    def _physical(self, topk_ids: Tensor) -> Tensor:
+        if self.capture is not None:
+            self.capture(topk_ids)
+        return topk_ids if self.balancing is None else self.balancing(topk_ids)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FusedMoE":
         # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
