@@ -173,7 +173,7 @@ class FusedMoE(ExpertParameters):
             if not self._is_routed_apart():
                 return in_chunks(self._run, chunk_size, tokens, logits, addend).reshape(hidden_states.shape)
             routed = self.route(logits, tokens)
-        ids = self._placed(routed.topk_ids)
+        ids = self._physical(routed.topk_ids)
         output = in_chunks(self._run_routed, chunk_size, tokens, routed, ids, addend)
         return output.reshape(hidden_states.shape)
 
@@ -183,7 +183,7 @@ class FusedMoE(ExpertParameters):
             return True
         return self.capture is not None or self.balancing is not None
 
-    def _placed(self, topk_ids: Tensor) -> Tensor:
+    def _physical(self, topk_ids: Tensor) -> Tensor:
         """Where the chosen experts are: physical ids, where experts have replicas."""
         if self.capture is not None:
             self.capture(topk_ids)

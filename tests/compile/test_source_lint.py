@@ -30,7 +30,7 @@ READING = {
 METADATA = {
     "shape", "dtype", "device", "ndim", "layout", "is_cuda", "itemsize", "nbytes", "names", "requires_grad", "size",
     "stride", "dim", "numel", "storage_offset", "data_ptr", "element_size", "is_contiguous", "get_device",
-    "is_floating_point", "is_complex", "untyped_storage", "type", "nelement",
+    "is_inference", "is_floating_point", "is_complex", "untyped_storage", "type", "nelement",
 }  # fmt: skip
 CREATING = {"empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "randint"}
 

@@ -59,7 +59,7 @@ def inputs(tokens):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 33])
-@pytest.mark.parametrize("how", ["eager", "aot_eager", "passes"])
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "dynamic", "passes"])
 @torch.no_grad()
 def test_a_layer_with_replicas_is_the_layer_without(tokens, how):
     _, (module,), (plain,) = balanced()
@@ -67,6 +67,7 @@ def test_a_layer_with_replicas_is_the_layer_without(tokens, how):
     run = {
         "eager": lambda: module,
         "aot_eager": lambda: torch.compile(module, backend="aot_eager", fullgraph=True),
+        "dynamic": lambda: torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True),
         "passes": lambda: torch.compile(module, options=inductor_passes.options(), fullgraph=True),
     }[how]()
     hidden, logits = inputs(tokens)
