@@ -48,7 +48,7 @@ def assert_same(actual, expected, tolerance=1e-12):
 
 def sqrt_softplus(x):
     """sqrt(log(1 + e^x)), which below -40 is e^(x/2) to the last bit, and has the derivative of that."""
-    near = torch.logaddexp(x.clamp(min=-40), torch.zeros((), dtype=x.dtype)).sqrt()
+    near = torch.logaddexp(x.clamp(min=-40), x.new_zeros(())).sqrt()
     return torch.where(x < -40, (x / 2).exp(), near)
 
 
