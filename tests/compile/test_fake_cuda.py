@@ -34,9 +34,12 @@ def _inputs(tokens):
     return empty(tokens, HIDDEN), empty(tokens, EXPERTS), *weights
 
 
-def _layer(hidden, logits, w13, w2, formulas=FORMULAS["usual"]):
+def _layer_of(hidden, logits, w13, w2, formulas):
     # make_fx is not a compiler to `is_compiling`, so the stages are asked for.
     return moe_ops.fused_moe(hidden * 2, logits, w13, w2, *formulas, emit="stages").sin()
+
+
+_layer = partial(_layer_of, formulas=FORMULAS["usual"])
 
 
 def _ours(compiled):
@@ -46,7 +49,7 @@ def _ours(compiled):
 @pytest.mark.parametrize("tokens", [1, 8, 64, 1000])
 @pytest.mark.parametrize("formulas", FORMULAS.values(), ids=FORMULAS)
 def test_static_tokens_launch_the_plans_kernels_directly(tokens, formulas):
-    compiled = compile_for_h200(partial(_layer, formulas=formulas), _inputs, tokens=tokens)
+    compiled = compile_for_h200(partial(_layer_of, formulas=formulas), _inputs, tokens=tokens)
     planned = _planned(tokens, *formulas)
     assert [re.sub(r"_\d+$", "", name) for name in _ours(compiled)] == planned
     assert "torch.ops.moe" not in body(compiled.code)
