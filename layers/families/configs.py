@@ -62,7 +62,8 @@ def _shared_config(config: Any, family: Family) -> SharedExpertConfig | None:
     if not width:
         return None
     activation = None if family.shared_activation is None else family.shared_activation(config)
-    return SharedExpertConfig(width, family.shared_gate, activation)
+    combination = get_field(config, family.combination) if family.combination else "sum"
+    return SharedExpertConfig(width, family.shared_gate, activation, combination)
 
 
 def family_config(config: Any) -> Any:

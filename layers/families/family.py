@@ -58,6 +58,7 @@ class Family:
         shared: width of the shared expert of a config, None or 0 for none.
         shared_gate: see `SharedExpertConfig`.
         shared_activation: None for that of the experts.
+        combination: field that says how shared and routed output are combined, "" for their sum.
         has_bias: experts have biases.
         needs: (field, allowed values, why not another): anything else is refused.
     """
@@ -70,6 +71,7 @@ class Family:
     shared: WidthReader = lambda config: None
     shared_gate: SharedGate = "plain"
     shared_activation: ActivationReader | None = None
+    combination: str = ""
     has_bias: bool = False
     needs: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 

@@ -63,8 +63,9 @@ FAMILIES = {
         cohere,
         width=_WIDTH,
         shared=times(_WIDTH, "num_shared_experts"),
+        combination="shared_expert_combination_strategy",
         needs=(
-            ("shared_expert_combination_strategy", ("sum",), "expected 'sum'"),
+            ("shared_expert_combination_strategy", ("sum", "average"), "expected 'sum' or 'average'"),
             ("expert_selection_fn", ("softmax", "sigmoid"), "expected 'softmax' or 'sigmoid'"),
         ),
     ),

@@ -62,7 +62,7 @@ CASES = {
     "axk2": _causal("axk2", "AXK2", **_MLA),
     "bailing_hybrid": _causal("bailing_hybrid", "BailingHybrid", **_MLA, **_FULL),
     "beam": _causal("beam", "Beam"),
-    "cohere2_moe": _causal("cohere2_moe", "Cohere2Moe", shared_expert_combination_strategy="sum"),
+    "cohere2_moe": _causal("cohere2_moe", "Cohere2Moe", shared_expert_combination_strategy="average"),
     "dbrx": _causal(
         "dbrx",
         "Dbrx",

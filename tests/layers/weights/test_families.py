@@ -193,7 +193,7 @@ def test_fields_that_refuse_are_fields():
     [
         ("mixtral", {"hidden_act": "relu"}, "mixtral: hidden_act='relu': expected one of 'silu'"),
         ("mixtral", {"router_jitter_noise": 0.1}, "mixtral: router_jitter_noise=0.1: noise"),
-        ("cohere2_moe", {"shared_expert_combination_strategy": "average"}, "combination_strategy='average'"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "max"}, "combination_strategy='max'"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias=True: biases of a shared expert"),
         ("deepseek_v2", {"topk_method": "noaux"}, "topk_method='noaux': expected 'greedy'"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1: a smallest sum"),
