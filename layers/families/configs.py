@@ -7,7 +7,7 @@ not in the tables is refused as a whole. Nothing here imports transformers: a co
 from dataclasses import replace
 from typing import Any
 
-from layers.config import MoEConfig, RouterConfig, SharedExpertConfig
+from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.families.family import Family, get_field, refuse
 from layers.families.refused import REFUSED
 from layers.families.table import FAMILIES
@@ -48,6 +48,7 @@ def moe_config(config: Any) -> MoEConfig:
         has_bias=family.has_bias,
         router=_router(config, family),
         shared_experts=_shared_config(config, family),
+        experts=ExpertsConfig(latent_size=get_field(config, family.latent) if family.latent else None),
     )
 
 

@@ -59,6 +59,7 @@ class Family:
         shared_gate: see `SharedExpertConfig`.
         shared_activation: None for that of the experts.
         combination: field that says how shared and routed output are combined, "" for their sum.
+        latent: field with the size of the experts' space, "" where it is that of the layer.
         has_bias: experts have biases.
         needs: (field, allowed values, why not another): anything else is refused.
     """
@@ -72,6 +73,7 @@ class Family:
     shared_gate: SharedGate = "plain"
     shared_activation: ActivationReader | None = None
     combination: str = ""
+    latent: str = ""
     has_bias: bool = False
     needs: tuple[tuple[str, tuple[object, ...], str], ...] = ()
 

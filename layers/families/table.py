@@ -181,10 +181,8 @@ FAMILIES = {
         router=_FLOAT32_BIASED,
         activation=relu2,
         shared=field("moe_shared_expert_intermediate_size"),
-        needs=(
-            ("moe_latent_size", (None,), "projections around the experts are not expressible"),
-            _NO_SHARED_BIAS,
-        ),
+        latent="moe_latent_size",
+        needs=(_NO_SHARED_BIAS,),
     ),
     "olmoe": Family(softmax("norm_topk_prob"), width=_WIDTH),
     "openai_privacy_filter": Family(

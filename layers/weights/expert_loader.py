@@ -108,7 +108,7 @@ def _load_bias(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, 
         _expect_shape("bias", weight, (module.config.intermediate_size,))
         _copy_padded(_half(module, expert_data, shard_id, -1), module.shard.of(weight, -1))
     elif module.shard.rank == 0:
-        _expect_shape("bias", weight, (module.config.hidden_size,))
+        _expect_shape("bias", weight, (module.config.expert_hidden_size,))
         _copy_padded(expert_data, weight)
     else:
         expert_data.zero_()  # the ranks' outputs are summed, and the bias counts once
@@ -117,7 +117,7 @@ def _load_bias(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, 
 def _load_weight(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
     dim, copy = _sharded_dim(param, shard_id), _copy
     if param.is_floating_point():  # else packed integers, which are fewer than the matrix has, and not padded
-        shape = (module.config.intermediate_size, module.config.hidden_size)
+        shape = (module.config.intermediate_size, module.config.expert_hidden_size)
         _expect_shape("weight", weight, shape if dim == -2 else shape[::-1])
         copy = _copy_padded
     copy(_half(module, expert_data, shard_id, dim), module.shard.of(weight, dim))

@@ -56,6 +56,7 @@ ARIA = MatrixNames(("experts.fc1.weight",), "experts.fc2.weight", transposed=Tru
 STEP = MatrixNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight")
 DBRX = MatrixNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", flat=True)
 
+LATENT = ("fc1_latent_proj.weight", "fc2_latent_proj.weight")
 _SHARED = _linear("shared_experts")
 _SHARED_UNGATED = MatrixNames(
     ("shared_experts.up_proj.weight",), "shared_experts.down_proj.weight", gated=False
@@ -75,6 +76,7 @@ class Format:
         correction: selection bias.
         shared: matrices of the shared expert.
         shared_gate: what decides its share of the output.
+        latent: projections into the experts' space and back, None for a family that has none.
     """
 
     block: str = "mlp"
@@ -83,6 +85,7 @@ class Format:
     correction: str = "gate.e_score_correction_bias"
     shared: MatrixNames = _SHARED
     shared_gate: str = "shared_expert_gate.weight"
+    latent: tuple[str, str] | None = None
 
     @property
     def gate_bias(self) -> str:
@@ -145,7 +148,7 @@ FORMATS = {
     "mistral_large4": Format(block="", experts=W123, shared=_linear("shared_experts", "w1", "w3", "w2")),
     "mistral_large4_text": Format(block="", experts=W123),
     "mixtral": _MIXTRAL,
-    "nemotron_h": Format(block="mixer", experts=UNGATED, shared=_SHARED_UNGATED),
+    "nemotron_h": Format(block="mixer", experts=UNGATED, shared=_SHARED_UNGATED, latent=LATENT),
     "openai_privacy_filter": _GPT_OSS,
     "qwen2_moe": _QWEN,
     "qwen3_5_moe_text": _QWEN,

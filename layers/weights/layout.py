@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from layers.weights.formats import Format, MatrixNames, alternatives
+from layers.weights.formats import LATENT, Format, MatrixNames, alternatives
 from layers.weights.slots import block_slots
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -98,6 +98,7 @@ def resolve(block: Any, layer: str, shapes: Shapes) -> Format:
         correction=first("correction"),
         shared=max(_options("shared", shared_activation.is_gated), key=found),
         shared_gate=first("shared_gate"),
+        latent=LATENT,
     )
 
 

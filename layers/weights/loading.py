@@ -18,7 +18,7 @@ from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
 from layers.weights.files import inside
 from layers.weights.layout import assign_layers, find_layers, join, resolve, unexpected
-from layers.weights.slots import Slot, block_slots, same
+from layers.weights.slots import Slot, block_slots, expect_all_have_slots, same
 from layers.weights.sources import Copy, Source, open_source
 from moe_ops import RoutingConfig
 
@@ -165,7 +165,7 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
         layer = layer_of[name]
         names = resolve(block, layer, source.shapes)
         ours, slots = block.state_dict(keep_vars=True), block_slots(block, names)
-        _check_all_have_slots(ours, slots)
+        expect_all_have_slots(ours, slots)
         for slot in slots:
             plan.add(slot, join(layer, slot.stored), ours[slot.ours].data, source)
         strays = unexpected(block, layer, names, keys, plan.known)
@@ -173,13 +173,6 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
         plan.unexpected.extend(strays)
     _plan_others(plan, module, blocks, source)
     return plan
-
-
-def _check_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
-    """Scales, say: they must not stay what they were beside weights that change."""
-    filled = {slot.ours for slot in slots}
-    if others := [name for name in ours if name not in filled]:
-        raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; weight_loader loads them")
 
 
 def _plan_others(plan: _Plan, module: nn.Module, blocks: dict[str, Any], source: Source) -> None:

@@ -11,7 +11,7 @@ from layers.fused_moe import FusedMoE
 from layers.weights.formats import Format, format_of
 from layers.weights.layout import join
 from layers.weights.loading import beside_layers, moe_layers
-from layers.weights.slots import Slot, block_slots, same
+from layers.weights.slots import Slot, block_slots, expect_all_have_slots, same
 
 
 def checkpoint_state_dict(module: nn.Module, config: Any, *, prefix: str = "") -> dict[str, Tensor]:
@@ -74,8 +74,11 @@ def _decoder_layer(name: str, block: nn.Module) -> str:
 
 
 def _stored_tensors(block: nn.Module, names: Format) -> dict[str, Tensor]:
-    ours = block.state_dict()  # a whole layer has one slot for each stored tensor
-    return {slot.stored: _stored(slot, slot.of_ours(ours[slot.ours])) for slot in block_slots(block, names)}
+    ours, slots = block.state_dict(), block_slots(block, names)
+    expect_all_have_slots(ours, slots)
+    return {
+        slot.stored: _stored(slot, slot.of_ours(ours[slot.ours])) for slot in slots
+    }  # one each in a whole layer
 
 
 def _stored(slot: Slot, part: Tensor) -> Tensor:

@@ -80,21 +80,36 @@ def same(tensor: Tensor) -> Tensor:
 
 
 def block_slots(block: Any, names: Format) -> list[Slot]:
-    """The slots of a `MoEBlock`, or of a `FusedMoE` inside a block of these names."""
+    """The slots of a `MoEBlock`, or of a `FusedMoE` inside a block of these names.
+
+    Raises ValueError for experts that are padded or have moved: checkpoints have neither.
+    """
     experts = getattr(block, "experts", block)
+    if (padded := experts.config.experts.padded_size) is not None:
+        raise ValueError(
+            f"experts.padded_size={padded}: expected None; `FusedMoE.weight_loader` fills padded experts"
+        )
     prefix = "" if experts is block else "experts."
     slots = [*_expert_slots(experts, names.experts, prefix), *_correction_slots(experts, names, prefix)]
     if experts is not block:
         slots.extend(_gate_slots(block, names))
+        slots.extend(_latent_slots(block, names))
         if block.shared_experts is not None:
             slots.extend(_shared_slots(block, names))
     return slots
 
 
+def expect_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
+    """Raises ValueError for a tensor that no checkpoint has: scales, say, which must not be left out without a word."""
+    filled = {slot.ours for slot in slots}
+    if others := [name for name in ours if name not in filled]:
+        raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; weight_loader loads them")
+
+
 def _expert_slots(experts: Any, names: MatrixNames, prefix: str) -> Iterator[Slot]:
     config = experts.config
     matrices = _Matrices(
-        names, f"{prefix}w13_weight", f"{prefix}w2_weight", config.hidden_size, config.intermediate_size,
+        names, f"{prefix}w13_weight", f"{prefix}w2_weight", config.expert_hidden_size, config.intermediate_size,
         config.activation, config.num_experts, experts.shard,
     )  # fmt: skip
     places = _experts_of(experts, names)
@@ -161,7 +176,7 @@ def _gate_up_parts(matrices: _Matrices, dim: int) -> Iterator[tuple[str, View, V
 def _correction_slots(experts: Any, names: Format, prefix: str) -> Iterator[Slot]:
     if experts.e_score_correction_bias is None:
         return
-    E = experts.config.num_experts
+    E = experts.config.router_size
     shape, of_stored = ((1, E), _pick(0)) if names.correction_is_row else ((E,), same)
     yield Slot(f"{prefix}e_score_correction_bias", names.correction, shape, of_stored, same)
 
@@ -171,6 +186,14 @@ def _gate_slots(block: Any, names: Format) -> Iterator[Slot]:
     yield Slot("gate.weight", names.gate, (E, H), same, same)
     if block.gate.bias is not None:
         yield Slot("gate.bias", names.gate_bias, (E,), same, same)
+
+
+def _latent_slots(block: Any, names: Format) -> Iterator[Slot]:
+    H, latent = block.config.hidden_size, block.config.experts.latent_size
+    if latent is not None and names.latent is not None:
+        into, back = names.latent
+        yield Slot("routed_input_transform.weight", into, (latent, H), same, same)
+        yield Slot("routed_output_transform.weight", back, (H, latent), same, same)
 
 
 def _shared_slots(block: Any, names: Format) -> Iterator[Slot]:

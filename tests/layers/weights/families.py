@@ -141,7 +141,9 @@ CASES = {
     "mistral4": _causal("mistral4", "Mistral4", **_MLA),
     "mistral_large4_text": _text("mistral_large4", "MistralLarge4", **_MLA),
     "mixtral": _causal("mixtral", "Mixtral"),
-    "nemotron_h": _causal("nemotron_h", "NemotronH", layers_block_type=["moe", "attention", "moe"]),
+    "nemotron_h": _causal(
+        "nemotron_h", "NemotronH", layers_block_type=["moe", "attention", "moe"], moe_latent_size=24
+    ),
     "olmoe": _causal("olmoe", "Olmoe", norm_topk_prob=False),
     "openai_privacy_filter": Case(
         "openai_privacy_filter", "OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterForTokenClassification"

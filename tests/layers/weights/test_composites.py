@@ -75,7 +75,5 @@ def test_checkpoints_of_composites_come_and_go(model_type):
 
 def _is_of_block(name: str) -> bool:
     """Whether a name that begins after its decoder layer's is of a MoE block."""
-    return (
-        re.match(r"\.(?!.*attn)(?!.*attention).*(expert|router|shared|moe|gate\.w|score_correction)", name)
-        is not None
-    )
+    of_block = r"\.(?!.*attn)(?!.*attention).*(expert|router|shared|moe|latent|gate\.w|score_correction)"
+    return re.match(of_block, name) is not None

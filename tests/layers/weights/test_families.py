@@ -113,7 +113,7 @@ def test_checkpoints_come_and_go(family, tmp_path):
     layer = next(m[1] for name in stored if (m := re.match(rf"(.*(?:layers|blocks)\.{number})\.", name)))
     saved = checkpoint_state_dict(ours[-1], model.config, prefix=layer)
     of_block = re.compile(
-        rf"{re.escape(layer)}\.(?!.*attn).*(expert|router|shared|moe|gate\.w|score_correction)"
+        rf"{re.escape(layer)}\.(?!.*attn).*(expert|router|shared|moe|latent|gate\.w|score_correction)"
     )
     assert saved.keys() == {name for name in stored if of_block.match(name)}
     for name, tensor in saved.items():
@@ -202,7 +202,7 @@ def test_fields_that_refuse_are_fields():
             {"num_experts_per_tok": 2},
             "num_experts_per_tok=2: weights are applied to the input",
         ),
-        ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size=32: projections"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True: biases"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu': expected 'relu2'"),
         ("laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0: a cap"),
         ("step3p5", {"swiglu_limits": [7.0, 7.0]}, r"swiglu_limits=\[7.0, 7.0\]: clamping"),

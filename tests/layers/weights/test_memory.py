@@ -1,5 +1,6 @@
 """Loading takes no second copy of the weights, whatever has to be done to them on the way."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,11 +15,12 @@ def test_there_is_never_a_second_copy_of_the_experts(layout, tmp_path):
     """In a process of its own, whose memory may grow by a fraction of the checkpoint while it loads."""
     script = textwrap.dedent(
         """
-        import resource, sys
+        import resource, sys, threading
         import torch
         from layers import MoEBlock, MoEConfig, load_checkpoint
 
         torch.set_num_threads(1)
+        threading.stack_size(1 << 18)
         block = MoEBlock(MoEConfig(16, 2, 1024, 1024), dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
         load_checkpoint(block, sys.argv[1], prefix="small", progress=False)  # everything is imported
         size = sum(p.numel() * p.element_size() for p in block.parameters())
@@ -35,7 +37,9 @@ def test_there_is_never_a_second_copy_of_the_experts(layout, tmp_path):
     tensors = {**_weights("small", layout, 1.0), **_weights("big", layout, 2.0)}
     save_file(tensors, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", script, str(tmp_path / "model.safetensors")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    # The limit is one of address space, of which every thread may reserve 64 MiB for its heap and 8 for its stack.
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 90e6
 

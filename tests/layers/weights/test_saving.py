@@ -6,9 +6,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layers import (
+    ExpertsConfig,
     FusedMoE,
     MoEBlock,
     MoEConfig,
+    RouterConfig,
     SharedExpertConfig,
     TensorShard,
     checkpoint_state_dict,
@@ -75,6 +77,21 @@ def test_layers_have_the_names_of_their_decoder_layers():
             FusedMoE(MoEConfig(4, 2, 8, 6, has_bias=True)),
             "qwen3_moe",
             "has_bias=True: experts of 'qwen3_moe'",
+        ),
+        (
+            MoEBlock(MoEConfig(4, 2, 8, 6, experts=ExpertsConfig(latent_size=4))),
+            "qwen3_moe",
+            "routed_input_transform.weight, routed_output_transform.weight: not part of a checkpoint's format",
+        ),
+        (
+            FusedMoE(MoEConfig(4, 2, 8, 6, router=RouterConfig(has_expert_scale=True))),
+            "qwen3_moe",
+            "expert_scale: not part of a checkpoint's format",
+        ),
+        (
+            FusedMoE(MoEConfig(4, 2, 8, 6, experts=ExpertsConfig(padded_size=16))),
+            "qwen3_moe",
+            "experts.padded_size=16: expected None; `FusedMoE.weight_loader` fills padded experts",
         ),
         (nn.Linear(2, 2), "qwen3_moe", "module=Linear: expected a MoEBlock or FusedMoE in it"),
     ],
