@@ -3,9 +3,16 @@
 import argparse
 import sys
 
-from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench
+from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench
 
-COMMANDS = {"demo": demo, "moe": moe_bench, "cpu": cpu_bench, "loading": loading, "gpu": gpu_proof}
+COMMANDS = {
+    "demo": demo,
+    "moe": moe_bench,
+    "cpu": cpu_bench,
+    "loading": loading,
+    "options": options_bench,
+    "gpu": gpu_proof,
+}
 
 
 def main() -> int:

@@ -89,6 +89,8 @@ class SharedExpertConfig:
         gated: "plain" adds it as it is (DeepSeek), "sigmoid" times `sigmoid(linear(hidden))` (Qwen2-MoE).
         activation: as in `MoEConfig`; None is that of the routed experts.
         combination: "sum" of routed and shared output, or their "average" (Cohere 2).
+        overlap: one operator runs it beside the routed experts, for few tokens on a second CUDA stream; see
+            `moe_ops.fused_experts_with_shared`. Hooks of `SharedExperts` and its linear layers are then not called.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value.
@@ -98,9 +100,11 @@ class SharedExpertConfig:
     gated: SharedGate = "plain"
     activation: Activation | str | None = None
     combination: Combination = "sum"
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         expect_positive("intermediate_size", self.intermediate_size)
+        expect_type("overlap", self.overlap, bool)
         expect_choice("gated", self.gated, SharedGate)
         expect_choice("combination", self.combination, Combination)
         if self.activation is not None:
@@ -203,6 +207,8 @@ class MoEConfig:
         object.__setattr__(self, "activation", _resolve_activation(self.activation))
         self._check_experts()
         self._check_router()
+        if self.shared_experts is not None and self.shared_experts.overlap:
+            self.expect_overlap()
 
     @property
     def router_size(self) -> int:
@@ -286,6 +292,27 @@ class MoEConfig:
             raise ValueError(
                 f"routing={self.routing.spec!r} with router.routing_function: expected only top_k and renormalize"
             )
+
+    def expect_overlap(self) -> None:
+        """Raises ValueError where an expert cannot run beside the routed ones in one operator.
+
+        That has no place for what comes between the routed sum and the shared output, nor for other inputs.
+        """
+        experts, router = self.experts, self.router
+        options: list[tuple[str, object, tuple[object, ...]]] = [
+            ("experts.latent_size", experts.latent_size, (None,)),
+            ("experts.padded_size", experts.padded_size, (None,)),
+            ("experts.post_norm_eps", experts.post_norm_eps, (None,)),
+            ("experts.chunk_size", experts.chunk_size, (None,)),
+            ("router.weight_on", router.weight_on, ("output",)),
+            ("router.scale_on", router.scale_on, ("weights",)),
+            ("emit", self.emit, ("auto", "fused")),
+            ("save_for_backward", self.save_for_backward, ("auto", "inputs")),
+        ]
+        for name, value, allowed in options:
+            if value not in allowed:
+                expected = " or ".join(map(repr, allowed))
+                raise ValueError(f"{name}={value!r} with an overlapped shared expert: expected {expected}")
 
 
 def gate_up_size(intermediate_size: int, activation: Activation) -> int:

@@ -23,11 +23,20 @@ from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
 from moe_ops.activation import activation_spec
-from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
+from moe_ops.arguments import (
+    ExpertWeights,
+    FusedExperts,
+    FusedMoe,
+    GroupedLinear,
+    Placement,
+    Router,
+    SharedExpert,
+)
 from moe_ops.combine import check_shared
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
+from moe_ops.shared import run as run_with_shared
 
 
 class FusedMoE(ExpertParameters):
@@ -146,7 +155,10 @@ class FusedMoE(ExpertParameters):
         return compute_weights(weights), ids.int()
 
     def forward(
-        self, hidden_states: Tensor, router_logits: Tensor | RouterOutput, shared: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor | RouterOutput,
+        shared: Tensor | SharedExpert | None = None,
     ) -> Tensor:
         """The weighted sum of the chosen experts, plus `shared`.
 
@@ -154,7 +166,8 @@ class FusedMoE(ExpertParameters):
             hidden_states: [..., H] in the weights' dtype.
             router_logits: [..., E] with the same leading dimensions, any floating dtype; or what `route` made of
                 them, when the caller wants to see or to change it.
-            shared: [..., H], added to the routed output before it is rounded.
+            shared: [..., H], added to the routed output before it is rounded; or a shared expert that is to run beside
+                these, from `SharedExperts.operand`.
 
         Returns:
             [..., H] in the dtype of `hidden_states`.
@@ -163,14 +176,16 @@ class FusedMoE(ExpertParameters):
             ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
         """
         config, hidden_size = self.config, self.config.expert_hidden_size
+        if isinstance(shared, SharedExpert):
+            config.expect_overlap()
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
-        addend = None if shared is None else _rows("shared", shared, hidden_size)
+        addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
         chunk_size = config.experts.chunk_size
         if isinstance(router_logits, RouterOutput):
             routed = router_logits
         else:
             logits = _rows("router_logits", router_logits, config.router_size)
-            if not self._is_routed_apart():
+            if not self._is_routed_apart() and not isinstance(addend, SharedExpert):
                 return in_chunks(self._run, chunk_size, tokens, logits, addend).reshape(hidden_states.shape)
             routed = self.route(logits, tokens)
         ids = self._physical(routed.topk_ids)
@@ -201,12 +216,17 @@ class FusedMoE(ExpertParameters):
         args = FusedMoe(tokens, router, self._experts(), placement, spec)
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
-    def _run_routed(self, tokens: Tensor, routed: RouterOutput, ids: Tensor, shared: Tensor | None) -> Tensor:
+    def _run_routed(
+        self, tokens: Tensor, routed: RouterOutput, ids: Tensor, shared: Tensor | SharedExpert | None
+    ) -> Tensor:
         config, weights = self.config, routed.topk_weights
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
+        beside, shared = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
         args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
-        if config.experts.padded_size is None and self._scale == 1.0:
+        if beside is not None:
+            output = run_with_shared(args, beside)
+        elif config.experts.padded_size is None and self._scale == 1.0:
             output = self._run_experts(args)
         else:
             output = self._run_before_shared(args)

@@ -11,6 +11,7 @@ from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
+from moe_ops.arguments import SharedExpert
 
 
 class MoEBlock(nn.Module):
@@ -51,6 +52,7 @@ class MoEBlock(nn.Module):
         self.routed_input_transform, self.routed_output_transform = into, back
         shared = config.shared_experts
         self._averages = shared is not None and shared.combination == "average"
+        self._overlaps = shared is not None and shared.overlap
         self.shared_experts = (
             None if shared is None else SharedExperts(config, shared, device=device, dtype=dtype)
         )
@@ -128,7 +130,9 @@ class MoEBlock(nn.Module):
             output = output if shared is None else output + shared
         return output * 0.5 if self._averages else output
 
-    def _run_shared(self, tokens: Tensor) -> Tensor | None:
+    def _run_shared(self, tokens: Tensor) -> Tensor | SharedExpert | None:
         if self.shared_experts is None:
             return None
+        if self._overlaps:
+            return self.shared_experts.operand(tokens)
         return in_chunks(self.shared_experts, self.config.experts.chunk_size, tokens)

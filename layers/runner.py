@@ -13,6 +13,7 @@ from layers._checks import expect_choice, expect_type
 from layers.fused_moe import FusedMoE
 from layers.modular_kernel import ModularKernel
 from layers.router import RouterOutput
+from layers.shared_experts import SharedExperts
 from moe_ops.errors import value_error
 
 SharedOrder = Literal["before", "beside", "after"]
@@ -54,13 +55,15 @@ class MoERunner(nn.Module):
         router: logits to `RouterOutput`, such as `experts.route`, so that the experts get ids. None: they get logits.
         shared_experts: a module, tokens [T, H] to [T, H], or None.
         shared_order: "before" the routed experts, whose sum their output joins before it is rounded; "beside" the way
-            to the experts of a `ModularKernel`, and then the same; "after" them, and rounded once more.
+            to the experts of a `ModularKernel`, or `SharedExperts` beside a `FusedMoE` in one operator, and then the
+            same; "after" them, and rounded once more.
         reduction: None on one device.
 
     Raises:
         TypeError: `experts` is neither.
-        ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE`, which has no such way; a `reduction`
-            of shared experts that there are not.
+        ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
+            (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, or a `reduction` of these alone; a
+            `reduction` of shared experts that there are not.
 
     Example:
         >>> runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)  # what `block` does
@@ -85,7 +88,7 @@ class MoERunner(nn.Module):
         expect_type("experts", experts, (FusedMoE, ModularKernel))
         expect_choice("shared_order", shared_order, SharedOrder)
         if shared_order == "beside" and isinstance(experts, FusedMoE):
-            raise ValueError("shared_order='beside': expected 'before' or 'after' with experts=FusedMoE")
+            _expect_overlap(experts, shared_experts, reduction)
         if reduction is not None and reduction.of == "shared" and shared_experts is None:
             raise ValueError("reduction.of='shared': expected 'sum' with shared_experts=None")
         self.experts, self.gate, self.router, self.shared_experts = experts, gate, router, shared_experts
@@ -124,6 +127,8 @@ class MoERunner(nn.Module):
         if self.shared_order == "after":
             output, shared = self.experts(tokens, routing), self._shared(tokens)
             return output if shared is None else output + shared
+        if self.shared_order == "beside" and isinstance(self.shared_experts, SharedExperts):
+            return self.experts(tokens, routing, self.shared_experts.operand(tokens))
         return self.experts(tokens, routing, self._shared(tokens))
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
@@ -131,3 +136,14 @@ class MoERunner(nn.Module):
             return None
         shared = self.shared_experts(tokens)
         return shared if self.reduction is None else self.reduction.applied(shared, "shared")
+
+
+def _expect_overlap(experts: FusedMoE, shared_experts: nn.Module | None, reduction: Reduction | None) -> None:
+    experts.config.expect_overlap()
+    if not isinstance(shared_experts, SharedExperts):
+        kind = type(shared_experts).__name__
+        raise ValueError(
+            f"shared_experts={kind} with shared_order='beside' a FusedMoE: expected SharedExperts"
+        )
+    if reduction is not None and reduction.of == "shared":
+        raise ValueError("reduction.of='shared' with shared_order='beside' a FusedMoE: expected 'sum'")

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig, SharedExpertConfig, gate_up_size
 from moe_ops import gated_activation
+from moe_ops.activation import activation_spec
+from moe_ops.arguments import SharedExpert
 
 
 class SharedExperts(nn.Module):
@@ -64,3 +66,9 @@ class SharedExperts(nn.Module):
         if self.gate is None:
             return expert_out
         return torch.sigmoid(self.gate(hidden_states)) * expert_out
+
+    def operand(self, hidden_states: Tensor) -> SharedExpert:
+        """What `FusedMoE` takes in place of an output, to run this expert beside its own."""
+        gate, spec = self.gate, activation_spec(self.activation)
+        weights = None if gate is None else torch.sigmoid(gate(hidden_states))  # [T, 1]
+        return SharedExpert(self.gate_up_proj.weight, self.down_proj.weight, weights, spec)

@@ -17,6 +17,7 @@ from moe_ops.permute import permute
 from moe_ops.placement import map_replicas
 from moe_ops.routing import routing_weights, topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
+from moe_ops.shared import fused_experts_with_shared
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 from moe_ops.warmup import warmup
 
@@ -28,6 +29,7 @@ __all__ = [
     "build_dispatch",
     "combine",
     "fused_experts",
+    "fused_experts_with_shared",
     "fused_moe",
     "gated_activation",
     "gather_gemm_act",

@@ -158,6 +158,13 @@ def launch(arguments: Any) -> Any:
     return plans.launch(arguments)
 
 
+def launch_with_shared(routed: Any, shared: Any) -> Tensor:
+    """Runs a `FusedExperts` and, on a second stream, another whose output joins its sum."""
+    from moe_ops.kernels import plans
+
+    return plans.launch_with_shared(routed, shared)
+
+
 def autocast(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Casts to the autocast dtype inside `torch.autocast`, as torch's own matrix products do: all but float64.
 

@@ -13,6 +13,7 @@ from moe_ops.records import Role
 
 Index = Annotated[Tensor, Role.INDEX]
 PerToken = Annotated[Tensor, Role.PER_TOKEN]
+PerTokenOrNone = Annotated[Tensor | None, Role.PER_TOKEN]
 Ids = Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
 
 
@@ -33,6 +34,15 @@ class ExpertWeights(NamedTuple):
 
     w13: GroupedLinear
     w2: GroupedLinear
+
+
+class SharedExpert(NamedTuple):
+    """The expert that every token visits: gate and up [2J, H], down [H, J], weight [T, 1], and its activation."""
+
+    shared_w13: Tensor
+    shared_w2: Tensor
+    shared_weights: PerTokenOrNone
+    shared_activation: str
 
 
 class Router(NamedTuple):
@@ -222,7 +232,19 @@ class FusedExperts(NamedTuple):
     topk_weights: PerToken
     topk_ids: Ids
     placement: Placement
-    shared: Annotated[Tensor | None, Role.PER_TOKEN]
+    shared: PerTokenOrNone
+    activation: str
+
+
+class FusedExpertsWithShared(NamedTuple):
+    """Of `fused_experts_with_shared`."""
+
+    hidden_states: PerToken
+    experts: ExpertWeights
+    topk_weights: PerToken
+    topk_ids: Ids
+    placement: Placement
+    shared: SharedExpert
     activation: str
 
 

@@ -149,7 +149,8 @@ def _check_in_callers_names(args: FusedExperts) -> None:
     _checks.expect_same_device(x.device, "hidden_states", topk_weights=weights, topk_ids=ids)
 
 
-def _check(args: FusedExperts) -> None:
+def check(args: FusedExperts) -> None:
+    """The checks of `fused_experts`."""
     x, placement, num_experts = args.hidden_states, args.placement, args.experts.w13.weight.shape[0]
     check_experts(x, args.experts, args.activation)
     check_ids(BuildDispatch(args.topk_ids, placement, num_experts))
@@ -190,7 +191,7 @@ def fake(args: Any) -> Tensor:
     return args.hidden_states.new_empty(args.hidden_states.shape)
 
 
-_library.define(FusedExperts, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=fake)
+_library.define(FusedExperts, "Tensor", check=check, cpu=reference, cuda=_cuda, fake=fake)
 
 
 def _save(args: FusedExperts, output: Tensor) -> Any:

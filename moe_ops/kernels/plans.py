@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
 from moe_ops import arguments as of, records
 from moe_ops.kernels import (
     activation,
@@ -95,11 +97,46 @@ def _expect_contiguous(name: str, index: Any) -> None:
 
 def launch(arguments: Any) -> Any:
     """Runs the launches of the operator that takes `arguments`: what the operator returns."""
+    program, tensors = _bound(arguments)
+    outputs = program.run(tensors)
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
     plan = _PLANS[type(arguments)]
     leaves = list(plan.flatten(arguments))
     for index in plan.indices:
         if leaves[index] is not None:
             leaves[index] = leaves[index].contiguous()
-    tensors = dict(zip(plan.names, leaves, strict=False))
-    outputs = plan.program(leaves, None).run(tensors)
-    return outputs[0] if len(outputs) == 1 else outputs
+    return plan.program(leaves, None), dict(zip(plan.names, leaves, strict=False))
+
+
+def launch_with_shared(routed: of.FusedExperts, shared: of.FusedExperts) -> torch.Tensor:
+    """`launch(routed._replace(shared=launch(shared)))`, with both on their way at the same time.
+
+    The shared expert runs on a second stream, forked from the caller's and joined before the first launch that reads
+    what it returns. Every buffer is the caller's stream's, and freed after the join: no allocator has to know.
+    """
+    device = routed.hidden_states.device
+    with torch.cuda.device(device):
+        beside, tensors = _bound(shared)
+        values = beside.allocate(tensors, device)
+        (output,) = beside.outputs
+        program, tensors = _bound(routed._replace(shared=values[output]))
+        main = program.allocate(tensors, device)
+        before, after = program.split("shared")
+        current = torch.cuda.current_stream()
+        second = _second_stream(device.index, current.cuda_stream)
+        second.wait_stream(current)
+        with torch.cuda.stream(second):
+            beside.launch(values)
+        program.launch(main, before)
+        current.wait_stream(second)
+        program.launch(main, after)
+    return main[program.outputs[0]]
+
+
+@lru_cache(maxsize=None)
+def _second_stream(device: int, first: int) -> torch.cuda.Stream:
+    """One for each stream: of callers on two streams, one may be capturing."""
+    return torch.cuda.Stream(device)

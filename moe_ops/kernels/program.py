@@ -127,17 +127,32 @@ class Program:
     def _run(
         self, tensors: Mapping[str, torch.Tensor | None], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
+        values = self.allocate(tensors, device)
+        self.launch(values)
+        return tuple([values[name] for name in self.outputs])
+
+    def allocate(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, Any]:
+        """`tensors`, and buffers of the current stream, by name."""
         values: dict[str, Any] = dict(tensors)
         for buffer in self.buffers:
             values[buffer.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        for step in self._steps:
+        return values
+
+    def launch(self, values: Mapping[str, Any], steps: tuple["_Step", ...] | None = None) -> None:
+        """Launches `steps`, or all, on the current stream; `values` are what `allocate` returned."""
+        for step in self._steps if steps is None else steps:
             args = step.template.copy()
             for index, name in step.refs:
                 args[index] = values[name]
             for index, argument in step.views:
                 args[index] = _materialize(argument, values[argument.source])
             step.call(*args, num_warps=step.num_warps, num_stages=step.num_stages)
-        return tuple([values[name] for name in self.outputs])
+
+    def split(self, name: str) -> tuple[tuple["_Step", ...], tuple["_Step", ...]]:
+        """The launches before the first one that reads the tensor called `name`, and the others."""
+        readers = (index for index, step in enumerate(self._steps) if step.reads(name))
+        first = next(readers, len(self._steps))
+        return self._steps[:first], self._steps[first:]
 
     def load(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
         """Compiles and loads every kernel without running it. `dtypes` names those of the operator's tensors."""
@@ -168,6 +183,10 @@ class _Step(NamedTuple):
     views: tuple[tuple[int, View | Descriptor], ...]
     num_warps: int
     num_stages: int
+
+    def reads(self, name: str) -> bool:
+        """Whether a tensor is among its arguments."""
+        return any(ref == name for _, ref in self.refs) or any(view.source == name for _, view in self.views)
 
 
 def _compile_step(launch: Launch) -> _Step:

@@ -46,6 +46,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "shared": {"shared": {"intermediate_size": 28}},
     "gated shared": {"shared": {"intermediate_size": 28, "gated": "sigmoid"}},
     "averaged shared": {"shared": {"intermediate_size": 28, "combination": "average"}},
+    "overlapped shared": {"shared": {"intermediate_size": 28, "gated": "sigmoid", "overlap": True}},
     "expert map": {"placement": {"expert_map": [2, -1, 0, 1, -1, 3, -1, -1]}},
 }
 REFUSED = {
@@ -55,9 +56,15 @@ REFUSED = {
     ("weight on input", "zero experts"): "num_zero_experts=4 with router.weight_on='input'",
     ("zero experts", "redundant experts"): "num_redundant_experts=2 with experts.num_zero_experts=4",
     ("zero experts", "latent"): "num_zero_experts=4 with latent_size=12",
+    ("scale on output", "overlapped shared"): "router.scale_on='output' with an overlapped shared expert",
+    ("weight on input", "overlapped shared"): "router.weight_on='input' with an overlapped shared expert",
+    ("latent", "overlapped shared"): "experts.latent_size=12 with an overlapped shared expert",
+    ("padded", "overlapped shared"): "experts.padded_size=24 with an overlapped shared expert",
+    ("post norm", "overlapped shared"): "experts.post_norm_eps=1e-05 with an overlapped shared expert",
+    ("chunks", "overlapped shared"): "experts.chunk_size=3 with an overlapped shared expert",
 }
 # Two values of one thing: there is no layer to be built.
-EITHER = [{"ungated", "interleaved"}, {"shared", "gated shared", "averaged shared"}]
+EITHER = [{"ungated", "interleaved"}, {"shared", "gated shared", "averaged shared", "overlapped shared"}]
 PAIRS = [
     pair
     for pair in itertools.combinations(OPTIONS, 2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from layers import (
+    ExpertsConfig,
     FusedMoE,
     ModularKernel,
     MoEBlock,
@@ -66,6 +67,20 @@ def test_logits_in_or_ids_in(block, hidden):
         assert_matches_oracle(out, expected)
 
 
+def test_shared_experts_beside_a_layer_are_one_operator(block, hidden):
+    runner = MoERunner(
+        block.experts, block.gate, shared_experts=block.shared_experts, shared_order="beside",
+        reduction=Reduction(lambda tensor: 3 * tensor),
+    )  # fmt: skip
+    expected = 3 * oracle.block(block, hidden)
+    names = ["moe.fused_experts_with_shared", "moe.topk_routing"]
+    with Calls(*names, "moe.gated_activation") as calls, torch.no_grad():
+        out = runner(hidden)
+    assert sorted(calls.names) == names
+    assert_matches_oracle(out, expected)
+    assert_matches_oracle(torch.compile(runner, fullgraph=True, backend="aot_eager")(hidden), expected)
+
+
 def test_gate_outside(block, hidden):
     runner, logits = MoERunner(block.experts), block.gate(hidden)
     expected = oracle.experts(block.experts, hidden, logits).reshape(hidden.shape)
@@ -126,8 +141,16 @@ def test_what_makes_no_sense(block):
         MoERunner(torch.nn.Identity())
     with pytest.raises(ValueError, match="shared_order='aside': expected one of 'before', 'beside', 'after'"):
         MoERunner(layer, shared_order="aside")
-    with pytest.raises(ValueError, match=r"shared_order='beside': expected .* with experts=FusedMoE"):
-        MoERunner(layer, shared_order="beside")
+    with pytest.raises(ValueError, match="shared_experts=Identity with shared_order='beside' a FusedMoE"):
+        MoERunner(layer, shared_experts=torch.nn.Identity(), shared_order="beside")
+    with pytest.raises(ValueError, match=r"reduction.of='shared' with shared_order='beside' a FusedMoE"):
+        MoERunner(
+            layer, shared_experts=block.shared_experts, shared_order="beside",
+            reduction=Reduction(torch.neg, "shared"),
+        )  # fmt: skip
+    chunked = FusedMoE(config(experts=ExpertsConfig(chunk_size=2)))
+    with pytest.raises(ValueError, match=r"experts.chunk_size=2 with an overlapped shared expert"):
+        MoERunner(chunked, shared_experts=block.shared_experts, shared_order="beside")
     with pytest.raises(ValueError, match=r"reduction.of='shared': expected 'sum' with shared_experts=None"):
         MoERunner(layer, reduction=Reduction(torch.neg, "shared"))
     with pytest.raises(ValueError, match="of='routed': expected one of 'sum', 'shared'"):

@@ -57,6 +57,24 @@ def samples():
         "fused_experts": [
             (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), "silu")
         ],
+        "fused_experts_with_shared": [
+            (
+                t(3, 4),
+                t(3, 8, 4),
+                t(3, 4, 4),
+                t(3, 2),
+                IDS,
+                t(10, 4),
+                t(4, 5),
+                t(3, 8),
+                t(3, 4),
+                None,
+                t(3, 1),
+            )
+            + ("gelu", "silu"),
+            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(5, 4), t(4, 5), None, None, None, None)
+            + ("relu2", "silu"),
+        ],
         "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
     }
 
@@ -84,6 +102,8 @@ def empty_samples():
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
         "gemm_combine": (none, w2, offsets, weights, slots, None, None),
         "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
+        "fused_experts_with_shared": (none, w13, w2, weights, ids, t(10, 4), t(4, 5), None, None, None, None)
+        + ("silu", "silu"),
         "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
     }
 

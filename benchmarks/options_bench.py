@@ -1,0 +1,183 @@
+"""What options of the layer cost on a GPU: overlapped shared experts, expert balancing, chunks of a long input.
+
+Every result is compared with the one that it must equal before anything is timed.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import moe_ops
+from benchmarks.report import machine
+from benchmarks.timing import capture, time_in_turns
+from benchmarks.workloads import WORKLOADS, Cell, Inputs, make_inputs, make_weights
+from layers import EplbState, ExpertsConfig, FusedMoE, MoEConfig
+from moe_ops import RoutingConfig
+
+Row = dict[str, object]
+MAX_RELATIVE_ERROR = 8e-3  # bfloat16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks options`."""
+    parser.add_argument("--only", default=",".join(MEASUREMENTS), help=f"from {', '.join(MEASUREMENTS)}")
+    parser.add_argument("--cell-ms", type=float, default=60.0, help="milliseconds of replays per measurement")
+    parser.add_argument("--out", type=Path, default=Path("build/options.json"), help="where the figures go")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures; raises ValueError for a wrong result."""
+    if not torch.cuda.is_available():
+        print("python -m benchmarks options needs a CUDA GPU")
+        return 2
+    print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
+    found: dict[str, list[Row]] = {}
+    for name in arguments.only.split(","):
+        with torch.no_grad():
+            found[name] = MEASUREMENTS[name](arguments.cell_ms)
+        torch.cuda.empty_cache()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _tell(rows: list[Row], **row: object) -> None:
+    rows.append(row)
+    shown = (
+        f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+    )
+    print("  ".join(shown), flush=True)
+
+
+def _expect_close(actual: Tensor, expected: Tensor) -> None:
+    error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    if not error <= MAX_RELATIVE_ERROR:
+        raise ValueError(f"relative error {error:.2e}: expected at most {MAX_RELATIVE_ERROR}")
+
+
+def _timed(calls: dict[str, list[Callable[[], object]]], budget_ms: float) -> dict[str, float]:
+    """Microseconds of one call of each kind, in turns; a graph holds the calls of a kind, on different inputs."""
+    times = time_in_turns([capture(each) for each in calls.values()], budget_ms)
+    return {name: 1000 * ms / len(calls[name]) for name, ms in zip(calls, times, strict=True)}
+
+
+def overlap(budget_ms: float) -> list[Row]:
+    """DeepSeek-V3's layer: routed and shared experts alone, one after the other, and overlapped, in microseconds."""
+    workload, rows = WORKLOADS["W3"], []
+    H, I = workload.hidden_size, workload.intermediate_size
+    weights = make_weights(workload, 0, "cuda")
+    shared13, shared2 = (
+        torch.randn(shape, device="cuda").mul_(0.01).bfloat16() for shape in ((2 * I, H), (H, I))
+    )
+
+    def dense(x: Tensor) -> Tensor:
+        return F.linear(moe_ops.gated_activation(F.linear(x, shared13), "silu"), shared2)
+
+    def routed(x: Tensor, chosen: tuple[Tensor, Tensor], shared: Tensor | None = None) -> Tensor:
+        return moe_ops.fused_experts(x, weights.w13, weights.w2, *chosen, shared=shared)
+
+    def both(x: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+        return moe_ops.fused_experts_with_shared(x, weights.w13, weights.w2, *chosen, shared13, shared2)
+
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        inputs = make_inputs(Cell(workload, tokens, "uniform"), "cuda")
+        problems = [(each.hidden_states, _chosen(each, workload.top_k)) for each in inputs]
+        for x, chosen in problems:
+            _expect_close(both(x, chosen), routed(x, chosen, dense(x)))
+        calls: dict[str, list[Callable[[], object]]] = {
+            "routed": [partial(routed, *each) for each in problems],
+            "shared": [partial(dense, x) for x, _ in problems],
+            "sequential": [lambda x=x, c=c: routed(x, c, dense(x)) for x, c in problems],
+            "overlapped": [partial(both, *each) for each in problems],
+        }
+        times = _timed(calls, budget_ms)
+        ratio = times["overlapped"] / max(times["routed"], times["shared"])
+        _tell(rows, tokens=tokens, **times, overlapped_over_longer=ratio)
+    return rows
+
+
+def _chosen(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
+    return moe_ops.topk_routing(inputs.router_logits, RoutingConfig(top_k))
+
+
+def balancing(budget_ms: float) -> list[Row]:
+    """Routing alone, and with logical to physical ids and the record of load, in microseconds."""
+    num_experts, redundant, top_k, rows = 256, 32, 8, []
+    state = EplbState.initial(1, num_experts, redundant, device="cuda")
+    load, places, counts = (tensor[0] for tensor in state)
+    real = torch.tensor(4096, device="cuda", dtype=torch.int32)
+    recording = torch.tensor(True, device="cuda")
+    record = partial(
+        moe_ops.map_replicas, logical_to_physical=places, replica_count=counts,
+        load=load, num_real_tokens=real, is_recording=recording,
+    )  # fmt: skip
+    routing = RoutingConfig(top_k, "sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum")
+    for tokens in (1, 64, 256, 1024, 4096):
+        logits = [torch.randn(tokens, num_experts, device="cuda") for _ in range(8)]
+        load.zero_()
+        physical = record(moe_ops.topk_routing(logits[0], routing)[1])
+        if not torch.equal(load.long(), physical.flatten().long().bincount(minlength=len(load))):
+            raise ValueError("load is not how often each expert was chosen")
+        calls: dict[str, list[Callable[[], object]]] = {
+            "routing": [partial(moe_ops.topk_routing, each, routing) for each in logits],
+            "with_balancing": [
+                lambda each=each: record(moe_ops.topk_routing(each, routing)[1]) for each in logits
+            ],
+        }
+        times = _timed(calls, budget_ms)
+        _tell(rows, tokens=tokens, **times, added=times["with_balancing"] - times["routing"])
+    return rows
+
+
+def chunks(budget_ms: float) -> list[Row]:
+    """131,072 tokens of Qwen3-30B-A3B's layer, whole and in chunks: milliseconds, and MiB at the peak beside inputs."""
+    workload, tokens, rows = WORKLOADS["W2"], 131072, []
+    sizes = workload.num_experts, workload.top_k, workload.hidden_size, workload.intermediate_size
+    inputs = make_inputs(Cell(workload, tokens, "uniform"), "cuda")[0]
+    whole = FusedMoE(MoEConfig(*sizes), device="cuda", dtype=torch.bfloat16)
+    expected = whole(*_given(inputs))
+    replays, peaks = [], []
+    chunk_sizes = (None, 65536, 32768, 16384, 8192)
+    for chunk_size in chunk_sizes:
+        layer = FusedMoE(MoEConfig(*sizes, experts=ExpertsConfig(chunk_size=chunk_size)), device="meta")
+        layer.load_state_dict(whole.state_dict(), assign=True)
+        _expect_close(layer(*_given(inputs)), expected)
+        peaks.append(_peak_mib(partial(layer, *_given(inputs))))
+        replays.append(partial(layer, *_given(inputs)))
+    times = time_in_turns(replays, 10 * budget_ms)
+    for chunk_size, ms, peak in zip(chunk_sizes, times, peaks, strict=True):
+        _tell(rows, chunk_size=chunk_size, ms=ms, over_whole=ms / times[0], peak_mib=peak)
+    _tell(rows, output_mib=expected.nbytes / 2**20, one_chunk_alone_mib=_alone(whole, inputs, 16384))
+    return rows
+
+
+def _given(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return inputs.hidden_states, inputs.router_logits
+
+
+def _alone(layer: FusedMoE, inputs: Inputs, size: int) -> float:
+    """MiB at the peak of a chunk of its own."""
+    return _peak_mib(lambda: layer(inputs.hidden_states[:size], inputs.router_logits[:size]))
+
+
+def _peak_mib(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+MEASUREMENTS: dict[str, Callable[[float], list[Row]]] = {
+    "overlap": overlap,
+    "balancing": balancing,
+    "chunks": chunks,
+}

@@ -1,0 +1,187 @@
+"""fused_experts_with_shared: the experts of a layer and the expert that every token visits, in one call.
+
+    out[t] = fused_experts(hidden_states, ...)[t]
+             + shared_weights[t] * shared_w2 @ act(shared_w13 @ hidden_states[t])
+
+The shared expert is a routed one that every token has chosen, so its definition, its gradient and its kernels are those
+of `fused_experts` with one expert. On CUDA, up to `MAX_OVERLAPPED_TOKENS` tokens, it runs on a second stream while the
+routed experts are on their way, and joins their sum in its last launch; beyond, one product fills the GPU, and it runs
+first. The fork and the join lie inside the operator: a captured graph has them as edges, and no stream crosses its
+border. The idea is that of vLLM's auxiliary stream for shared experts.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import _autograd, _checks, _library
+from moe_ops.activation import activation_spec, out_features
+from moe_ops.arguments import (
+    ExpertWeights,
+    FusedExperts,
+    FusedExpertsWithShared,
+    GroupedLinear,
+    Placement,
+    SharedExpert,
+)
+from moe_ops.dispatch import build_dispatch
+from moe_ops.fused_experts import check, expert_gradients, fake, layer_flops, reference, run_stages
+from moe_ops.records import partial
+from moe_ops.types import Activation
+
+MAX_OVERLAPPED_TOKENS = 256
+
+
+def fused_experts_with_shared(
+    hidden_states: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    shared_w13: Tensor,
+    shared_w2: Tensor,
+    activation: str | Activation = "silu",
+    *,
+    shared_weights: Tensor | None = None,
+    shared_activation: str | Activation | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """Runs the chosen experts of each token and the shared one, and sums them.
+
+    Args:
+        hidden_states, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias, expert_map: see `fused_experts`.
+        shared_w13: [2J, H] gate and up rows of the shared expert ([J, H] for an ungated activation), shared_w2: [H, J],
+            for any J; dtype of hidden_states.
+        shared_weights: [T, 1], any floating dtype: its weight, such as that of a sigmoid gate; None for 1.
+        shared_activation: None for that of the routed experts.
+
+    Returns:
+        [T, H], dtype of hidden_states. The shared expert's output is rounded to it before it is added.
+
+    Raises:
+        ValueError, TypeError: the message names argument, value and expectation.
+
+    Gradient: to every floating argument; twice differentiable.
+
+    Example:
+        >>> out = moe_ops.fused_experts_with_shared(hidden, w13, w2, topk_weights, topk_ids, shared_w13, shared_w2)
+    """
+    spec = activation_spec(activation)
+    experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
+    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), None, spec)
+    other = spec if shared_activation is None else activation_spec(shared_activation)
+    return run(args, SharedExpert(shared_w13, shared_w2, shared_weights, other))
+
+
+def run(args: FusedExperts, shared: SharedExpert) -> Tensor:
+    """`fused_experts_with_shared` of its arguments as two values."""
+    tensors = _library.autocast((args.hidden_states, args.experts, shared.shared_w13, shared.shared_w2))
+    shared = shared._replace(shared_w13=tensors[2], shared_w2=tensors[3])
+    weights, ids, placement = args.topk_weights, args.topk_ids, args.placement
+    return _library.call(
+        FusedExpertsWithShared(tensors[0], tensors[1], weights, ids, placement, shared, args.activation)
+    )
+
+
+def _routed(args: FusedExpertsWithShared) -> FusedExperts:
+    x, experts, weights, ids, placement, _, activation = args
+    return FusedExperts(x, experts, weights, ids, placement, None, activation)
+
+
+def _shared(args: FusedExpertsWithShared) -> FusedExperts:
+    """The shared expert as one of one, which every token has chosen."""
+    (w13, w2, weights, activation), x = args.shared, args.hidden_states
+    ids = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
+    if weights is None:
+        weights = x.new_ones((x.shape[0], 1), dtype=_checks.compute_dtype(x.dtype))
+    experts = ExpertWeights(GroupedLinear(w13.unsqueeze(0)), GroupedLinear(w2.unsqueeze(0)))
+    return FusedExperts(x, experts, weights, ids, Placement(), None, activation)
+
+
+def _check(args: FusedExpertsWithShared) -> None:
+    check(_routed(args))
+    x, (w13, w2, weights, activation) = args.hidden_states, args.shared
+    _checks.expect_shape("shared_w13", w13, ("2J", x.shape[1]))
+    features = out_features(w13.shape[0], Activation.from_spec(activation), "shared_w13")
+    _checks.expect_shape("shared_w2", w2, (x.shape[1], features))
+    matrices = {"shared_w13": w13, "shared_w2": w2}
+    _checks.expect_same_dtype(x.dtype, "hidden_states", **matrices)
+    for name, matrix in matrices.items():
+        _checks.expect_weight_strides(name, matrix)
+    if weights is not None:
+        _checks.expect_floating("shared_weights", weights)
+        _checks.expect_shape("shared_weights", weights, (x.shape[0], 1))
+    _checks.expect_same_device(x.device, "hidden_states", shared_weights=weights, **matrices)
+
+
+def _reference(args: FusedExpertsWithShared) -> Tensor:
+    return reference(_routed(args)._replace(shared=reference(_shared(args))))
+
+
+def _cuda(args: FusedExpertsWithShared) -> Tensor:
+    num_tokens = args.hidden_states.shape[0]
+    if num_tokens == 0:
+        return fake(args)
+    routed, shared = _routed(args), _shared(args)
+    if num_tokens > MAX_OVERLAPPED_TOKENS:
+        return _library.launch(routed._replace(shared=_library.launch(shared)))
+    return _library.launch_with_shared(routed, shared)
+
+
+_library.define(FusedExpertsWithShared, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=fake)
+
+
+def _save(args: FusedExpertsWithShared, output: Tensor) -> Any:
+    plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
+    return args, plan
+
+
+def _backward(saved: Any, needs: FusedExpertsWithShared, grad: Tensor) -> FusedExpertsWithShared:
+    args, plan = saved
+    shared = _shared(args)
+    to_routed = expert_gradients(grad, _routed(args), plan, _routed(needs))
+    to_shared = expert_gradients(grad, shared, build_dispatch(shared.topk_ids, 1), _wanted(needs))
+    (w13, _), (w2, _) = to_shared.experts
+    to_hidden = to_routed.hidden_states
+    return partial(
+        FusedExpertsWithShared,
+        hidden_states=None if to_hidden is None else to_hidden + to_shared.hidden_states,
+        experts=to_routed.experts,
+        topk_weights=to_routed.topk_weights,
+        shared=partial(
+            SharedExpert,
+            shared_w13=None if w13 is None else w13.squeeze(0),
+            shared_w2=None if w2 is None else w2.squeeze(0),
+            shared_weights=to_shared.topk_weights,
+        ),
+    )
+
+
+def _wanted(needs: FusedExpertsWithShared) -> FusedExperts:
+    """The gradients that are asked for, in the terms of the one expert that `_shared` makes."""
+    shared = needs.shared
+    experts = ExpertWeights(GroupedLinear(shared.shared_w13), GroupedLinear(shared.shared_w2))
+    return partial(
+        FusedExperts,
+        hidden_states=needs.hidden_states,
+        experts=experts,
+        topk_weights=shared.shared_weights,
+    )
+
+
+def _stages(args: FusedExpertsWithShared) -> Tensor:
+    return run_stages(_routed(args)._replace(shared=run_stages(_shared(args))))
+
+
+def _flops(shapes: Any) -> int:
+    num_tokens, top_k = shapes.topk_ids
+    w13, w2 = (GroupedLinear((1, *shape)) for shape in shapes.shared[:2])  # type: ignore[arg-type]  # shapes
+    return layer_flops(num_tokens * top_k, shapes.experts) + layer_flops(num_tokens, ExpertWeights(w13, w2))
+
+
+_autograd.define_gradient(FusedExpertsWithShared, _save, _backward, _autograd.tangent_of(_stages))
+_library.define_flops(FusedExpertsWithShared, _flops)
+_library.define_vmap_over_tokens(FusedExpertsWithShared)
