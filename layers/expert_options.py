@@ -1,6 +1,6 @@
 """What a layer does with routed tokens besides the experts' products. Plain PyTorch that a compiler sees through."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,20 @@ def in_chunks(run: Callable[..., Tensor], size: int | None, tokens: Tensor, *oth
         return run(tokens, *others)
     for other in others:
         _expect_rows(other, tokens.shape[0])
-    output = None
-    for start in range(0, tokens.shape[0], size):
-        chunk = run(*(_rows(each, slice(start, start + size)) for each in (tokens, *others)))
-        output = chunk.new_empty(tokens.shape[0], *chunk.shape[1:]) if output is None else output
-        output[start : start + size] = chunk
-    assert output is not None
+    output = _in_place_of_its_first_rows(run(*_rows_of((tokens, *others), 0, size)), tokens.shape[0])
+    for start in range(size, tokens.shape[0], size):
+        output[start : start + size] = run(*_rows_of((tokens, *others), start, size))
     return output
+
+
+def _in_place_of_its_first_rows(first: Tensor, num_rows: int) -> Tensor:
+    output = first.new_empty(num_rows, *first.shape[1:])
+    output[: first.shape[0]] = first
+    return output
+
+
+def _rows_of(values: Sequence[Any], start: int, size: int) -> Iterator[Any]:
+    return (_rows(each, slice(start, start + size)) for each in values)
 
 
 def _rows(value: Any, rows: slice) -> Any:

@@ -158,8 +158,8 @@ def launch(arguments: Any) -> Any:
     return plans.launch(arguments)
 
 
-def launch_with_shared(routed: Any, shared: Any) -> Tensor:
-    """Runs a `FusedExperts` and, on a second stream, another whose output joins its sum."""
+def launch_with_shared(routed: Any, shared: Callable[[], Tensor]) -> Tensor:
+    """Runs a `FusedExperts` and, on a second stream where that is faster, what is added to its sum."""
     from moe_ops.kernels import plans
 
     return plans.launch_with_shared(routed, shared)

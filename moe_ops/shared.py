@@ -3,20 +3,21 @@
     out[t] = fused_experts(hidden_states, ...)[t]
              + shared_weights[t] * shared_w2 @ act(shared_w13 @ hidden_states[t])
 
-The shared expert is a routed one that every token has chosen, so its definition, its gradient and its kernels are those
-of `fused_experts` with one expert. On CUDA, up to `MAX_OVERLAPPED_TOKENS` tokens, it runs on a second stream while the
-routed experts are on their way, and joins their sum in its last launch; beyond, one product fills the GPU, and it runs
-first. The fork and the join lie inside the operator: a captured graph has them as edges, and no stream crosses its
-border. The idea is that of vLLM's auxiliary stream for shared experts.
+On CUDA the shared expert, two dense products, runs on a second stream while the routed experts are on their way, and
+joins their sum in its last launch; but only with the few tokens for which these are kernels of many short programs.
+The kernels for more tokens occupy every multiprocessor until they are done, and wait for each other: there it runs
+first (docs/PERFORMANCE.md has the figures). Fork and join lie inside the operator: a captured graph has them as edges,
+and no stream crosses its border. The idea is that of vLLM's auxiliary stream for shared experts.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.activation import activation_spec, out_features
+from moe_ops.activation import activation_spec, gated_activation, out_features
 from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
@@ -29,8 +30,6 @@ from moe_ops.dispatch import build_dispatch
 from moe_ops.fused_experts import check, expert_gradients, fake, layer_flops, reference, run_stages
 from moe_ops.records import partial
 from moe_ops.types import Activation
-
-MAX_OVERLAPPED_TOKENS = 256
 
 
 def fused_experts_with_shared(
@@ -91,14 +90,11 @@ def _routed(args: FusedExpertsWithShared) -> FusedExperts:
     return FusedExperts(x, experts, weights, ids, placement, None, activation)
 
 
-def _shared(args: FusedExpertsWithShared) -> FusedExperts:
-    """The shared expert as one of one, which every token has chosen."""
-    (w13, w2, weights, activation), x = args.shared, args.hidden_states
-    ids = x.new_zeros((x.shape[0], 1), dtype=torch.int32)
-    if weights is None:
-        weights = x.new_ones((x.shape[0], 1), dtype=_checks.compute_dtype(x.dtype))
-    experts = ExpertWeights(GroupedLinear(w13.unsqueeze(0)), GroupedLinear(w2.unsqueeze(0)))
-    return FusedExperts(x, experts, weights, ids, Placement(), None, activation)
+def _alone(hidden_states: Tensor, shared: SharedExpert) -> Tensor:
+    """[T, H]: the shared expert's output, in operations that have gradients."""
+    gate_up = F.linear(hidden_states, shared.shared_w13)
+    out = F.linear(gated_activation(gate_up, shared.shared_activation), shared.shared_w2)
+    return out if shared.shared_weights is None else (out * shared.shared_weights).to(out.dtype)
 
 
 def _check(args: FusedExpertsWithShared) -> None:
@@ -109,8 +105,6 @@ def _check(args: FusedExpertsWithShared) -> None:
     _checks.expect_shape("shared_w2", w2, (x.shape[1], features))
     matrices = {"shared_w13": w13, "shared_w2": w2}
     _checks.expect_same_dtype(x.dtype, "hidden_states", **matrices)
-    for name, matrix in matrices.items():
-        _checks.expect_weight_strides(name, matrix)
     if weights is not None:
         _checks.expect_floating("shared_weights", weights)
         _checks.expect_shape("shared_weights", weights, (x.shape[0], 1))
@@ -118,17 +112,13 @@ def _check(args: FusedExpertsWithShared) -> None:
 
 
 def _reference(args: FusedExpertsWithShared) -> Tensor:
-    return reference(_routed(args)._replace(shared=reference(_shared(args))))
+    return reference(_routed(args)._replace(shared=_alone(args.hidden_states, args.shared)))
 
 
 def _cuda(args: FusedExpertsWithShared) -> Tensor:
-    num_tokens = args.hidden_states.shape[0]
-    if num_tokens == 0:
+    if args.hidden_states.shape[0] == 0:
         return fake(args)
-    routed, shared = _routed(args), _shared(args)
-    if num_tokens > MAX_OVERLAPPED_TOKENS:
-        return _library.launch(routed._replace(shared=_library.launch(shared)))
-    return _library.launch_with_shared(routed, shared)
+    return _library.launch_with_shared(_routed(args), lambda: _alone(args.hidden_states, args.shared))
 
 
 _library.define(FusedExpertsWithShared, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=fake)
@@ -141,39 +131,38 @@ def _save(args: FusedExpertsWithShared, output: Tensor) -> Any:
 
 def _backward(saved: Any, needs: FusedExpertsWithShared, grad: Tensor) -> FusedExpertsWithShared:
     args, plan = saved
-    shared = _shared(args)
-    to_routed = expert_gradients(grad, _routed(args), plan, _routed(needs))
-    to_shared = expert_gradients(grad, shared, build_dispatch(shared.topk_ids, 1), _wanted(needs))
-    (w13, _), (w2, _) = to_shared.experts
-    to_hidden = to_routed.hidden_states
+    routed = expert_gradients(grad, _routed(args), plan, _routed(needs))
+    alone = _gradients_alone(grad, args, needs)
+    to_hidden = alone.pop("hidden_states", None)
     return partial(
         FusedExpertsWithShared,
-        hidden_states=None if to_hidden is None else to_hidden + to_shared.hidden_states,
-        experts=to_routed.experts,
-        topk_weights=to_routed.topk_weights,
-        shared=partial(
-            SharedExpert,
-            shared_w13=None if w13 is None else w13.squeeze(0),
-            shared_w2=None if w2 is None else w2.squeeze(0),
-            shared_weights=to_shared.topk_weights,
-        ),
+        hidden_states=None if to_hidden is None else to_hidden + routed.hidden_states,
+        experts=routed.experts,
+        topk_weights=routed.topk_weights,
+        shared=partial(SharedExpert, **alone),
     )
 
 
-def _wanted(needs: FusedExpertsWithShared) -> FusedExperts:
-    """The gradients that are asked for, in the terms of the one expert that `_shared` makes."""
-    shared = needs.shared
-    experts = ExpertWeights(GroupedLinear(shared.shared_w13), GroupedLinear(shared.shared_w2))
-    return partial(
-        FusedExperts,
-        hidden_states=needs.hidden_states,
-        experts=experts,
-        topk_weights=shared.shared_weights,
-    )
+def _gradients_alone(
+    grad: Tensor, args: FusedExpertsWithShared, needs: FusedExpertsWithShared
+) -> dict[str, Tensor]:
+    """Gradients of `_alone` to those of its tensors that are asked for, by name."""
+    tensors = {"hidden_states": args.hidden_states, **args.shared._asdict()}
+    asked = {"hidden_states": needs.hidden_states, **needs.shared._asdict()}
+    wanted = [name for name in tensors if asked[name]]
+    if not wanted:
+        return {}
+
+    def of_wanted(*values: Tensor) -> Tensor:
+        hidden_states, *shared = (tensors | dict(zip(wanted, values, strict=True))).values()
+        return _alone(hidden_states, SharedExpert(*shared))
+
+    pullback = torch.func.vjp(of_wanted, *(tensors[name] for name in wanted))[1]
+    return dict(zip(wanted, pullback(grad), strict=True))
 
 
 def _stages(args: FusedExpertsWithShared) -> Tensor:
-    return run_stages(_routed(args)._replace(shared=run_stages(_shared(args))))
+    return run_stages(_routed(args)._replace(shared=_alone(args.hidden_states, args.shared)))
 
 
 def _flops(shapes: Any) -> int:

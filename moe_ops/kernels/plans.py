@@ -18,6 +18,7 @@ from moe_ops.kernels import (
     placement,
     routing,
 )
+from moe_ops.kernels.decode_plan import prefers_gemv
 from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
 from moe_ops.records import Role
@@ -111,29 +112,30 @@ def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
     return plan.program(leaves, None), dict(zip(plan.names, leaves, strict=False))
 
 
-def launch_with_shared(routed: of.FusedExperts, shared: of.FusedExperts) -> torch.Tensor:
-    """`launch(routed._replace(shared=launch(shared)))`, with both on their way at the same time.
+def launch_with_shared(routed: of.FusedExperts, shared: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`launch(routed._replace(shared=shared()))`, with both on their way at once where the GPU has room for it.
 
-    The shared expert runs on a second stream, forked from the caller's and joined before the first launch that reads
-    what it returns. Every buffer is the caller's stream's, and freed after the join: no allocator has to know.
+    What is shared runs on a second stream, forked from the caller's and joined before the first launch that reads it.
+    Programs of the GEMV kernels come and go; persistent ones would wait for the multiprocessors they share.
     """
+    num_ids = routed.placement.num_ids(routed.experts.w13.weight.shape[0])
+    if not prefers_gemv(*routed.topk_ids.shape, num_ids):
+        return launch(routed._replace(shared=shared()))
     device = routed.hidden_states.device
     with torch.cuda.device(device):
-        beside, tensors = _bound(shared)
-        values = beside.allocate(tensors, device)
-        (output,) = beside.outputs
-        program, tensors = _bound(routed._replace(shared=values[output]))
-        main = program.allocate(tensors, device)
-        before, after = program.split("shared")
         current = torch.cuda.current_stream()
         second = _second_stream(device.index, current.cuda_stream)
         second.wait_stream(current)
         with torch.cuda.stream(second):
-            beside.launch(values)
-        program.launch(main, before)
+            output = shared()
+        output.record_stream(current)
+        program, tensors = _bound(routed._replace(shared=output))
+        values = program.allocate(tensors, device)
+        before, after = program.split("shared")
+        program.launch(values, before)
         current.wait_stream(second)
-        program.launch(main, after)
-    return main[program.outputs[0]]
+        program.launch(values, after)
+    return values[program.outputs[0]]
 
 
 @lru_cache(maxsize=None)

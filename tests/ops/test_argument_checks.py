@@ -30,9 +30,10 @@ FREE_SIZES = {
     ("combine_backward", "expert_out", 0),
     ("routing_dispatch", "router_logits", 0),
     ("fused_experts", "expert_map", 0),
+    ("fused_experts_with_shared", "expert_map", 0),
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
-FREE_DTYPES |= {"seed", "load", "num_real_tokens"}
+FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights"}
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
 
 

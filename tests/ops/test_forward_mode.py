@@ -68,6 +68,12 @@ CALLS = {
         ),
         [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4)],
     ),
+    "fused_experts_with_shared": (
+        lambda x, w13, w2, t, s13, s2, s: moe_ops.fused_experts_with_shared(
+            x, w13, w2, t, IDS, s13, s2, shared_weights=s
+        ),
+        [(3, 4), W13, W2, (3, 2), (6, 4), (4, 3), (3, 1)],
+    ),
     "fused_moe": (
         lambda x, logits, w13, w2, b13, b2: moe_ops.fused_moe(
             x, logits, w13, w2, TOP2, w13_bias=b13, w2_bias=b2
