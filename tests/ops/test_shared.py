@@ -188,7 +188,7 @@ def test_autocast():
 def test_on_a_gpu_in_a_graph_and_out_of_it(tokens, dtype, weighed):
     """Replays with other inputs, NaN in every buffer that is not written yet, and another stream at work."""
     torch.manual_seed(tokens)
-    E, K, H, I = 13, 3, 264, 104
+    E, K, H, I, silu = 13, 3, 264, 104, moe_ops.Activation()
     names = {
         "x": (tokens, H), "w13": (E, 2 * I, H), "w2": (E, H, I), "s13": (2 * J * 8, H), "s2": (H, J * 8),
     }  # fmt: skip
@@ -216,9 +216,9 @@ def test_on_a_gpu_in_a_graph_and_out_of_it(tokens, dtype, weighed):
         tensors = [there[name].double().cpu() for name in ("x", "w13", "w2", "s13", "s2")]
         x, w13, w2, s13, s2 = tensors
         one = torch.ones(tokens, 1) if scale is None else scale.cpu()
-        routed = reference_experts(x, w13, w2, weights.double().cpu(), ids.cpu())
+        routed = reference_experts(x, w13, w2, weights.double().cpu(), ids.cpu(), silu)
         none = torch.zeros(tokens, 1, dtype=torch.int32)
-        return routed + reference_experts(x, s13.unsqueeze(0), s2.unsqueeze(0), one.double(), none)
+        return routed + reference_experts(x, s13.unsqueeze(0), s2.unsqueeze(0), one.double(), none, silu)
 
     with torch.no_grad():
         assert_matches_oracle(run().cpu(), expected())
