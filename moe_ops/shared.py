@@ -4,10 +4,9 @@
              + shared_weights[t] * shared_w2 @ act(shared_w13 @ hidden_states[t])
 
 On CUDA the shared expert, two dense products, runs on a second stream while the routed experts are on their way, and
-joins their sum in its last launch; but only with the few tokens for which these are kernels of many short programs.
-The kernels for more tokens occupy every multiprocessor until they are done, and wait for each other: there it runs
-first (docs/PERFORMANCE.md has the figures). Fork and join lie inside the operator: a captured graph has them as edges,
-and no stream crosses its border. The idea is that of vLLM's auxiliary stream for shared experts.
+joins their sum in its last launch; but only with the few tokens for which that is faster (docs/PERFORMANCE.md has the
+figures), else it runs first. Fork and join lie inside the operator: a captured graph has them as edges, and no stream
+crosses its border. The idea is that of vLLM's auxiliary stream for shared experts.
 """
 
 from typing import Any
@@ -105,6 +104,8 @@ def _check(args: FusedExpertsWithShared) -> None:
     _checks.expect_shape("shared_w2", w2, (x.shape[1], features))
     matrices = {"shared_w13": w13, "shared_w2": w2}
     _checks.expect_same_dtype(x.dtype, "hidden_states", **matrices)
+    for name, matrix in matrices.items():
+        _checks.expect_weight_strides(name, matrix)
     if weights is not None:
         _checks.expect_floating("shared_weights", weights)
         _checks.expect_shape("shared_weights", weights, (x.shape[0], 1))
@@ -118,7 +119,21 @@ def _reference(args: FusedExpertsWithShared) -> Tensor:
 def _cuda(args: FusedExpertsWithShared) -> Tensor:
     if args.hidden_states.shape[0] == 0:
         return fake(args)
-    return _library.launch_with_shared(_routed(args), lambda: _alone(args.hidden_states, args.shared))
+    return _library.launch_with_shared(
+        _routed(args), lambda: _launched_alone(args.hidden_states, args.shared)
+    )
+
+
+def _launched_alone(hidden_states: Tensor, shared: SharedExpert) -> Tensor:
+    """`_alone`. A single token takes it for a routed expert, whose kernels are faster than a product of one row."""
+    if hidden_states.shape[0] > 1:
+        return _alone(hidden_states, shared)
+    w13, w2, weights, activation = shared
+    experts = ExpertWeights(GroupedLinear(w13.unsqueeze(0)), GroupedLinear(w2.unsqueeze(0)))
+    ids = hidden_states.new_zeros((1, 1), dtype=torch.int32)
+    if weights is None:
+        weights = hidden_states.new_ones((1, 1), dtype=_checks.compute_dtype(hidden_states.dtype))
+    return _library.launch(FusedExperts(hidden_states, experts, weights, ids, Placement(), None, activation))
 
 
 _library.define(FusedExpertsWithShared, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=fake)
@@ -147,15 +162,15 @@ def _gradients_alone(
     grad: Tensor, args: FusedExpertsWithShared, needs: FusedExpertsWithShared
 ) -> dict[str, Tensor]:
     """Gradients of `_alone` to those of its tensors that are asked for, by name."""
-    tensors = {"hidden_states": args.hidden_states, **args.shared._asdict()}
+    tensors: dict[str, Any] = {"hidden_states": args.hidden_states, **args.shared._asdict()}
     asked = {"hidden_states": needs.hidden_states, **needs.shared._asdict()}
     wanted = [name for name in tensors if asked[name]]
     if not wanted:
         return {}
 
-    def of_wanted(*values: Tensor) -> Tensor:
-        hidden_states, *shared = (tensors | dict(zip(wanted, values, strict=True))).values()
-        return _alone(hidden_states, SharedExpert(*shared))
+    def of_wanted(*values: Any) -> Tensor:
+        replaced = tensors | dict(zip(wanted, values, strict=True))
+        return _alone(replaced.pop("hidden_states"), SharedExpert(**replaced))
 
     pullback = torch.func.vjp(of_wanted, *(tensors[name] for name in wanted))[1]
     return dict(zip(wanted, pullback(grad), strict=True))

@@ -21,6 +21,7 @@ from moe_ops.kernels.routing import routing_launches
 from moe_ops.types import Activation
 
 _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
+_MOST_BYTES_BESIDE = 1.5e9  # of weights read: from there on another stream's reads cost what they save (H200)
 
 
 def _buffer_meta(buffer: Buffer) -> TensorMeta:
@@ -79,13 +80,23 @@ def fused_moe_program(args: Any, gpu: Gpu) -> Program:
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
 
 
-def _experts_launches(args: Any, gpu: Gpu) -> _Plan:
+def leaves_room(args: FusedExperts) -> bool:
+    """Whether another stream's kernels get in between those of these experts.
+
+    Programs of the GEMV kernels come and go. Persistent ones wait for each multiprocessor that they must share.
+    """
+    w13, w2 = (linear.weight for linear in args.experts)
+    bytes_read = args.topk_ids.numel() * (w13[0].nbytes + w2[0].nbytes)
+    return _is_gemv(args) and bytes_read <= _MOST_BYTES_BESIDE
+
+
+def _is_gemv(args: Any) -> bool:
     num_ids = args.placement.num_ids(args.experts.w13.weight.shape[0])
-    return (
-        gemv_launches(args, gpu)
-        if prefers_gemv(*args.topk_ids.shape, num_ids)
-        else _grouped_experts(args, gpu)
-    )
+    return prefers_gemv(*args.topk_ids.shape, num_ids)
+
+
+def _experts_launches(args: Any, gpu: Gpu) -> _Plan:
+    return gemv_launches(args, gpu) if _is_gemv(args) else _grouped_experts(args, gpu)
 
 
 def _grouped_experts(args: Any, gpu: Gpu) -> _Plan:

@@ -1,7 +1,7 @@
 """map_replicas, map_and_record: a gather per slot, and a histogram per block that is added to the load, in one launch.
 
-Counting in a block first leaves one atomic per block and expert, so a hot expert does not queue up all its slots.
-Integer atomics are exact in any order: deterministic.
+Many slots are counted in a block first, which leaves one atomic per block and expert: a hot expert does not queue up
+all its slots. Few are added one by one. Integer atomics are exact in any order: deterministic.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from moe_ops.kernels.common import cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 
-_BLOCK = 512
+# Up to so many slots blocks are small and add each slot by itself; measured on an H200, docs/PERFORMANCE.md.
+_FEW_SLOTS, _FEW_BLOCK, _MANY_BLOCK = 4096, 128, 1024
 
 
 @triton.jit
@@ -33,8 +34,11 @@ def _token_hash(token, seed_ptr):
 def _map_replicas_kernel(
     ids_ptr, map_ptr, count_ptr, seed_ptr, load_ptr, num_real_ptr, is_recording_ptr, physical_ptr,
     num_slots, top_k, stride_t, stride_k, num_experts, num_replicas, stride_e, stride_r, num_physical, stride_p,
-    BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
+    COUNT_FIRST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    # Read before anything else: what is asked for early has arrived when it is needed.
+    num_real = None if num_real_ptr is None else tl.load(num_real_ptr)
+    is_recording = None if is_recording_ptr is None else tl.load(is_recording_ptr)
     slots = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     mask = slots < num_slots
     token = slots // top_k
@@ -48,18 +52,17 @@ def _map_replicas_kernel(
     tl.store(physical_ptr + slots, physical, mask=mask)
     if load_ptr is not None:
         counts = (physical >= 0) & (physical < num_physical)
-        if num_real_ptr is not None:
-            counts = counts & (token < tl.load(num_real_ptr))
-        if is_recording_ptr is not None:
-            counts = counts & (tl.load(is_recording_ptr) != 0)
-        load = tl.histogram(tl.where(counts, physical, num_physical), BLOCK_P, mask=mask)
-        experts = tl.arange(0, BLOCK_P)
-        tl.atomic_add(
-            load_ptr + offset(experts, stride_p),
-            load.to(load_ptr.dtype.element_ty),
-            mask=(experts < num_physical) & (load > 0),
-            sem="relaxed",
-        )
+        if num_real is not None:
+            counts = counts & (token < num_real)
+        if is_recording is not None:
+            counts = counts & (slots >= tl.where(is_recording != 0, 0, num_slots))
+        experts, added = physical, tl.full((BLOCK_S,), 1, tl.int32)
+        if COUNT_FIRST:
+            added = tl.histogram(tl.where(counts, physical, num_physical), BLOCK_P, mask=mask)
+            experts = tl.arange(0, BLOCK_P)
+            counts = (experts < num_physical) & (added > 0)
+        added = added.to(load_ptr.dtype.element_ty)
+        tl.atomic_add(load_ptr + offset(experts, stride_p), added, mask=counts, sem="relaxed")
 
 
 def map_replicas_program(args: Any, gpu: Gpu) -> Program:
@@ -85,6 +88,7 @@ def map_and_record_program(args: Any, gpu: Gpu) -> Program:
 def _program(args: Any, recorded: dict[str, Any]) -> Program:
     (experts, _), ids = args.replicas, args.topk_ids
     num_slots = ids.shape[0] * ids.shape[1]
+    block = _FEW_BLOCK if num_slots <= _FEW_SLOTS else _MANY_BLOCK
     launch_args = {
         **recorded,
         "ids_ptr": Ref("topk_ids"),
@@ -100,8 +104,10 @@ def _program(args: Any, recorded: dict[str, Any]) -> Program:
         "num_replicas": experts.shape[1],
         "stride_e": experts.strides[0],
         "stride_r": experts.strides[1],
-        "BLOCK_S": _BLOCK,
+        "COUNT_FIRST": num_slots > _FEW_SLOTS,
+        "BLOCK_S": block,
     }
     physical = Buffer("physical_ids", ids.shape, torch.int32)
-    launch = Launch(_map_replicas_kernel, (cdiv(num_slots, _BLOCK),), launch_args, num_warps=4, num_stages=1)
+    num_warps = 4 if num_slots <= _FEW_SLOTS else 8
+    launch = Launch(_map_replicas_kernel, (cdiv(num_slots, block),), launch_args, num_warps, num_stages=1)
     return Program((physical,), (launch,), (physical.name,))

@@ -18,7 +18,6 @@ from moe_ops.kernels import (
     placement,
     routing,
 )
-from moe_ops.kernels.decode_plan import prefers_gemv
 from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
 from moe_ops.records import Role
@@ -113,13 +112,11 @@ def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
 
 
 def launch_with_shared(routed: of.FusedExperts, shared: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`launch(routed._replace(shared=shared()))`, with both on their way at once where the GPU has room for it.
+    """`launch(routed._replace(shared=shared()))`, with both on their way at once where that is faster.
 
     What is shared runs on a second stream, forked from the caller's and joined before the first launch that reads it.
-    Programs of the GEMV kernels come and go; persistent ones would wait for the multiprocessors they share.
     """
-    num_ids = routed.placement.num_ids(routed.experts.w13.weight.shape[0])
-    if not prefers_gemv(*routed.topk_ids.shape, num_ids):
+    if not fused.leaves_room(routed):
         return launch(routed._replace(shared=shared()))
     device = routed.hidden_states.device
     with torch.cuda.device(device):
@@ -140,5 +137,5 @@ def launch_with_shared(routed: of.FusedExperts, shared: Callable[[], torch.Tenso
 
 @lru_cache(maxsize=None)
 def _second_stream(device: int, first: int) -> torch.cuda.Stream:
-    """One for each stream: of callers on two streams, one may be capturing."""
-    return torch.cuda.Stream(device)
+    """One for each stream: of callers on two streams, one may be capturing. It goes first: what is shared is short."""
+    return torch.cuda.Stream(device, priority=-1)

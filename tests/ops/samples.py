@@ -15,6 +15,13 @@ def t(*shape, dtype=torch.float32):
     return torch.randn(shape, dtype=dtype, requires_grad=True)
 
 
+def matrix(*shape):
+    """A weight: one of its dimensions has stride 1."""
+    weight = t(*shape)
+    weight.is_weight = True
+    return weight
+
+
 def samples():
     """One or more argument tuples for every operator; tensors that may require grad do."""
     moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3), t(3, 8), t(3, 4), None, "top_k=2", "silu")
@@ -64,15 +71,27 @@ def samples():
                 t(3, 4, 4),
                 t(3, 2),
                 IDS,
-                t(10, 4),
-                t(4, 5),
+                matrix(10, 4),
+                matrix(4, 5),
                 t(3, 8),
                 t(3, 4),
                 None,
                 t(3, 1),
             )
             + ("gelu", "silu"),
-            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(5, 4), t(4, 5), None, None, None, None)
+            (
+                t(3, 4),
+                t(3, 8, 4),
+                t(3, 4, 4),
+                t(3, 2),
+                IDS,
+                matrix(5, 4),
+                matrix(4, 5),
+                None,
+                None,
+                None,
+                None,
+            )
             + ("relu2", "silu"),
         ],
         "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
@@ -102,7 +121,19 @@ def empty_samples():
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
         "gemm_combine": (none, w2, offsets, weights, slots, None, None),
         "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
-        "fused_experts_with_shared": (none, w13, w2, weights, ids, t(10, 4), t(4, 5), None, None, None, None)
+        "fused_experts_with_shared": (
+            none,
+            w13,
+            w2,
+            weights,
+            ids,
+            matrix(10, 4),
+            matrix(4, 5),
+            None,
+            None,
+            None,
+            None,
+        )
         + ("silu", "silu"),
         "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
     }
@@ -117,9 +148,7 @@ def _expanded(tensor):
 
 
 def _every_other(tensor):
-    """Stride 2 in the last dimension; not for weights, which need a dimension of stride 1."""
-    if tensor.dim() == 3:
-        return tensor
+    """Stride 2 in the last dimension."""
     return tensor.unsqueeze(-1).repeat_interleave(2, -1)[..., 0]
 
 
@@ -138,7 +167,9 @@ def laid_out(args, layout, dtype):
         if not isinstance(arg, torch.Tensor):
             return arg
         if arg.is_floating_point():
-            cast = LAYOUTS[layout](arg.detach().to(dtype))
+            is_weight = arg.dim() == 3 or hasattr(arg, "is_weight")
+            arrange = LAYOUTS["dense" if is_weight and layout == "strided" else layout]
+            cast = arrange(arg.detach().to(dtype))
             return cast.detach().requires_grad_(arg.requires_grad)
         return arg if layout == "expanded" else LAYOUTS[layout](arg)
 

@@ -146,6 +146,11 @@ def test_a_gradient_that_nobody_asks_for_is_none():
         ),
         ({"shared_w2": torch.randn(4, 8)}, ValueError, r"shared_w2 has shape \[4, 8\]: expected \[4, 4\]"),
         ({"shared_w2": torch.randn(4, 4).double()}, TypeError, "shared_w2 has dtype torch.float64: expected"),
+        (
+            {"shared_w2": torch.randn(8, 8)[::2, ::2]},
+            ValueError,
+            r"shared_w2 has strides \[16, 2\]: expected",
+        ),
         ({"shared_weights": torch.ones(3)}, ValueError, r"shared_weights has shape \[3\]: expected \[3, 1\]"),
         ({"shared_weights": torch.ones(3, 1).int()}, TypeError, "shared_weights has dtype torch.int32"),
         (
