@@ -15,7 +15,7 @@ from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 
 # Up to so many slots blocks are small and add each slot by itself; measured on an H200, docs/PERFORMANCE.md.
-_FEW_SLOTS, _FEW_BLOCK, _MANY_BLOCK = 4096, 128, 1024
+_FEW_SLOTS, _FEW_BLOCK, _MANY_BLOCK = 8192, 128, 512
 
 
 @triton.jit

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from moe_ops import routing as routing_definition
-from moe_ops.arguments import Router
+from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement, Router
 from moe_ops.kernels import decode_plan, fused
 from moe_ops.kernels.decode_plan import prefers_gemv
+from moe_ops.kernels.fused import leaves_room
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
+from tests.kernels.catalogue import meta
 from tests.kernels.oracles import assert_close
 
 SIZES = {
@@ -186,6 +188,21 @@ def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
     assert prefers_gemv(1, 2, 8) and prefers_gemv(4, 8, 128) and prefers_gemv(8, 8, 256)
     assert not prefers_gemv(4, 2, 8)  # Mixtral: four tokens already share experts
     assert not prefers_gemv(16, 8, 256)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "room"),
+    [(1, 2048, True), (2, 2048, True), (4, 2048, False), (8, 512, True), (16, 512, False)],
+)
+def test_where_another_stream_gets_in_between(tokens: int, size: int, room: bool) -> None:
+    """Few tokens of any layer, but not gigabytes of weights: at a hidden size of 7168 four tokens read 2.8 GB."""
+    hidden = 7168 if size == 2048 else 2048
+    experts = ExpertWeights(
+        GroupedLinear(meta(256, 2 * size, hidden)), GroupedLinear(meta(256, hidden, size))
+    )
+    routed = meta(tokens, 8, dtype=torch.float32), meta(tokens, 8, dtype=torch.int32)
+    args = FusedExperts(meta(tokens, hidden), experts, *routed, Placement(), None, "silu")
+    assert leaves_room(args) == room
 
 
 def test_decode_path_counts_the_experts_of_the_map() -> None:

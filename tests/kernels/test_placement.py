@@ -35,7 +35,7 @@ def test_replicas_and_load(
 
 @pytest.mark.parametrize("num_real", [-1, 0, 1, 300, 699, 5000])
 @pytest.mark.parametrize("recording", [True, False])
-@pytest.mark.parametrize("tokens", [700, 2100])  # slots are added one by one, and counted first
+@pytest.mark.parametrize("tokens", [700, 4100])  # slots are added one by one, and counted first
 def test_padding_and_a_switch(num_real: int, recording: bool, tokens: int, device: str) -> None:
     ids = _ids(tokens, 2)
     load = torch.zeros(PHYSICAL, dtype=torch.int32, device=device)

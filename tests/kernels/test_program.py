@@ -136,3 +136,33 @@ def test_strided_index_vectors_are_refused_by_plans_and_copied_by_launches(devic
     with pytest.raises(ValueError, match="sorted_slots has stride 2"):
         program_of("permute", hidden, slots)
     assert torch.equal(launch("permute", hidden, slots), hidden[slots.long()])
+
+
+def test_a_program_is_split_before_the_first_reader(device: str) -> None:
+    """Both parts launched one after the other are the whole, and the first can do without the tensor."""
+
+    def shift(source: object, out: str) -> Launch:
+        args = {
+            "hidden_ptr": source,
+            "slots_ptr": Ref("slots"),
+            "out_ptr": Ref(out),
+            "top_k": 1,
+            "num_tokens": 4,
+        }
+        return Launch(
+            permute._permute_kernel, (4,), args | {"num_columns": 4, "stride_t": 4, "stride_h": 1, "BLOCK": 4}
+        )
+
+    late = View("late", (4, 4), (4, 1))
+    launches = shift(Ref("early"), "a"), shift(late, "b"), shift(Ref("a"), "c")
+    program = Program(tuple(Buffer(name, (4, 4), torch.float32) for name in "abc"), launches, ("b", "c"))
+    assert [len(part) for part in program.split("late")] == [1, 2]
+    assert [len(part) for part in program.split("a")] == [0, 3]
+    assert [len(part) for part in program.split("nowhere")] == [3, 0]
+    early, slots = torch.arange(16.0, device=device).view(4, 4), torch.tensor([1, 0, 3, 2], dtype=torch.int32)
+    values = program.allocate({"early": early, "slots": slots.to(device)}, early.device)
+    before, after = program.split("late")
+    program.launch(values, before)
+    values["late"] = values["a"] * 2
+    program.launch(values, after)
+    assert torch.equal(values["b"], 2 * early) and torch.equal(values["c"], early)

@@ -63,8 +63,27 @@ def test_bad_values_name_field_value_and_expectation(change, error, texts):
         (lambda: RouterConfig(gate_dtype=torch.int32), TypeError, "gate_dtype=torch.int32"),
         (lambda: SharedExpertConfig(0), ValueError, "intermediate_size=0"),
         (lambda: SharedExpertConfig(4, gated="relu"), ValueError, "gated='relu'"),
+        (lambda: SharedExpertConfig(4, overlap=1), TypeError, "overlap=1"),
     ],
 )
 def test_bad_values_of_the_nested_configs(make, error, text):
     with pytest.raises(error, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"emit": "stages"}, "emit='stages' with an overlapped shared expert: expected 'auto' or 'fused'"),
+        (
+            {"save_for_backward": "activations"},
+            "save_for_backward='activations' with an overlapped shared expert",
+        ),
+    ],
+)
+def test_what_an_overlapped_shared_expert_excludes(change, text):
+    """Options of routing and experts are in test_option_pairs."""
+    shared = SharedExpertConfig(4, overlap=True)
+    with pytest.raises(ValueError, match=text):
+        MoEConfig(**SIZES, shared_experts=shared, **change)
+    assert MoEConfig(**SIZES, shared_experts=shared, emit="fused").shared_experts.overlap

@@ -1,10 +1,13 @@
 """What the pairs of options do not show: rounding, memory, errors, and that nothing costs where it is off."""
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig
+from layers.expert_options import in_chunks
 from tests.layers import oracle
 
 H, I, E, K = 16, 20, 8, 2
@@ -54,6 +57,20 @@ def test_chunks_bound_the_workspace():
     assert seen.largest == hidden.nbytes  # the output; a chunk's gate and up columns are 10 * K of 2I
     assert unbounded.largest == 100 * K * 2 * I * hidden.itemsize
     assert oracle.relative_error(layer(hidden, logits), whole(hidden, logits)) < 1e-6
+
+
+def test_a_chunk_is_gone_when_the_next_one_runs():
+    chunks = []
+
+    def run(tokens):
+        assert all(chunk() is None for chunk in chunks)
+        out = tokens * 2
+        chunks.append(weakref.ref(out))
+        return out
+
+    tokens = torch.randn(10, H)
+    assert torch.equal(in_chunks(run, 3, tokens), tokens * 2)
+    assert len(chunks) == 4
 
 
 def test_chunks_have_the_dtype_of_autocast():

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from layers import FusedMoE, MoEConfig, RouterConfig
+from layers import ExpertsConfig, FusedMoE, MoEConfig, RouterConfig, SharedExpertConfig, SharedExperts
 from moe_ops import Activation, RoutingConfig
 from tests.layers import oracle
 
@@ -232,3 +232,11 @@ def test_logits_may_have_any_floating_dtype():
     outs = [module(hidden, logits.to(dtype)) for dtype in (torch.bfloat16, torch.float32)]
     for left, right in itertools.pairwise(outs):
         assert torch.equal(left, right)
+
+
+def test_a_shared_expert_beside_a_layer_that_has_no_place_for_it():
+    config = MoEConfig(E, K, H, I, experts=ExpertsConfig(post_norm_eps=1e-5))
+    module, shared = FusedMoE(config), SharedExperts(config, SharedExpertConfig(8))
+    hidden, logits = inputs(3)
+    with pytest.raises(ValueError, match=r"experts.post_norm_eps=1e-05 with an overlapped shared expert"):
+        module(hidden, logits, shared.operand(hidden))

@@ -6,6 +6,7 @@ import torch
 
 from layers import MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
 from moe_ops import RoutingConfig
+from tests.counting import Calls
 from tests.layers import oracle
 
 H, I, E, K = 16, 24, 8, 2
@@ -76,3 +77,13 @@ def test_every_parameter_gets_a_gradient():
     block(torch.randn(64, H)).square().sum().backward()
     without = [name for name, parameter in block.named_parameters() if not parameter.grad.any()]
     assert without == []
+
+
+def test_an_overlapped_shared_expert_is_part_of_the_operator():
+    shared = SharedExpertConfig(40, "sigmoid", activation="relu2", overlap=True)
+    block = make(OPTIONS["deepseek_v3"] | {"shared_experts": shared})
+    hidden = torch.randn(2, 5, H)
+    with torch.no_grad(), Calls() as calls:
+        out = block(hidden)
+    assert calls.names == ["moe.fused_experts_with_shared", "moe.topk_routing"]
+    assert oracle.relative_error(out, oracle.block(block, hidden)) < 1e-6

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
 from moe_ops.reference import reference_experts
 from tests.cases import CASES, make
+from tests.counting import Calls
 from tests.helpers import assert_matches_oracle, assert_same, grads_of
 from tests.ops.test_values import oracle
 
@@ -184,6 +186,33 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out = moe_ops.fused_experts_with_shared(x, w13, w2, torch.ones(3, 1), ids, shared13, shared2)
     assert out.dtype == torch.bfloat16
+
+
+def test_it_counts_both_kinds_of_experts():
+    x, w13, w2 = torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3)
+    shared13, shared2, ids = torch.randn(10, 4), torch.randn(4, 5), torch.zeros(3, 2, dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        moe_ops.fused_experts_with_shared(x, w13, w2, torch.ones(3, 2), ids, shared13, shared2)
+    assert counter.get_total_flops() == 2 * 3 * 2 * (6 * 4 + 4 * 3) + 2 * 3 * (10 * 4 + 4 * 5)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_vmap(weighed):
+    """Tokens of a batch join the tokens: the operator runs once."""
+    x, w13, w2 = torch.randn(5, 3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3)
+    shared13, shared2, weights = torch.randn(10, 4), torch.randn(4, 5), torch.rand(5, 3, 2)
+    ids, scale = torch.randint(2, (5, 3, 2)), torch.rand(5, 3, 1) if weighed else None
+
+    def run(x, weights, ids, scale):
+        return moe_ops.fused_experts_with_shared(
+            x, w13, w2, weights, ids, shared13, shared2, shared_weights=scale
+        )
+
+    with Calls() as calls:
+        out = torch.vmap(run, in_dims=(0, 0, 0, 0 if weighed else None))(x, weights, ids, scale)
+    assert calls.names == ["moe.fused_experts_with_shared"]
+    expected = [run(x[i], weights[i], ids[i], scale[i] if weighed else None) for i in range(5)]
+    torch.testing.assert_close(out, torch.stack(expected))
 
 
 @pytest.mark.gpu
