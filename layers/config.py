@@ -160,7 +160,7 @@ class MoEConfig:
         intermediate_size: I of one routed expert.
         routing: how logits become weighted experts; None means `RoutingConfig(top_k=top_k)`.
         activation: an `Activation` or its canonical string; stored as an `Activation`.
-        has_bias: experts have `w13_bias` and `w2_bias`.
+        has_bias: both products of an expert have biases.
         emit: "auto" gives stage ops to a compiler and one fused op to eager PyTorch. "fused" is the choice for
             `torch.compile` or export without this project's passes, "stages" shows every stage in eager.
         router: gate bias, correction bias, logits dtype, where the weight is applied.

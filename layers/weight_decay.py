@@ -28,5 +28,5 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
 
 
 def _is_bias(name: str) -> bool:
-    # Any part of the name: a parametrised bias is called `parametrizations.w13_bias.original`.
+    # Any part of the name: a parametrised bias is called `parametrizations.w2_bias.original`.
     return any(part.endswith("bias") for part in name.split("."))

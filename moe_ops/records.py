@@ -2,7 +2,7 @@
 
 A record is a NamedTuple. Its fields are tensors, options, and values: records again, such as the weights of an expert.
 An operator of `torch.library` takes flat arguments; here, and nowhere else, do they have positions. Leaves go by their
-field's name, those of a `GroupedLinear` by the name of the field that holds it: `w13`, `w13_bias`.
+field's name, those of a `GroupedLinear` by the name of the field that holds it: `w2`, `w2_bias`.
 
 The same record type holds tensors, their metadata for a launch plan, the nodes of a graph, gradients, or booleans.
 """
@@ -108,7 +108,7 @@ def _name(field: str, kind: Any, leaf: str) -> str:
 
 
 def leaf_name(field: str, first: str, leaf: str) -> str:
-    """`weight` and `bias` of the field `w13` are `w13` and `w13_bias`; those of a field `weight` keep their names."""
+    """`weight` and `bias` of the field `w2` are `w2` and `w2_bias`; those of a field `weight` keep their names."""
     if field == first:
         return leaf
     return field if leaf == first else f"{field}_{leaf}"

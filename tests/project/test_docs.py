@@ -1,5 +1,6 @@
 """The documentation is true: its code runs, its quotations are in the source, and it names all that is public."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -107,3 +108,12 @@ def test_a_name_that_no_page_mentions(page: Path) -> None:
     missing = doc_blocks.undocumented("moe_ops", [page])
     assert "RoutingConfig" not in missing
     assert "fused_moe" in missing
+
+
+def test_what_an_operand_costs():
+    """The count in docs/adding_an_op.md."""
+    page = (ROOT / "docs/adding_an_op.md").read_text()
+    claimed = re.search(r"is (\d+) lines of `moe_ops`, in (\w+) files", page)
+    files = [path.read_text().splitlines() for path in (ROOT / "moe_ops").rglob("*.py")]
+    found = [sum("is_recording" in line for line in lines) for lines in files]
+    assert (sum(found), sum(map(bool, found))) == (int(claimed[1]), {"three": 3}[claimed[2]])
