@@ -165,8 +165,6 @@ def _gradients_alone(
     tensors: dict[str, Any] = {"hidden_states": args.hidden_states, **args.shared._asdict()}
     asked = {"hidden_states": needs.hidden_states, **needs.shared._asdict()}
     wanted = [name for name in tensors if asked[name]]
-    if not wanted:
-        return {}
 
     def of_wanted(*values: Any) -> Tensor:
         replaced = tensors | dict(zip(wanted, values, strict=True))

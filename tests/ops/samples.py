@@ -160,8 +160,8 @@ LAYOUTS = {
 }
 
 
-def laid_out(args, layout, dtype):
-    """`args` with floating tensors in `dtype` and every tensor in `layout`."""
+def laid_out(args, layout, dtype, device="cpu"):
+    """`args` on `device`, with floating tensors in `dtype` and every tensor in `layout`."""
 
     def change(arg):
         if not isinstance(arg, torch.Tensor):
@@ -169,8 +169,8 @@ def laid_out(args, layout, dtype):
         if arg.is_floating_point():
             is_weight = arg.dim() == 3 or hasattr(arg, "is_weight")
             arrange = LAYOUTS["dense" if is_weight and layout == "strided" else layout]
-            cast = arrange(arg.detach().to(dtype))
+            cast = arrange(arg.detach().to(device, dtype))
             return cast.detach().requires_grad_(arg.requires_grad)
-        return arg if layout == "expanded" else LAYOUTS[layout](arg)
+        return LAYOUTS["dense" if layout == "expanded" else layout](arg.to(device))
 
     return tuple(map(change, args))

@@ -81,16 +81,9 @@ def test_routing_equals_the_cpu(routing):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(name, layout, dtype):
     for args in samples()[name]:
-        there = [
-            arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in laid_out(args, "dense", dtype)
-        ]
-        given = laid_out([leaf(arg) for arg in there], layout, dtype)
+        given = laid_out(args, layout, dtype, "cuda")
         result = torch.library.opcheck(getattr(torch.ops.moe, name).default, given)
         assert set(result.values()) == {"SUCCESS"}
-
-
-def leaf(arg):
-    return arg.detach().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 33])

@@ -120,6 +120,18 @@ def test_gradients(weighed, create_graph):
     assert_same(grads_of(ours, leaves), grads_of(theirs, leaves), 1e-10)
 
 
+def test_weights_may_have_a_dtype_of_their_own():
+    x, w13, w2 = (torch.randn(shape).bfloat16() for shape in ((3, 4), (2, 6, 4), (2, 4, 3)))
+    shared13, shared2 = torch.randn(8, 4).bfloat16(), torch.randn(4, 4).bfloat16().requires_grad_()
+    ids, scale = torch.zeros(3, 1, dtype=torch.int32), torch.rand(3, 1, requires_grad=True)
+    out = moe_ops.fused_experts_with_shared(
+        x, w13, w2, torch.ones(3, 1), ids, shared13, shared2, shared_weights=scale
+    )
+    out.sum().backward()
+    gradients = out.dtype, shared2.grad.dtype, scale.grad.dtype
+    assert gradients == (torch.bfloat16, torch.bfloat16, torch.float32)
+
+
 def test_a_gradient_that_nobody_asks_for_is_none():
     x, w13, w2 = torch.randn(3, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3)
     shared13, shared2 = torch.randn(8, 4, requires_grad=True), torch.randn(4, 4)

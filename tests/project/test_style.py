@@ -13,11 +13,8 @@ MAX_LINES = 350
 MAX_ARGUMENTS = 8
 # Paths of a machine or of someone's home; absolute, so that `work` or `home` as words are fine.
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|home|root|tmp)/\w|\.\./shared")
-PUBLIC_OPS = {
-    "fused_experts",
-    "fused_experts_with_shared",
-    "fused_moe",
-}  # their signatures are the operators' and fixed
+# Their signatures are the operators' and fixed.
+PUBLIC_OPS = {"fused_experts", "fused_experts_with_shared", "fused_moe"}
 
 
 def _python_files(*folders: str) -> Iterator[Path]:
