@@ -167,7 +167,8 @@ def define_gradient_of_formula(arguments: type, formula: Op) -> None:
 
     For backward operators: it makes the operators they belong to twice differentiable.
     """
-    _, leaves, _, build = OPERATORS[arguments]
+    operator = OPERATORS[arguments]
+    leaves, build = operator.leaves, operator.build
     positions = [index for index, leaf in enumerate(leaves) if leaf.is_differentiable]
 
     def backward(saved: Any, needs: Any, *grads: Tensor) -> Any:

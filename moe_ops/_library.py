@@ -24,12 +24,13 @@ Op = Callable[..., Any]
 
 
 class Operator(NamedTuple):
-    """An operator and what its record of arguments says."""
+    """An operator and what its record of arguments says. `tensors`: position, name, and whether it may be None."""
 
     overload: Any
     leaves: tuple[records.Leaf, ...]
     flatten: Op
     build: Op
+    tensors: tuple[tuple[int, str, bool], ...]
 
     @property
     def name(self) -> str:
@@ -59,7 +60,8 @@ def define(arguments: type, returns: str, *, check: Op, cpu: Op, cuda: Op, fake:
     torch.library.register_fake(f"{NAMESPACE}::{name}", traced, lib=LIBRARY)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     records.RECORDS[name] = arguments
-    OPERATORS[arguments] = Operator(overload, leaves, records.flattener(arguments), build)
+    tensors = tuple((i, leaf.name, leaf.is_optional) for i, leaf in enumerate(leaves) if leaf.is_tensor)
+    OPERATORS[arguments] = Operator(overload, leaves, records.flattener(arguments), build, tensors)
 
 
 def _checked(build: Op, check: Op, implementation: Op) -> Op:
@@ -145,9 +147,10 @@ def call(arguments: Any) -> Any:
     values = operator.flatten(arguments)
     if not torch.compiler.is_compiling():
         errors.forget()
-        for leaf, value in zip(operator.leaves, values, strict=True):
-            if type(value) not in _ORDINARY and leaf.is_tensor:
-                _expect_tensor(leaf, value)
+        for index, name, is_optional in operator.tensors:
+            value = values[index]
+            if type(value) not in _ORDINARY and not (is_optional and value is None):
+                _expect_tensor(name, value)
     return errors.invoke(operator.overload, *values)
 
 
@@ -185,11 +188,10 @@ def _cast(tensor: Any, dtype: torch.dtype) -> Any:
 _ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 
 
-def _expect_tensor(leaf: records.Leaf, value: Any) -> None:
-    if value is not None or not leaf.is_optional:
-        _checks.expect_tensor(leaf.name, value)
+def _expect_tensor(name: str, value: Any) -> None:
+    _checks.expect_tensor(name, value)
     if hasattr(value, "placements"):
-        errors.type_error("{} is a DTensor: expected a plain tensor, such as its to_local() shard", leaf.name)
+        errors.type_error("{} is a DTensor: expected a plain tensor, such as its to_local() shard", name)
 
 
 def define_vmap(arguments: type) -> None:

@@ -69,11 +69,12 @@ def check_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str
 
 def expect_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str, x: Tensor) -> None:
     """Shape [E, B, A], dtype and device, without strides."""
+    named = {name: linear.weight}
     _checks.expect_shape(name, linear.weight, shape)
-    bias_name = records.leaf_name(name, "weight", "bias")
     if linear.bias is not None:
+        bias_name = records.leaf_name(name, "weight", "bias")
         _checks.expect_shape(bias_name, linear.bias, linear.weight.shape[:2])
-    named = {name: linear.weight, bias_name: linear.bias}
+        named[bias_name] = linear.bias
     _checks.expect_same_dtype(x.dtype, input_name, **named)
     _checks.expect_same_device(x.device, input_name, **named)
 

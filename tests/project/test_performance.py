@@ -1,12 +1,14 @@
 """What the documents claim of speed is what the recorded results say."""
 
 import csv
+import json
 from pathlib import Path
 
 from benchmarks import peers
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
+OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 CPU = ROOT / "benchmarks" / "results" / "cpu-2026-11-21.txt"
 PAGE = (ROOT / "docs" / "PERFORMANCE.md").read_text()
 
@@ -37,3 +39,21 @@ def test_the_readme_table_holds_the_recorded_times() -> None:
 def test_the_range_of_ratios_is_the_recorded_one() -> None:
     ratios = [comparison.ratio for comparison in peers.compare(peers.read_rows([H200 / "moe.csv"]))]
     assert f"by {min(ratios):.2f} to {max(ratios):.1f} times" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_shows_what_options_cost() -> None:
+    """The recorded figures, in the order of the columns."""
+    found = json.loads(OPTIONS.read_text())
+    columns = {
+        "overlap": ("tokens", "routed", "shared", "sequential", "overlapped"),
+        "balancing": ("tokens", "routing", "with_balancing", "added"),
+        "chunks": ("chunk_size", "ms"),
+    }
+    lines = [line.split() for line in PAGE.splitlines()]
+    for name, keys in columns.items():
+        rows = [row for row in found[name] if keys[0] in row]
+        assert len(rows) >= 5
+        for row in rows:
+            first, *others = (row[key] for key in keys)
+            expected = [str(first), *(f"{value:.1f}" for value in others)]
+            assert any(line[: len(expected)] == expected for line in lines), expected
