@@ -130,6 +130,10 @@ def test_weights_may_have_a_dtype_of_their_own():
     out.sum().backward()
     gradients = out.dtype, shared2.grad.dtype, scale.grad.dtype
     assert gradients == (torch.bfloat16, torch.bfloat16, torch.float32)
+    gate, up = torch.nn.functional.linear(x, shared13).float().chunk(2, 1)
+    activated = (torch.nn.functional.silu(gate) * up).bfloat16()
+    alone = (torch.nn.functional.linear(activated, shared2) * scale).bfloat16()  # rounded before it is added
+    assert torch.equal(out, moe_ops.fused_experts(x, w13, w2, torch.ones(3, 1), ids, shared=alone))
 
 
 def test_a_gradient_that_nobody_asks_for_is_none():
