@@ -101,6 +101,19 @@ def clamped_silu(config: Any) -> Activation:
     return Activation("silu", limit=get_field(config, "swiglu_limit"))
 
 
+def step_silu(field: str) -> ActivationReader:
+    """SiLU, clamped after it by the limits of a field, one per layer; 0 is none."""
+
+    def activation(config: Any) -> Activation:
+        limits = {limit or 0.0 for limit in get_field(config, field) or (0.0,)}
+        if len(limits) > 1:
+            raise refuse(config, field, "expected one limit for all layers")
+        limit = float(limits.pop())
+        return Activation("swiglustep", limit=limit) if limit else named_activation(config, "hidden_act")
+
+    return activation
+
+
 def swiglu_oai(interleaved: bool) -> ActivationReader:
     """gpt-oss' activation, with rows of gate and up alternating or not."""
     return lambda config: Activation(

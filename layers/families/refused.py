@@ -14,20 +14,18 @@ _CAPACITY = Refusal("expert_capacity", "experts that drop tokens over their capa
 _POOLS = Refusal(
     "moe_intermediate_size", "two pools of experts, for text and vision tokens, are not expressible"
 )
-_SCALES = Refusal("top_k_experts", "a norm before the router and a scale per expert are not expressible")
+_NORM = Refusal("top_k_experts", "a norm of what only the router sees is not expressible")
 
 REFUSED = {
     "axk1": Refusal("rms_norm_eps", "a norm of the block's output (post_mlp_layernorm) is not expressible"),
-    "deepseek_v4": Refusal(
-        "scoring_func", "its scores, and routing by token id in its first layers, are not expressible"
-    ),
-    "diffusion_gemma_text": _SCALES,
+    "deepseek_v4": Refusal("scoring_func", "routing by token id in its first layers is not expressible"),
+    "diffusion_gemma_text": _NORM,
     "doge": Refusal("is_moe", "product-key retrieval of single rows is no mixture of feed-forward experts"),
     "dots3_note_vision_encoder": Refusal(
         "per_layer_config", "experts that differ by layer are not expressible"
     ),
     "ernie4_5_vl_moe_text": _POOLS,
-    "gemma4_text": _SCALES,
+    "gemma4_text": _NORM,
     "inkling2_text": Refusal("mlp_gate_softcap", "caps inside the activation are not expressible"),
     "inkling_text": Refusal(
         "shared_expert_sink", "weights shared with the shared experts are not expressible"
@@ -35,8 +33,13 @@ REFUSED = {
     "jetmoe": Refusal(
         "kv_channels", "experts in attention, and one bias for the output of all, are not expressible"
     ),
-    "longcat_flash": Refusal("zero_expert_num", "experts that return their input are not expressible"),
-    "muse_spark_text": Refusal("moe_hidden_size", "projections and norms around experts are not expressible"),
+    "longcat_flash": Refusal(
+        "zero_expert_num",
+        "weights of experts that only return their input, as its block has, are not expressible",
+    ),
+    "muse_spark_text": Refusal(
+        "output_multiplier", "a factor of the logits, and a norm of the experts' input, are not expressible"
+    ),
     "nllb-moe": _CAPACITY,
     "phimoe": Refusal("router_jitter_noise", "sparsemixer routing is not expressible"),
     "switch_transformers": _CAPACITY,

@@ -17,6 +17,7 @@ from layers.families.family import (
     sigmoid,
     silu,
     softmax,
+    step_silu,
     swiglu_oai,
     times,
     topk_softmax,
@@ -206,12 +207,10 @@ FAMILIES = {
     "step3p5": Family(
         sigmoid(scale="moe_router_scaling_factor"),
         router=_BIASED,
+        activation=step_silu("swiglu_limits"),
         shared=field("share_expert_dim"),
-        needs=(
-            ("swiglu_limits", (None,), "clamping what the activation returns is not expressible"),
-            ("swiglu_limits_shared", (None,), "clamping what the activation returns is not expressible"),
-            _NO_SHARED_BIAS,
-        ),
+        shared_activation=step_silu("swiglu_limits_shared"),
+        needs=(_NO_SHARED_BIAS,),
     ),
     "unlimited_ocr_text": _DEEPSEEK_V2,
 }

@@ -205,7 +205,7 @@ def test_fields_that_refuse_are_fields():
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True: biases"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu': expected 'relu2'"),
         ("laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping=5.0: a cap"),
-        ("step3p5", {"swiglu_limits": [7.0, 7.0]}, r"swiglu_limits=\[7.0, 7.0\]: clamping"),
+        ("step3p5", {"swiglu_limits": [7.0, 0.0]}, r"swiglu_limits=\[7.0, 0.0\]: expected one limit for all"),
         (
             "hunyuan_v1_moe",
             {"moe_topk": [1, 2]},
@@ -234,6 +234,8 @@ def test_fields_that_cannot_be_expressed_are_named(family, options, message):
         ("lfm2_moe", {"use_expert_bias": False}),
         ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}),
         ("hunyuan_v1_moe", {"moe_topk": [2, 2]}),
+        ("step3p5", {"swiglu_limits": [0.01] * 4, "swiglu_limits_shared": [0.0, None, 0, 0.0]}),
+        ("step3p5", {"swiglu_limits": [0.0] * 4, "swiglu_limits_shared": [0.02] * 4}),
         ("dbrx", {"ffn_config": {"hidden_size": 64, "ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 3,
                                  "moe_normalize_expert_weights": None, "ffn_act_fn": {"name": "gelu"}}}),
     ],
