@@ -22,7 +22,7 @@ from layers.modular_parts import (
 from layers.moe_block import MoEBlock
 from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
 from layers.prepare_finalize import BatchedPrepareAndFinalize, LocalPrepareAndFinalize
-from layers.routed_experts import RoutedExpertsCapture, RoutedExpertsReplay
+from layers.routed_experts import HashRouting, RoutedExpertsCapture, RoutedExpertsReplay
 from layers.router import Router, RouterOutput
 from layers.runner import MoERunner, Reduction
 from layers.shared_experts import SharedExperts
@@ -49,6 +49,7 @@ __all__ = [
     "BatchedPrepareAndFinalize",
     "ExpertOutput",
     "FusedMoE",
+    "HashRouting",
     "LocalExperts",
     "LocalPrepareAndFinalize",
     "ModularKernel",

@@ -61,7 +61,7 @@ class FusedMoE(ExpertParameters):
         e_score_correction_bias: [E] float32 buffer or None. It stays float32 when the module is cast:
             rounded to bfloat16 it would pick other experts.
         routing_override: None, or a module (hidden_states [T, H], router_logits [T, E]) -> (topk_weights, topk_ids)
-            that routes instead: `RoutedExpertsReplay`, `SimulatedRouting`, or any other.
+            that routes instead: `RoutedExpertsReplay`, `HashRouting`, `SimulatedRouting`, or any other.
         capture: None, or a `RoutedExpertsCapture`, which remembers the chosen experts.
         balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
 

@@ -1,8 +1,8 @@
-"""Routed experts captured into a tensor that exists beforehand, and replayed from one.
+"""Routed experts captured into a tensor that exists beforehand, replayed from one, or looked up by token id.
 
-Plain PyTorch on persistent tensors, no callbacks: both work eagerly, compiled and inside a captured graph.
+Plain PyTorch on persistent tensors, no callbacks: all work eagerly, compiled and inside a captured graph.
 
-Letters: T tokens of a forward, M >= T rows of a buffer, E logical experts, K experts per token.
+Letters: T tokens of a forward, M >= T rows of a buffer, E logical experts, K experts per token, V token ids.
 """
 
 import torch
@@ -66,12 +66,62 @@ class RoutedExpertsReplay(nn.Module):
         return routing_weights(router_logits, topk_ids, self.routing), topk_ids
 
 
+class HashRouting(nn.Module):
+    """Routes by what each token is: `experts.routing_override = HashRouting(table, token_ids, config.routing)`.
+
+    DeepSeek-V4 does so in its first layers.
+
+    Args:
+        table: [V, K] int32, the logical experts of each token id. An id of an expert outside [0, E) leaves it out.
+        token_ids: [M] int32 or int64, of the tokens that come next: a tensor that all layers may share, changed in
+            place before a forward, which reads its first T. A token id outside [0, V) gets no expert.
+        routing: how logits become weights, as in `RoutedExpertsReplay`.
+
+    Raises:
+        TypeError, ValueError: `table` is not [V, K] int32 with K of `routing`, or `token_ids` not [M] integers. In a
+            forward: more than M tokens.
+    """
+
+    table: Tensor
+    token_ids: Tensor
+
+    def __init__(self, table: Tensor, token_ids: Tensor, routing: RoutingConfig) -> None:
+        super().__init__()
+        _expect_ids("table", table, (torch.int32,), ("vocabulary", "top_k"))
+        _expect_ids("token_ids", token_ids, (torch.int32, torch.int64), ("max_tokens",))
+        expect_type("routing", routing, RoutingConfig)
+        if table.shape[1] != routing.top_k or not table.shape[0]:
+            raise ValueError(
+                f"table has shape {list(table.shape)}: expected token ids and top_k={routing.top_k}"
+            )
+        self.routing = routing
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("token_ids", token_ids, persistent=False)
+
+    def forward(self, hidden_states: Tensor | None, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """(topk_weights [T, K], topk_ids [T, K] int32) from logits [T, E]."""
+        num_tokens = router_logits.shape[0]
+        if num_tokens > self.token_ids.shape[0]:
+            value_error(
+                "token_ids has shape {}: expected at least {}", list(self.token_ids.shape), num_tokens
+            )
+        tokens = self.token_ids[:num_tokens]
+        known = (tokens >= 0) & (tokens < self.table.shape[0])
+        experts = self.table[tokens.masked_fill(~known, 0)]
+        topk_ids = experts.masked_fill(~known.unsqueeze(1), -1)
+        return routing_weights(router_logits, topk_ids, self.routing), topk_ids
+
+
 def _expect_buffer(buffer: Tensor) -> None:
-    expect_type("buffer", buffer, Tensor)
-    if buffer.dtype != torch.int32:
-        raise TypeError(f"buffer has dtype {buffer.dtype}: expected torch.int32")
-    if buffer.dim() != 2:
-        raise ValueError(f"buffer has shape {list(buffer.shape)}: expected [max_tokens, top_k]")
+    _expect_ids("buffer", buffer, (torch.int32,), ("max_tokens", "top_k"))
+
+
+def _expect_ids(name: str, ids: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[str, ...]) -> None:
+    expect_type(name, ids, Tensor)
+    if ids.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {ids.dtype}: expected {' or '.join(map(str, dtypes))}")
+    if ids.dim() != len(shape):
+        raise ValueError(f"{name} has shape {list(ids.shape)}: expected [{', '.join(shape)}]")
 
 
 def _rows_of(buffer: Tensor, num_tokens: int, top_k: int) -> Tensor:

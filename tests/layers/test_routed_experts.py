@@ -7,6 +7,7 @@ import inductor_passes
 from layers import (
     EplbState,
     FusedMoE,
+    HashRouting,
     MoEBlock,
     MoEConfig,
     RoutedExpertsCapture,
@@ -14,6 +15,7 @@ from layers import (
     RouterConfig,
 )
 from moe_ops import RoutingConfig
+from moe_ops.reference import reference_experts
 from tests.helpers import assert_matches_oracle
 from tests.layers import oracle
 
@@ -166,3 +168,58 @@ def test_more_tokens_than_rows_is_an_error(which, compiled):
         Exception, match=r"buffer has shape \[6, 2\]: expected at least .*7.* tokens and top_k=2"
     ):
         run(*inputs(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("how", HOW)
+@torch.no_grad()
+def test_experts_by_token_id(how, dtype):
+    """The tensor of token ids changes in place; what is no token of the vocabulary has no expert."""
+    module, table = FusedMoE(CONFIG), torch.rand(50, E).argsort(1)[:, :2].int()
+    table[7] = -1
+    token_ids = torch.zeros(MOST, dtype=dtype)
+    module.routing_override = HashRouting(table, token_ids, CONFIG.routing)
+    run = HOW[how](module)
+    for tokens in (33, 7, 1, 0):
+        hidden, logits = inputs(tokens)
+        token_ids.random_(0, 50)
+        token_ids[:3] = torch.tensor([50, -1, 7])
+        chosen = table[token_ids.clamp(0, 49)[:tokens].long()]
+        chosen[:3] = -1
+        assert torch.equal(module.route(logits).topk_ids, chosen)
+        probabilities = (
+            logits.double().softmax(1).gather(1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, 0)
+        )
+        weights = (probabilities / probabilities.sum(1, keepdim=True)).nan_to_num(0)
+        expected = reference_experts(
+            hidden.double(), module.w13_weight.double(), module.w2_weight.double(), weights, chosen,
+            CONFIG.activation,
+        )  # fmt: skip
+        assert_matches_oracle(run(hidden, logits), expected)
+
+
+IDS = torch.zeros(4).int()
+
+
+@pytest.mark.parametrize(
+    ("table", "token_ids", "error", "message"),
+    [
+        (torch.zeros(9, 2), IDS, TypeError, "table has dtype torch.float32: expected torch.int32"),
+        (torch.zeros(9).int(), IDS, ValueError, r"table has shape \[9\]: expected \[vocabulary, top_k"),
+        (torch.zeros(9, 3).int(), IDS, ValueError, r"table has shape \[9, 3\]: .* top_k=2"),
+        (torch.zeros(0, 2).int(), IDS, ValueError, r"table has shape \[0, 2\]: expected token ids"),
+        (torch.zeros(9, 2).int(), IDS.float(), TypeError, "token_ids has dtype torch.float32: .*int32 or"),
+        (torch.zeros(9, 2).int(), IDS.unsqueeze(1), ValueError, r"token_ids has shape \[4, 1\]"),
+        (torch.zeros(9, 2).int(), [1, 2], TypeError, "token_ids=.1, 2.: expected Tensor"),
+    ],
+)
+def test_what_hash_routing_refuses(table, token_ids, error, message):
+    with pytest.raises(error, match=message):
+        HashRouting(table, token_ids, CONFIG.routing)
+
+
+def test_hash_routing_needs_an_id_of_every_token():
+    module = FusedMoE(CONFIG)
+    module.routing_override = HashRouting(torch.zeros(9, 2).int(), torch.zeros(4).int(), CONFIG.routing)
+    with pytest.raises(ValueError, match=r"token_ids has shape \[4\]: expected at least 5"):
+        module(*inputs(5))
