@@ -73,8 +73,12 @@ def test_bfloat16_error_is_of_rounding_size():
 
 
 @pytest.mark.parametrize("leading", [(5,), (2, 3), (2, 1, 3), (0,), (2, 0), ()])
-def test_leading_dimensions_are_kept(leading):
-    module = make()
+@pytest.mark.parametrize(
+    "options", [{}, {"router": RouterConfig(has_expert_scale=True)}], ids=["whole", "apart"]
+)
+def test_leading_dimensions_are_kept(leading, options):
+    """Of a layer that is one operator, and of one whose routing is a step of its own."""
+    module = make(make_config(**options))
     hidden, logits = inputs(*leading)
     out = module(hidden, logits)
     assert out.shape == hidden.shape
