@@ -49,7 +49,7 @@ def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
         values = dict(zip(nodes, tensors, strict=True))
         return formula(records.transform(lambda leaf: values.get(leaf, leaf), args))
 
-    result = inline(graph, expanded, nodes, stage)
+    (result,) = inline(graph, expanded, nodes, stage, (stage,))
     log.lower("ATen", stage)
     stage.replace_all_uses_with(result)
     graph.erase_node(stage)
@@ -109,16 +109,20 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def inline(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node], stage: Node) -> Node:
-    """Writes the ATen graph of `function(*args)`, which computes what `stage` does, in front of it."""
+def inline(
+    graph: Graph, function: Callable[..., Any], args: Sequence[Node], stage: Node, results: Sequence[Node]
+) -> list[Node]:
+    """Writes the ATen graph of `function(*args)` in front of `stage`; its outputs, which must equal `results`."""
     traced = _compat.trace(function, [arg.meta["val"] for arg in args]).graph
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
-    result = next(node for node in traced.nodes if node.op == "output").args[0]
-    expect_same_value(result, stage)
+    output = next(node for node in traced.nodes if node.op == "output").args[0]
+    computed = output if isinstance(output, tuple) else (output,)
+    for new, old in zip(computed, results, strict=True):
+        expect_same_value(new, old)
     copies: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     with graph.inserting_before(stage):
         for node in traced.nodes:
             if node.op == "call_function":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 inherit_meta(copies[node], stage)
-    return copies[result]
+    return [copies[result] for result in computed]

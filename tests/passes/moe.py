@@ -7,7 +7,8 @@ from torch import Tensor
 
 import moe_ops
 
-TOKENS, HIDDEN, EXPERTS, INTERMEDIATE, TOP_K = 6, 16, 4, 8, 2
+# More slots than a layer is written out for on a CPU.
+TOKENS, HIDDEN, EXPERTS, INTERMEDIATE, TOP_K = 9, 16, 4, 8, 2
 ROUTING = moe_ops.RoutingConfig(top_k=TOP_K)
 
 

@@ -23,32 +23,32 @@ class TestGolden(expecttest.TestCase):
         self.assertExpectedInline(
             result.before,
             """\
-%0 = input() : float32[6, 4]
+%0 = input() : float32[9, 4]
 %1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
-%2 = getitem(%1, 0) : float32[6, 2]
-%3 = getitem(%1, 1) : int32[6, 2]
+%2 = getitem(%1, 0) : float32[9, 2]
+%3 = getitem(%1, 1) : int32[9, 2]
 %4 = moe.build_dispatch.default(%3, None, 4) : 3 tensors
-%5 = getitem(%4, 1) : int32[12]
+%5 = getitem(%4, 1) : int32[18]
 %6 = getitem(%4, 2) : int32[5]
-%7 = input() : float32[12, 8]
+%7 = input() : float32[18, 8]
 %8 = input() : float32[4, 16, 8]
-%9 = moe.grouped_gemm.default(%7, %8, %6, None) : float32[12, 16]
-%10 = moe.combine.default(%9, %2, %5, None) : float32[6, 16]
+%9 = moe.grouped_gemm.default(%7, %8, %6, None) : float32[18, 16]
+%10 = moe.combine.default(%9, %2, %5, None) : float32[9, 16]
 return [%10]""",
         )
         self.assertExpectedInline(
             result.after,
             """\
-%0 = input() : float32[6, 4]
+%0 = input() : float32[9, 4]
 %1 = moe.topk_routing.default(%0, None, 'top_k=2') : 2 tensors
-%2 = getitem(%1, 0) : float32[6, 2]
-%3 = getitem(%1, 1) : int32[6, 2]
+%2 = getitem(%1, 0) : float32[9, 2]
+%3 = getitem(%1, 1) : int32[9, 2]
 %4 = moe.build_dispatch.default(%3, None, 4) : 3 tensors
-%5 = getitem(%4, 1) : int32[12]
+%5 = getitem(%4, 1) : int32[18]
 %6 = getitem(%4, 2) : int32[5]
-%7 = input() : float32[12, 8]
+%7 = input() : float32[18, 8]
 %8 = input() : float32[4, 16, 8]
-%9 = moe.gemm_combine.default(%7, %8, %6, %2, %5, None, None) : float32[6, 16]
+%9 = moe.gemm_combine.default(%7, %8, %6, %2, %5, None, None) : float32[9, 16]
 return [%9]""",
         )
         assert result.log.counts() == {"gemm_combine": 1}
