@@ -36,7 +36,7 @@ def warmup(
     """Compiles and loads the kernels that a layer launches at these token counts.
 
     That is all that `topk_routing`, `fused_experts` and `fused_moe` launch: with a correction bias and without, with a
-    shared output and without. Of what else a layer may launch (an overlapped shared expert, the mapping to replicas, the
+    shared output and without. Where a layer launches more (an overlapped shared expert, the mapping to replicas, the
     parts of a `ModularKernel`) run one forward before a capture.
 
     Args:
