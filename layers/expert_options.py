@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from layers.router import RouterOutput
 from moe_ops import build_dispatch, combine, gated_activation, grouped_gemm, permute
+from moe_ops._checks import compute_dtype
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import value_error
 
@@ -52,8 +52,13 @@ def _expect_rows(value: Any, num_tokens: int) -> None:
 
 
 def zero_experts(tokens: Tensor, routed: RouterOutput, num_experts: int) -> Tensor:
-    """What the experts from number `num_experts` on return, weighed: a multiple of each token [T, H]."""
-    weights = routed.topk_weights.masked_fill(routed.topk_ids < num_experts, 0)
+    """What the experts from number `num_experts` on return, weighed: a multiple of each token [T, H].
+
+    An id beyond these, which no logit belongs to, is dropped as everywhere.
+    """
+    ids = routed.topk_ids
+    is_zero = (ids >= num_experts) & (ids < routed.router_logits.shape[1])
+    weights = routed.topk_weights.masked_fill(~is_zero, 0)
     return (tokens * weights.sum(1, keepdim=True)).to(tokens.dtype)
 
 
@@ -71,10 +76,10 @@ def run_with_norm(args: FusedExperts, weight: Tensor, eps: float) -> Tensor:
 
 
 def scaled(weights: Tensor, ids: Tensor, expert_scale: Tensor) -> Tensor:
-    """Routed weights [T, K] times the scale of their expert, in their own dtype."""
-    return weights * expert_scale.to(weights.dtype)[ids.long()]
+    """Routed weights [T, K] times the scale of their expert, in their own dtype; of an id out of range, any scale."""
+    return weights * expert_scale.to(weights.dtype)[ids.long().clamp(0, expert_scale.shape[0] - 1)]
 
 
 def compute_weights(weights: Tensor) -> Tensor:
     """Weights of a routing function in the compute dtype."""
-    return weights if weights.dtype == torch.float64 else weights.float()
+    return weights.to(compute_dtype(weights.dtype))

@@ -69,7 +69,8 @@ class RoutedExpertsReplay(nn.Module):
 class HashRouting(nn.Module):
     """Routes by what each token is: `experts.routing_override = HashRouting(table, token_ids, config.routing)`.
 
-    DeepSeek-V4 does so in its first layers.
+    DeepSeek-V4 does so in its first layers. Its tensors are those it is given, not copies, until a move to another
+    device: build it after that.
 
     Args:
         table: [V, K] int32, the logical experts of each token id. An id of an expert outside [0, E) leaves it out.

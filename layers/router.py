@@ -25,9 +25,10 @@ class RouterOutput(NamedTuple):
     topk_ids: Tensor
 
     def tokens_per_expert(self) -> Tensor:
-        """[E] int64: how many of the T*K slots chose each expert."""
-        ids = self.topk_ids.flatten().long()
-        return ids.new_zeros(self.router_logits.shape[-1]).scatter_add(0, ids, torch.ones_like(ids))
+        """[E] int64: how many of the T*K slots chose each expert. An id out of range, of nobody, does not count."""
+        ids, num_experts = self.topk_ids.flatten().long(), self.router_logits.shape[-1]
+        known = (ids >= 0) & (ids < num_experts)
+        return ids.new_zeros(num_experts).scatter_add(0, ids.masked_fill(~known, 0), known.long())
 
 
 class Router(nn.Module):

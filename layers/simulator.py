@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive
+from moe_ops._checks import compute_dtype
 from moe_ops.placement import mix_bits, token_hash
 
 Strategy = Callable[[Tensor | None, Tensor, int, Tensor], tuple[Tensor, Tensor]]
@@ -91,8 +92,7 @@ def sample_experts(
     uniform = (mix_bits(of_token ^ of_expert).double() + 0.5) / 2**32
     keys = log_popularity.double() - (-uniform.log()).log()
     topk_ids = keys.topk(top_k, dim=1).indices.to(torch.int32)
-    dtype = torch.float64 if router_logits.dtype == torch.float64 else torch.float32
-    return torch.full_like(topk_ids, 1 / top_k, dtype=dtype), topk_ids
+    return torch.full_like(topk_ids, 1 / top_k, dtype=compute_dtype(router_logits.dtype)), topk_ids
 
 
 def _uniform(

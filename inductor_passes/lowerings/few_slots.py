@@ -16,8 +16,10 @@ from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import arguments, erase_dead, find, operator_name, pick, rewrite_each
 from inductor_passes.lowerings.pointwise import inline
 from moe_ops import records
+from moe_ops._checks import compute_dtype
 from moe_ops.activation import apply_activation
-from moe_ops.arguments import FusedExperts, FusedMoe, GroupedLinear, Placement, TopkRouting
+from moe_ops.arguments import FusedExperts, FusedMoe, GroupedLinear, TopkRouting
+from moe_ops.dispatch import local_experts
 from moe_ops.routing import reference as topk_routing
 from moe_ops.types import Activation, RoutingConfig
 
@@ -43,11 +45,13 @@ def _has_few_slots_on_cpu(stage: Node) -> bool:
     value = stage.meta["val"]
     first = value if isinstance(value, Tensor) else value[0]
     top_k, num_experts = _choice(stage)
-    slots, most = first.shape[0] * top_k, min(_MOST_SLOTS, _SLOTS_PER_EXPERT * num_experts)
-    return first.device.type == "cpu" and isinstance(slots, int) and 1 <= slots <= max(_FEW_SLOTS, most)
+    slots = first.shape[0] * top_k
+    if first.device.type != "cpu" or not isinstance(slots, int) or not isinstance(num_experts, int):
+        return False
+    return 1 <= slots <= max(_FEW_SLOTS, min(_MOST_SLOTS, _SLOTS_PER_EXPERT * num_experts))
 
 
-def _choice(stage: Node) -> tuple[int | torch.SymInt, int]:
+def _choice(stage: Node) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """K, and of how many experts."""
     args = arguments(stage)
     if isinstance(args, FusedExperts):
@@ -94,9 +98,9 @@ def route_and_run(args: FusedMoe) -> Tensor:
 def few_slots(args: FusedExperts) -> Tensor:
     """`fused_experts` slot by slot, in the compute dtype to the end."""
     x, (w13, w2), topk_weights, topk_ids, placement, shared, activation = args
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    expert = _local(topk_ids.long(), placement)
-    known = (expert >= 0) & (expert < w13.weight.shape[0])
+    dtype, num_experts = compute_dtype(x.dtype), w13.weight.shape[0]
+    expert = local_experts(topk_ids, placement, num_experts)
+    known = expert < num_experts
     chosen = expert.masked_fill(~known, 0).flatten()  # [S]
     rows = x.to(dtype).unsqueeze(1).expand(-1, topk_ids.shape[1], -1).flatten(0, 1)  # [S, H]
     activated = apply_activation(_product(rows, w13, chosen), Activation.from_spec(activation))
@@ -107,13 +111,6 @@ def few_slots(args: FusedExperts) -> Tensor:
         # `where`, not a multiplication by zero: a dropped slot must not bring in a NaN of the expert read for it.
         total = torch.where(known[:, slot, None], total + weighed, total)
     return (total if shared is None else total + shared).to(x.dtype)
-
-
-def _local(ids: Tensor, placement: Placement) -> Tensor:
-    if placement.expert_map is None:
-        return ids
-    known = (ids >= 0) & (ids < placement.expert_map.shape[0])
-    return placement.expert_map[ids.masked_fill(~known, 0)].long().masked_fill(~known, -1)
 
 
 def _product(rows: Tensor, linear: GroupedLinear, expert: Tensor) -> Tensor:

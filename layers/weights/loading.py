@@ -242,6 +242,8 @@ def _difference(described: MoEConfig, ours: MoEConfig) -> str | None:
     pairs.append(("weight_on", described.router.weight_on, ours.router.weight_on))
     if described.shared_experts is not None and ours.shared_experts is not None:  # else their names tell
         pairs.append(("shared activation", _shared_activation(described), _shared_activation(ours)))
+        combinations = described.shared_experts.combination, ours.shared_experts.combination
+        pairs.append(("shared combination", *combinations))
     return next((f"{name} is {a!r} there and {b!r} here" for name, a, b in pairs if a != b), None)
 
 

@@ -86,7 +86,7 @@ def leaves_room(args: FusedExperts) -> bool:
     Programs of the GEMV kernels come and go. Persistent ones wait for each multiprocessor that they must share.
     """
     w13, w2 = (linear.weight for linear in args.experts)
-    bytes_read = args.topk_ids.numel() * (w13[0].nbytes + w2[0].nbytes)
+    bytes_read = args.topk_ids.numel() * (w13.nbytes + w2.nbytes) // w13.shape[0]
     return _is_gemv(args) and bytes_read <= _MOST_BYTES_BESIDE
 
 

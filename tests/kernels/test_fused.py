@@ -1,13 +1,18 @@
 """The fused programs, decode and grouped, against the slot-by-slot oracle."""
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
 from moe_ops import routing as routing_definition
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement, Router
-from moe_ops.kernels import decode_plan, fused
+from moe_ops.kernels import decode_plan, fused, plans
 from moe_ops.kernels.decode_plan import prefers_gemv
 from moe_ops.kernels.fused import leaves_room
+from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.program import Program
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
@@ -246,3 +251,55 @@ def test_gather_gemm_act_zeroes_rows_of_dropped_slots(device: str) -> None:
     kept = int(offsets[-1])
     assert 0 < kept < out.shape[0]
     assert (out[kept:] == 0).all() and out[:kept].isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second starts after what the first has done, and is waited for before the first launch that reads its output.
+
+    Where nothing overlaps that output is computed first.
+    """
+    events: list[str] = []
+
+    class Stream:
+        cuda_stream = 0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self) -> None:
+            events.append(f"on {self.name}")
+
+        def __exit__(self, *_: object) -> None:
+            events.append(f"off {self.name}")
+
+    def shared() -> torch.Tensor:
+        events.append("shared")
+        return torch.empty(tokens, 64, dtype=torch.bfloat16)
+
+    def launched(program: Program, values: Any, steps: Any = None) -> None:
+        events.extend("reads" if step.reads("shared") else "launch" for step in steps or program._steps)
+
+    kept = lambda _, stream: events.append(f"kept for {stream.name}")  # noqa: E731
+    first, second = Stream("first"), Stream("second")
+    monkeypatch.setattr(torch.Tensor, "record_stream", kept)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: first)
+    monkeypatch.setattr(plans, "_second_stream", lambda device, stream: second)
+    monkeypatch.setattr(plans, "gpu_of", lambda _: H200)
+    monkeypatch.setattr(Program, "launch", launched)
+    w13, w2 = (GroupedLinear(torch.empty(shape).bfloat16()) for shape in ((64, 96, 64), (64, 64, 48)))
+    x, weights = torch.empty(tokens, 64).bfloat16(), torch.empty(tokens, 4)
+    ids = torch.empty(tokens, 4, dtype=torch.int32)
+    args = FusedExperts(x, ExpertWeights(w13, w2), weights, ids, Placement(), None, "silu")
+    plans.launch_with_shared(args, shared)
+    told = " | ".join(events)
+    if tokens == 1:
+        beside = "second waits for first | on second | shared | off second | kept for first"
+        assert told == f"{beside} | launch | first waits for second | reads"
+    else:
+        assert told.startswith("shared | launch") and told.endswith("launch | reads") and "waits" not in told

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig
+from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RoutedExpertsReplay, RouterConfig
 from layers.expert_options import in_chunks
 from tests.layers import oracle
 
@@ -110,6 +110,23 @@ def test_zero_experts_round_once():
     hidden, logits = torch.randn(33, H).bfloat16(), torch.randn(33, E + 4)
     expected = oracle.experts(layer, hidden, logits)
     assert torch.equal(layer(hidden, logits), expected.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"router": RouterConfig(has_expert_scale=True)}, {"experts": ExpertsConfig(num_zero_experts=2)}],
+)
+def test_ids_out_of_range_are_nobodys(options):
+    """Whoever routes: no scale is read for them, no zero expert answers to them, and none counts them."""
+    layer = FusedMoE(_config(**options))
+    hidden, logits = torch.randn(4, H), torch.randn(4, layer.config.router_size)
+    ids = torch.tensor([[1, 2], [-1, 99], [0, 1 << 30], [layer.config.router_size, 3]], dtype=torch.int32)
+    layer.routing_override = RoutedExpertsReplay(ids, layer.config.routing)
+    routed = layer.route(logits)._replace(topk_weights=torch.ones(4, 2))
+    alone = layer(hidden, routed._replace(topk_weights=(ids < E).float() * (ids >= 0)))
+    assert torch.equal(layer(hidden, routed), alone) and not alone[1].any()
+    assert torch.equal(layer(hidden, logits)[1], torch.zeros(H))
+    assert routed.tokens_per_expert().tolist()[:4] == [1, 1, 1, 1] and routed.tokens_per_expert().sum() == 4
 
 
 def _best(hidden_states, router_logits, top_k, renormalize):

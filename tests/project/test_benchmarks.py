@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import demo, loading, moe_bench, peers
+from benchmarks import demo, loading, moe_bench, options_bench, peers
 from benchmarks.checkpoints import UnsupportedCheckpoint, load, moe_blocks, write_small_checkpoint
 from benchmarks.demo_graph import BlockFacts
 from benchmarks.demo_run import Run
@@ -195,3 +195,11 @@ def test_loading_is_compared_with_reading(monkeypatch, capsys) -> None:
     finally:
         torch.set_num_threads(threads)
     assert "load / read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("factor", [1.02, 3.0, float("nan")])
+def test_a_wrong_option_is_not_timed(factor: float) -> None:
+    expected = torch.randn(8, 16)
+    options_bench._expect_close(expected * 1.001, expected)
+    with pytest.raises(ValueError, match="relative error"):
+        options_bench._expect_close(expected * factor, expected)

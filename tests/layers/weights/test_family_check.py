@@ -72,6 +72,10 @@ def test_sizes_and_activations_of_another_family(folder):
     _refused(folder, "activation is .*'silu'.* there and .*'gelu'", replace(config, activation="gelu"))
     shared = replace(config.shared_experts, activation="gelu")
     _refused(folder, "shared activation is .*'silu'.* there and", replace(config, shared_experts=shared))
+    averaged = replace(config.shared_experts, combination="average")
+    _refused(
+        folder, "shared combination is 'sum' there and 'average'", replace(config, shared_experts=averaged)
+    )
     load_checkpoint(
         _blocks(replace(config, shared_experts=replace(shared, activation="silu"))), folder, progress=False
     )
