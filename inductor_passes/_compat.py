@@ -25,6 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -55,7 +56,9 @@ __all__ = [
     "post_grad_slot",
     "post_grad_slot_and_covered",
     "preserved_dynamo_state",
+    "real_tensors",
     "same_size",
+    "size_hint",
     "stable_topological_sort",
     "statically_known_true",
     "trace",
@@ -293,3 +296,15 @@ def fresh_code(function: types.FunctionType) -> types.FunctionType:
 
 
 _SERIAL = itertools.count()
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The number that a size had when it was traced; None for one that depends on data. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Computes real numbers inside, also where a compile is under way that computes with fake ones."""
+    return unset_fake_temporarily()

@@ -21,7 +21,9 @@ from inductor_passes.fuse_routing import FuseRoutingDispatch
 from inductor_passes.graph_tools import find, is_moe_op
 from inductor_passes.lowerings import ExpandFewSlots, ExpandPointwise, LaunchPrograms
 from inductor_passes.naming import LayerNames
+from inductor_passes.raising import RaiseExperts, RaiseRouters
 
+RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
     FuseRoutingDispatch(),
     FuseGatherGemmActivation(),
@@ -29,7 +31,7 @@ FUSIONS: tuple[MoEPass, ...] = (
     CollapseMoE(),
 )
 LOWERINGS: tuple[MoEPass, ...] = (ExpandFewSlots(), ExpandPointwise(), LaunchPrograms())
-PIPELINE: tuple[MoEPass, ...] = FUSIONS + LOWERINGS
+PIPELINE: tuple[MoEPass, ...] = RAISES + FUSIONS + LOWERINGS
 
 TRAINING_REASON = "training graph: the backward reads what a fusion would hide"
 
@@ -161,7 +163,7 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
     for each in passes:
-        if find(graph, *each.requires) and not (training and each.inference_only):
+        if (not each.requires or find(graph, *each.requires)) and not (training and each.inference_only):
             each.run(graph, log)
     graph.lint()
     return log

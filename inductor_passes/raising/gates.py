@@ -1,0 +1,65 @@
+"""Which activation a piece of a graph computes."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from inductor_passes.raising.evaluation import Cut, evaluate, numbers
+from moe_ops.activation import apply_activation, out_features
+from moe_ops.types import Activation
+
+_PLAIN = ("silu", "gelu", "gelu_tanh", "relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
+_ROWS = 64
+_CLOSE = 1e-9
+
+
+def recognised(gate: Cut, gate_up: Node, output: Node, masks: Mapping[Node, bool]) -> Activation | None:
+    """The activation that `gate` computes of `gate_up` [S, 2I], tried in float64 on numbers small and large."""
+    tried = _evaluated(gate, gate_up, output, masks)
+    if tried is None:
+        return None
+    values, wanted = tried
+    return next((each for each in _candidates(gate) if _is(each, values, wanted)), None)
+
+
+def _evaluated(
+    gate: Cut, gate_up: Node, output: Node, masks: Mapping[Node, bool]
+) -> tuple[Tensor, Tensor] | None:
+    columns = gate_up.meta["val"].shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(_ROWS, columns, generator=generator, dtype=torch.float64)
+    values = values * torch.logspace(-1, 2, _ROWS, dtype=torch.float64)[:, None]
+    constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
+    try:
+        known = evaluate(gate.nodes, {gate_up: values, **constant})
+    except (RuntimeError, ValueError, TypeError, IndexError):  # a shape is written in: not the gate of any rows
+        return None
+    return values, known[output]
+
+
+def _candidates(gate: Cut) -> Iterator[Activation]:
+    """Plain ones, then those with a number, which must stand in the graph."""
+    written = sorted(numbers(gate.nodes))
+    limits = [each for each in written if each > 0]
+    for interleaved in (False, True):
+        for name in _PLAIN:
+            if not interleaved or Activation(name).is_gated:
+                yield Activation(name, interleaved=interleaved)
+        for limit in limits:
+            yield Activation("silu", limit=limit, interleaved=interleaved)
+            yield Activation("swiglustep", limit=limit, interleaved=interleaved)
+            for alpha in limits:
+                for beta in {0.0, 1.0, *limits}:
+                    yield Activation(
+                        "swiglu_oai", alpha=alpha, limit=limit, beta=beta, interleaved=interleaved
+                    )
+
+
+def _is(activation: Activation, values: Tensor, wanted: Tensor) -> bool:
+    columns = values.shape[1]
+    if activation.is_gated and columns % 2 or wanted.shape != (_ROWS, out_features(columns, activation)):
+        return False
+    ours = apply_activation(values, activation)
+    return bool(((ours - wanted).abs() <= _CLOSE * (1 + wanted.abs())).all())

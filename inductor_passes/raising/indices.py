@@ -1,0 +1,170 @@
+"""What the integer tensors around grouped products mean, found by computing them for random expert ids.
+
+Sorting slots by expert can be written in many ways: sort, argsort, one_hot and cumsum; histc, bincount. All give the
+same numbers.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from inductor_passes import _compat
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import describe, getitem_source
+from inductor_passes.raising.evaluation import concrete, cut, evaluate
+
+_MIN_SAMPLES, _MIN_ROWS = 4, 256
+_MOST_SLOTS = 1 << 22
+
+Order = tuple[Tensor, ...]
+"""For each sample [S]: the slot that each row stands for."""
+
+
+def is_integral(node: Node) -> bool:
+    """Whether `node` is an integer or boolean tensor."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and not value.dtype.is_floating_point
+
+
+class Indices:
+    """Every integer tensor that follows from the ids of one router.
+
+    Args:
+        ids: [T, K], a node.
+        num_experts: E; ids lie in [0, E).
+
+    Raises:
+        Refusal: T or K are not known, or there are too many slots to try.
+    """
+
+    def __init__(self, ids: Node, num_experts: int) -> None:
+        self.ids = ids
+        self.num_experts = num_experts
+        tokens, self.top_k = (concrete(size) for size in ids.meta["val"].shape)
+        if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
+            raise Refusal(ids, f"expert ids of shape {list(ids.meta['val'].shape)} cannot be tried out")
+        count = max(_MIN_SAMPLES, -(-_MIN_ROWS // tokens))
+        generator = torch.Generator().manual_seed(0)
+        draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
+        self.samples = [draw.topk(self.top_k).indices for draw in draws]
+        self._known: list[dict[Node, object]] = [{ids: sample} for sample in self.samples]
+
+    @cached_property
+    def slot_order(self) -> Order:
+        """Row by row the slots as they come."""
+        return tuple(torch.arange(sample.numel()) for sample in self.samples)
+
+    def values(self, node: Node) -> tuple[Tensor, ...] | None:
+        """`node` for each sample of ids; None when it depends on anything else."""
+        found = cut([node], lambda each: each is self.ids)
+        sizes = {leaf: concrete(leaf.meta["val"]) for leaf in found.leaves if _is_size(leaf)}
+        if any(leaf is not self.ids and sizes.get(leaf) is None for leaf in found.leaves):
+            return None
+        try:
+            for known in self._known:
+                known.update(
+                    evaluate([each for each in found.nodes if each not in known], known | sizes)
+                )
+        except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+            return None
+        return tuple(known[node] for known in self._known)  # type: ignore[return-value,misc]
+
+    def order_behind(self, tokens: Node) -> Order | None:
+        """The order of rows whose tokens are `tokens`, computed from it: by expert, lowest first; None if there is none."""
+        wanted = self.values(tokens)
+        if wanted is None:
+            return None
+        nodes = cut([tokens], lambda each: each is self.ids).nodes
+        orders = (self.values(node) for node in nodes if is_integral(node))
+        known = (each for each in orders if each is not None and self._is_permutation(each))
+        return next((each for each in known if self._tokens(each, wanted) and self._is_sorted(each)), None)
+
+    def are_tokens(self, node: Node, order: Order) -> bool:
+        """Whether `node` [S] is the token of each row."""
+        values = self.values(node)
+        return values is not None and self._tokens(order, values)
+
+    def are_slots(self, node: Node, order: Order) -> bool:
+        """Whether `node` [S] is the slot of each row."""
+        return _equal(self.values(node), order)
+
+    def are_rows(self, node: Node, order: Order) -> bool:
+        """Whether `node` [S] is the row of each slot."""
+        return _equal(self.values(node), tuple(rows.argsort() for rows in order))
+
+    def are_experts(self, node: Node, order: Order) -> bool:
+        """Whether `node` [S] is the expert of each row."""
+        experts = tuple(s.flatten()[rows] for s, rows in zip(self.samples, order, strict=True))
+        return _equal(self.values(node), experts)
+
+    def are_offsets(self, node: Node) -> bool:
+        """Whether `node` [E] is where the rows of each expert end."""
+        counts = (sample.flatten().bincount(minlength=self.num_experts) for sample in self.samples)
+        return _equal(self.values(node), tuple(each.cumsum(0) for each in counts))
+
+    def is_everywhere(self, node: Node, value: bool) -> bool:
+        """Whether a mask has this value for every id that is in range."""
+        values = self.values(node)
+        return values is not None and all(
+            each.dtype == torch.bool and bool((each == value).all()) for each in values
+        )
+
+    def _is_sorted(self, order: Order) -> bool:
+        return all(
+            bool((sample.flatten()[rows].diff() >= 0).all())
+            for sample, rows in zip(self.samples, order, strict=True)
+        )
+
+    def _tokens(self, order: Order, wanted: tuple[Tensor, ...]) -> bool:
+        assert self.top_k is not None
+        return _equal(wanted, tuple(rows // self.top_k for rows in order))
+
+    def _is_permutation(self, values: tuple[Tensor, ...]) -> bool:
+        return all(
+            isinstance(each, Tensor) and each.shape == rows.shape and torch.equal(each.sort().values, rows)
+            for each, rows in zip(values, self.slot_order, strict=True)
+        )
+
+
+def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:
+    return values is not None and all(
+        isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
+        for one, other in zip(values, wanted, strict=True)
+    )
+
+
+def _is_size(node: Node) -> bool:
+    return not isinstance(node.meta.get("val"), Tensor)
+
+
+def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
+    """The [T, K] expert ids that `index` is computed from. Raises Refusal where there are none, or several."""
+    def is_ids(node: Node) -> bool:
+        value = node.meta.get("val")
+        if not is_integral(node) or value.dtype == torch.bool:
+            return False
+        is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)
+        return is_choice or _is_chosen(node)
+
+    leaves = [leaf for leaf in cut([index], is_ids).leaves if not _is_size(leaf)]
+    if len(leaves) != 1 or not is_ids(leaves[0]):
+        raise Refusal(index, f"expert ids come from {', '.join(map(describe, leaves)) or 'nowhere'}")
+    return leaves[0]
+
+
+def _is_chosen(node: Node) -> bool:
+    """Whether an integer comes out of an operator on floating numbers, as those of a top-k do."""
+    source = getitem_source(node)
+    inputs = node.all_input_nodes if source is None else source[0].all_input_nodes
+    return not all(_is_counted(each) for each in inputs)
+
+
+def _is_counted(node: Node, depth: int = 4) -> bool:
+    """Whether `node` holds integers, as floating numbers perhaps: `histc` counts only those."""
+    if not isinstance(node.meta.get("val"), Tensor) or is_integral(node):
+        return True
+    if node.op != "call_function" or depth == 0:
+        return False
+    return all(_is_counted(each, depth - 1) for each in node.all_input_nodes)

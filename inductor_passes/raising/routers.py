@@ -1,0 +1,252 @@
+"""RaiseRouters: what computes topk_weights and topk_ids from logits becomes topk_routing, if it is one of its configs.
+
+A router is known by what it computes: it is run in float64 on logits of many sizes and compared with the configs that
+its shapes and its constants allow.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes import _compat
+from inductor_passes.base import LAYER_KEY, PassLog, Refusal, layer_of
+from inductor_passes.graph_tools import (
+    arguments,
+    call,
+    describe,
+    find,
+    is_moe_op,
+    is_op,
+    outputs,
+    pick,
+)
+from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, numbers
+from inductor_passes.raising.products import aten, prims
+from inductor_passes.raising.writing import aten_call, erase_unread
+from moe_ops.arguments import Router, TopkRouting
+from moe_ops.routing import reference
+from moe_ops.types import RoutingConfig
+
+_CLOSE = 1e-9
+_MIN_ROWS = 256
+_SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
+"""Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
+
+
+class Choice(NamedTuple):
+    """A router as a model wrote it."""
+
+    weights: Node
+    """[T, K]."""
+    ids: Node
+    """[T, K]."""
+    logits: Node
+    """[T, E]."""
+    bias: Node | None
+    """E numbers."""
+    cut: Cut
+
+
+class RaiseRouters:
+    """What computes the weights and ids of a dispatch from logits becomes topk_routing."""
+
+    name = "raise_routers"
+    requires: tuple[str, ...] = ("build_dispatch",)
+    inference_only = True
+
+    def run(self, graph: Graph, log: PassLog) -> None:
+        """Raises the router of every dispatch whose ids are computed in this graph."""
+        for dispatch in find(graph, "build_dispatch"):
+            try:
+                _rewrite(graph, dispatch, log)
+            except Refusal as refusal:
+                log.refuse(refusal, dispatch)
+        _compat.stable_topological_sort(graph)
+
+
+def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
+    plan = arguments(dispatch)
+    combines = [user for user in outputs(dispatch)[1].users if is_op(user, "combine")] if 1 in outputs(dispatch) else []
+    if not combines or plan.topk_ids.op != "call_function" or is_moe_op(_source(plan.topk_ids)):
+        return
+    choice, config = _recognised(arguments(combines[0]).topk_weights, plan.topk_ids, plan.num_experts)
+    with graph.inserting_before(choice.weights):
+        bias = choice.bias
+        if bias is not None and bias.meta["val"].dim() != 1:
+            bias = aten_call(graph, aten.view.default, (bias, [plan.num_experts]), dispatch)
+        router = call(graph, TopkRouting(Router(choice.logits, bias, config.spec)), dispatch)
+    log.lift("topk_routing", dispatch, choice.cut.nodes)
+    router.meta[LAYER_KEY] = layer_of(dispatch)
+    for index, old in ((0, choice.weights), (1, choice.ids)):
+        _replace(graph, old, pick(graph, router, index))
+
+
+def _source(node: Node) -> Node:
+    return node.args[0] if node.target is _GETITEM else node  # type: ignore[return-value]
+
+
+def _replace(graph: Graph, old: Node, new: Node) -> None:
+    """Our operators take weights and ids of any dtype; whoever else reads them gets the dtype they had."""
+    for user in [user for user in old.users if is_moe_op(user)]:
+        user.replace_input_with(old, new)
+    if old.users:
+        with graph.inserting_after(new):
+            new = aten_call(graph, prims.convert_element_type.default, (new, old.meta["val"].dtype), old)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    erase_unread(graph, old)
+
+
+def _recognised(weights: Node, ids: Node, num_experts: int) -> tuple[Choice, RoutingConfig]:
+    """The router behind weights and ids or, where weights are scaled further, behind what is scaled."""
+    whole = cut([weights, ids], lambda node: not _is_in_router(node))
+    inner = [node for node in reversed(whole.nodes) if node is not weights and _may_be_weights(node, ids)]
+    first: Refusal | None = None
+    for candidate in (weights, *inner):
+        try:
+            choice = _choice(candidate, ids, num_experts)
+            return choice, _config(choice, num_experts)
+        except Refusal as refusal:
+            first = first or refusal
+    assert first is not None
+    raise first
+
+
+def _is_in_router(node: Node) -> bool:
+    if node.target is _GETITEM:
+        return True
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims") and target not in _PRODUCTS
+
+
+_GETITEM = __import__("operator").getitem
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default)
+
+
+def _may_be_weights(node: Node, ids: Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, Tensor)
+        and value.dtype.is_floating_point
+        and value.dim() == 2
+        and all(_compat.statically_known_true(a == b) for a, b in zip(value.shape, ids.meta["val"].shape, strict=True))
+    )
+
+
+def _choice(weights: Node, ids: Node, num_experts: int) -> Choice:
+    """Tells logits from bias among what a router reads."""
+    found = cut([weights, ids], lambda node: not _is_in_router(node))
+    logits, vectors = [], []
+    for leaf in found.leaves:
+        value = leaf.meta["val"]
+        if not isinstance(value, Tensor):
+            continue
+        is_float, columns = value.dtype.is_floating_point, value.shape[-1] if value.dim() else 0
+        if is_float and value.numel() == num_experts and leaf.op != "call_function":
+            vectors.append(leaf)
+        elif is_float and value.dim() == 2 and columns == num_experts:
+            logits.append(leaf)
+        else:
+            raise Refusal(weights, f"the router also reads {describe(leaf)}")
+    if len(logits) != 1 or len(vectors) > 1:
+        raise Refusal(weights, f"the router reads {', '.join(map(describe, found.leaves))}, not logits and a bias")
+    return Choice(weights, ids, logits[0], vectors[0] if vectors else None, found)
+
+
+class _Trial(NamedTuple):
+    """What a router gave for some logits and a bias."""
+
+    logits: Tensor
+    bias: Tensor | None
+    weights: Tensor
+    """[R, E], zero where an expert was not chosen."""
+
+
+def _config(choice: Choice, num_experts: int) -> RoutingConfig:
+    """The config that gives what the router gives. Raises Refusal where there is none."""
+    trial = _tried(choice, num_experts)
+    top_k = concrete(choice.ids.meta["val"].shape[1])
+    for config in _selections(choice.cut, num_experts, top_k):  # type: ignore[arg-type]
+        for weighed in _weighed(config, trial, choice.cut):
+            if _agrees(weighed, trial):
+                return weighed
+    raise Refusal(choice.weights, "the router is no RoutingConfig: none gives its weights for the logits tried")
+
+
+def _tried(choice: Choice, num_experts: int) -> _Trial:
+    tokens, top_k = (concrete(size) for size in choice.ids.meta["val"].shape)
+    if not tokens or not top_k:
+        raise Refusal(choice.ids, f"expert ids of shape {list(choice.ids.meta['val'].shape)} cannot be tried out")
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(num_experts, generator=generator, dtype=torch.float64) / 4
+    trials = [_run(choice, bias, tokens, num_experts, start, generator) for start in range(-(-_MIN_ROWS // tokens))]
+    logits, weights = (torch.cat(each) for each in zip(*trials, strict=True))
+    return _Trial(logits, None if choice.bias is None else bias, weights)
+
+
+def _run(
+    choice: Choice, bias: Tensor, tokens: int, num_experts: int, start: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Logits [T, E] and the weights [T, E] that the router gives them."""
+    spreads = torch.tensor([_SPREADS[(start + row) % len(_SPREADS)] for row in range(tokens)], dtype=torch.float64)
+    logits = torch.randn(tokens, num_experts, generator=generator, dtype=torch.float64)
+    logits = logits * spreads[:, :1] + spreads[:, 1:]
+    values: dict[Node, Any] = {leaf: concrete(leaf.meta["val"]) for leaf in choice.cut.leaves if not isinstance(leaf.meta["val"], Tensor)}
+    values[choice.logits] = logits
+    if choice.bias is not None:
+        values[choice.bias] = bias.view(choice.bias.meta["val"].shape)
+    try:
+        known = evaluate(choice.cut.nodes, values)
+        dense = torch.zeros_like(logits).scatter(1, known[choice.ids].long(), known[choice.weights].double())
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise Refusal(choice.weights, f"the router cannot be tried out: {error}") from error
+    return logits, dense
+
+
+def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingConfig]:
+    """Ways to select, with plain weights."""
+    for order, score_fn, groups in product(
+        ("score_then_topk", "topk_then_score"), ("softmax", "sigmoid", "sqrtsoftplus"), _groups(router, num_experts)
+    ):
+        try:
+            yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)  # type: ignore[arg-type]
+        except ValueError:  # more groups kept than there are
+            continue
+
+
+def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
+    """Group limits that the shapes of a router allow: E experts seen as groups, and a top-k of these."""
+    shapes = [node.meta["val"].shape for node in router.nodes if isinstance(node.meta.get("val"), Tensor)]
+    counts = {shape[-2] for shape in shapes if len(shape) == 3 and shape[-2] * shape[-1] == num_experts and isinstance(shape[-2], int)}
+    kept = {int(node.args[1]) for node in router.nodes if node.target is aten.topk.default}  # type: ignore[arg-type]
+    limits = product(sorted(counts), sorted(kept), ("max", "top2_sum"), (float("-inf"), 0.0))
+    names = ("num_groups", "topk_groups", "group_score", "group_fill")
+    return [{}] + [dict(zip(names, limit, strict=True)) for limit in limits if 1 < limit[0] and limit[1] <= limit[0]]
+
+
+def _weighed(config: RoutingConfig, trial: _Trial, router: Cut) -> Iterator[RoutingConfig]:
+    """`config`, if it selects as the router does, with the scale that its weights have, renormalised or not."""
+    plain = _dense(config, trial)
+    if not torch.equal(plain != 0, trial.weights != 0):
+        return
+    written = numbers(router.nodes)
+    total = plain.sum(-1, keepdim=True)
+    options = [(False, 0.0, plain)] + [(True, eps, plain / (total + eps)) for eps in (0.0, *(n for n in written if 0 < n < 1e-3))]
+    for renormalize, eps, ours in options:
+        scale = float(trial.weights.sum() / ours.sum())
+        scale = next((each for each in (1.0, *written) if abs(each - scale) <= _CLOSE * scale), scale)
+        yield replace(config, renormalize=renormalize, renorm_eps=eps, scale=scale)
+
+
+def _agrees(config: RoutingConfig, trial: _Trial) -> bool:
+    ours = _dense(config, trial)
+    return bool(((ours - trial.weights).abs() <= _CLOSE * trial.weights.abs()).all())
+
+
+def _dense(config: RoutingConfig, trial: _Trial) -> Tensor:
+    weights, ids = reference(Router(trial.logits, trial.bias, config.spec))
+    return torch.zeros_like(trial.logits).scatter(1, ids.long(), weights)

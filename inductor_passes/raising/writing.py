@@ -1,0 +1,116 @@
+"""Writes a layer that was found as stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import call, describe, fake_call, inherit_meta, pick
+from inductor_passes.raising.evaluation import cut
+from inductor_passes.raising.gates import recognised
+from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.products import aten, prims
+from moe_ops.arguments import (
+    BuildDispatch,
+    Combine,
+    GatedActivation,
+    GroupedGemm,
+    GroupedLinear,
+    Permute,
+    Placement,
+)
+
+
+def write(graph: Graph, layer: Experts) -> None:
+    """Puts the stages in the place of `layer`. Raises Refusal, and leaves the graph alone, where they do not fit."""
+    _expect_private(layer)
+    root, before = layer.sum.root, set(graph.nodes)
+    try:
+        with graph.inserting_before(root):
+            result = _stages(graph, layer)
+    except Refusal:
+        for node in reversed([node for node in graph.nodes if node not in before]):
+            graph.erase_node(node)
+        raise
+    root.replace_all_uses_with(result)
+    erase_unread(graph, root)
+
+
+def _expect_private(layer: Experts) -> None:
+    """Refuses where anything but the sum reads a product: it would have to be computed twice."""
+    inside = {layer.sum.root}
+    for node in cut([layer.sum.root], lambda node: node is layer.hidden_states).nodes:
+        if node in {outcome.product.node for outcome in layer.firsts} or inside & {*node.all_input_nodes} - {
+            layer.sum.root
+        }:
+            inside.add(node)
+    for node in inside - {layer.sum.root}:
+        for user in node.users:
+            if user not in inside:
+                raise Refusal(node, f"{describe(node)} of the experts is also read by {describe(user)}")
+
+
+def _stages(graph: Graph, layer: Experts) -> Node:
+    like = layer.second.product.node
+    plan = call(graph, BuildDispatch(layer.indices.ids, Placement(), layer.indices.num_experts), like)
+    sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
+    rows = call(graph, Permute(layer.hidden_states, sorted_slots), like)
+    firsts = [_product(graph, rows, offsets, outcome, like) for outcome in layer.firsts]
+    activated = _gate(graph, layer, firsts)
+    expert_out = _product(graph, activated, offsets, layer.second, like)
+    combined = call(graph, Combine(expert_out, layer.sum.topk_weights, inverse, None), like)
+    return _as(graph, combined, layer.sum.root)
+
+
+def _product(graph: Graph, rows: Node, offsets: Node, outcome: Outcome, like: Node) -> Node:
+    weight = outcome.product.weight
+    if outcome.product.is_transposed:
+        weight = aten_call(graph, aten.permute.default, (weight, [0, 2, 1]), like)
+    return call(graph, GroupedGemm(rows, GroupedLinear(weight, outcome.bias), offsets), like)
+
+
+def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
+    """A stage where the gate is an activation of ours, else the model's own nodes on the new rows."""
+    like = layer.second.product.node
+    if len(firsts) == 1:
+        activation = recognised(layer.gate, layer.firsts[0].node, layer.activated, layer.masks)
+        if activation is not None:
+            return call(graph, GatedActivation(firsts[0], activation.spec), like)
+    for mask in layer.masks:
+        raise Refusal(like, f"the gate is none of ours and also reads {describe(mask)}")
+    copies = dict(zip((outcome.node for outcome in layer.firsts), firsts, strict=True))
+    for node in layer.gate.nodes:
+        copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
+    return copies[layer.activated]
+
+
+def _as(graph: Graph, result: Node, old: Node) -> Node:
+    """`result` [T, H] in the dtype of `old`, and with its dimension of size 1, if any."""
+    value = old.meta["val"]
+    if result.meta["val"].dtype != value.dtype:
+        result = aten_call(graph, prims.convert_element_type.default, (result, value.dtype), old)
+    if value.dim() == 3:
+        dim = next(dim for dim in (1, 2) if value.shape[dim] == 1)
+        result = aten_call(graph, aten.unsqueeze.default, (result, dim), old)
+    return result
+
+
+def aten_call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+    """Inserts a call of an ATen operator, with value and inherited metadata."""
+    node = graph.call_function(target, args)
+    inherit_meta(node, like)
+    node.meta["val"] = fake_call(target, map_arg(args, lambda arg: arg.meta["val"]))
+    return node
+
+
+def erase_unread(graph: Graph, node: Node) -> None:
+    """Erases `node` and what only it read, unless somebody reads it."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if node.op == "call_function" and not node.users and not node.is_impure() and not node._erased:
+            inputs = node.all_input_nodes
+            graph.erase_node(node)
+            pending.extend(inputs)
