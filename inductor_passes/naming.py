@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import LAYER_KEY
 from inductor_passes.graph_tools import arguments, find, getitem_source, is_moe_op, is_op, outputs
+from inductor_passes.raising.experts import product_layers
 
 _WHOLE_LAYERS = ("fused_experts", "fused_moe")
 _DISPATCHES = ("build_dispatch", "routing_dispatch")
@@ -24,9 +25,10 @@ class LayerNames:
     taken: Counter[str] = field(default_factory=Counter)
 
     def write(self, graph: Graph, where: str = "") -> None:
-        """Writes `node.meta[LAYER_KEY]` on every MoE operator; names already there stay. `where` names a subgraph."""
+        """Writes `node.meta[LAYER_KEY]` on every MoE operator and product that could be one; names already there stay. `where` names a subgraph."""
         groups = [_stages_of(dispatch) for dispatch in find(graph, *_DISPATCHES)]
         groups += [_with_router(node) for node in find(graph, *_WHOLE_LAYERS)]
+        groups += [[product.node for product in layer] for layer in product_layers(graph)]
         self.taken.update({node.meta[LAYER_KEY]: 1 for node in graph.nodes if LAYER_KEY in node.meta})
         for index, group in enumerate(groups):
             fresh = [node for node in group if LAYER_KEY not in node.meta]
@@ -41,6 +43,8 @@ class LayerNames:
         paths = [path for node in group if (path := self.module_path(node))]
         last = self.module_path(_last_stage(group))
         around = last.rpartition(".")[0]
+        if not is_moe_op(group[-1]) and last.endswith(".experts"):
+            return around  # where the router is, too, which is not known as one yet
         if around and not all(_is_within(path, last) for path in paths):
             return around if all(_is_within(path, around) for path in paths) else last
         return last

@@ -11,14 +11,14 @@ from typing import Any
 from torch.fx import Graph
 
 from inductor_passes import _compat, compile_log
-from inductor_passes.base import LOGGER, MoEPass, PassLog, Refused, layer_of
+from inductor_passes.base import LAYER_KEY, LOGGER, MoEPass, PassLog, Refused, layer_of
 from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import find, is_moe_op
+from inductor_passes.graph_tools import find
 from inductor_passes.lowerings import ExpandFewSlots, ExpandPointwise, LaunchPrograms
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
@@ -158,7 +158,7 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     log = log if log is not None else PassLog()
     passes = tuple(passes)
     LayerNames().write(graph)
-    log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if is_moe_op(node))
+    log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if LAYER_KEY in node.meta)
     training = is_training(graph)
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
@@ -178,7 +178,7 @@ def is_training(graph: Graph) -> bool:
 def _refuse_training(graph: Graph, log: PassLog) -> None:
     layers: dict[str, str] = {}
     for node in graph.nodes:
-        if is_moe_op(node):
+        if LAYER_KEY in node.meta:
             layers.setdefault(layer_of(node), node.name)
     for layer, node in layers.items():
         refused = Refused(layer, node, TRAINING_REASON)

@@ -4,13 +4,12 @@ The two products of a layer are found by what they multiply, everything around t
 where, which gate stands between, how the rows of a token are summed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut
@@ -32,6 +31,7 @@ from inductor_passes.raising.products import (
     without_views,
 )
 from inductor_passes.raising.sums import weighted_sum
+from inductor_passes.raising.tokens import tokens_of
 from inductor_passes.raising.writing import write
 
 
@@ -44,49 +44,56 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
-        found = {each.node: each for each in products(graph)}
-        for second in found.values():
+        for *firsts, second in product_layers(graph):
             try:
-                layer = _experts(second, found)
-                if layer is not None:
-                    write(graph, layer)
-                    log.lift("experts", second.node, (*(o.node for o in layer.firsts), second.node))
+                write(graph, _experts(firsts, second))
+                log.lift("experts", second.node, (each.node for each in (*firsts, second)))
             except Refusal as refusal:
                 log.refuse(refusal, second.node)
 
 
-def _experts(second: Product, found: Mapping[Node, Product]) -> Experts | None:
-    """The layer whose last product is `second`; None for another product, whose layer is told of at its last."""
+def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
+    """The products of each layer, its last one at the end."""
+    found = {each.node: each for each in products(graph)}
+    layers = ((*_firsts(second, found), second) for second in found.values())
+    return [layer for layer in layers if len(layer) > 1]
+
+
+def _firsts(second: Product, found: Mapping[Node, Product]) -> list[Product]:
+    """The products that go through a gate into `second`; none when it is one of these itself."""
     between = cut([second.rows], lambda node: node in found or not _is_in_gate(node))
-    firsts = [found[leaf] for leaf in between.leaves if leaf in found]
-    if not firsts:
-        return None
+    return [found[leaf] for leaf in between.leaves if leaf in found]
+
+
+def _experts(firsts: Sequence[Product], second: Product) -> Experts:
     indices = ids_of(second)
     order = order_of(firsts[0], indices)
     outcomes = tuple(_outcome(first, order, indices) for first in firsts)
     last = _outcome(second, order, indices)
-    hidden_states = [_hidden_states(first, order, indices) for first in firsts]
-    if len(set(hidden_states)) > 1:
+    tokens = {tokens_of(first, order, indices) for first in firsts}
+    if len(tokens) > 1:
         raise Refusal(second.node, "the products before the gate have different inputs")
     activated = without_views(second.rows, indices)
     gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not _is_in_gate(node))
     masks = _masks(gate, outcomes, indices, second.node)
     return Experts(
         indices,
-        hidden_states[0],
+        *tokens,
         outcomes,
         gate,
         masks,
         activated,
         last,
-        weighted_sum(last.node, order, indices, hidden_states[0]),
+        weighted_sum(last.node, order, indices, *tokens),
     )
 
 
 def _is_in_gate(node: Node) -> bool:
     """Whether `node` works on each row by itself."""
     target = node.target
-    if target in _SHAPES or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags):
+    if target in _SHAPES or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    ):
         value = node.meta.get("val")
         return not (isinstance(value, Tensor) and value.dtype == torch.bool and _is_of_ids(node))
     return not node.all_input_nodes
@@ -123,11 +130,13 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
             break
         if bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
-        elif not (user.target in VIEWS and is_view_of_rows(user) or unmasked(user, indices) is node):
+        elif not ((user.target in VIEWS and is_view_of_rows(user)) or unmasked(user, indices) is node):
             break
         node = user
     if found is None:
-        raise Refusal(node, f"the product with experts has shape {list(node.meta['val'].shape)}, not [rows, columns]")
+        raise Refusal(
+            node, f"the product with experts has shape {list(node.meta['val'].shape)}, not [rows, columns]"
+        )
     return found
 
 
@@ -135,7 +144,9 @@ def _expect_order(product: Product, order: Order, indices: Indices) -> None:
     index = product.index
     fits = indices.are_offsets(index) if product.is_grouped else indices.are_experts(index, order)
     if not fits:
-        raise Refusal(product.node, f"{describe(index)} gives rows to other experts than the ids of the layer")
+        raise Refusal(
+            product.node, f"{describe(index)} gives rows to other experts than the ids of the layer"
+        )
 
 
 def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Node | None:
@@ -143,31 +154,10 @@ def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Node | No
     if sum.target is not aten.add.Tensor or (added := operand(sum, product)) is None:
         return None
     source = indexed(without_views(added, indices))
-    is_bias = source is not None and source[0].meta["val"].dim() == 2 and indices.are_experts(source[1], order)
+    is_bias = (
+        source is not None and source[0].meta["val"].dim() == 2 and indices.are_experts(source[1], order)
+    )
     return source[0] if is_bias else None  # type: ignore[index]
-
-
-def _hidden_states(first: Product, order: Order, indices: Indices) -> Node:
-    """[T, H] where the rows of `first` are its tokens."""
-    rows = without_views(first.rows, indices)
-    source = indexed(rows)
-    if source is not None and indices.are_tokens(source[1], order):
-        return source[0]
-    if rows.target is aten.expand.default and order is indices.slot_order:
-        return _repeated(rows, indices)
-    raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")
-
-
-def _repeated(rows: Node, indices: Indices) -> Node:
-    """[T, H] where `rows` is [T, K, H], each token K times."""
-    source, (tokens, top_k) = rows.args[0], indices.ids.meta["val"].shape
-    shape, hidden = source.meta["val"].shape, rows.meta["val"].shape[-1]  # type: ignore[union-attr]
-    wanted = (tokens, 1, hidden)
-    if len(shape) == 3 and all(map(_compat.statically_known_true, (a == b for a, b in zip(shape, wanted)))):
-        flat = source.args[0] if source.target is aten.unsqueeze.default else None  # type: ignore[union-attr]
-        if flat is not None and flat.meta["val"].dim() == 2:
-            return flat
-    raise Refusal(rows, f"rows come from {describe(source)}, repeated otherwise than {top_k} times each token")
 
 
 def _masks(gate: Cut, outcomes: tuple[Outcome, ...], indices: Indices, second: Node) -> dict[Node, bool]:

@@ -34,7 +34,12 @@ def _evaluated(
     constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
     try:
         known = evaluate(gate.nodes, {gate_up: values, **constant})
-    except (RuntimeError, ValueError, TypeError, IndexError):  # a shape is written in: not the gate of any rows
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+    ):  # a shape is written in: not the gate of any rows
         return None
     return values, known[output]
 
@@ -59,7 +64,7 @@ def _candidates(gate: Cut) -> Iterator[Activation]:
 
 def _is(activation: Activation, values: Tensor, wanted: Tensor) -> bool:
     columns = values.shape[1]
-    if activation.is_gated and columns % 2 or wanted.shape != (_ROWS, out_features(columns, activation)):
+    if (activation.is_gated and columns % 2) or wanted.shape != (_ROWS, out_features(columns, activation)):
         return False
     ours = apply_activation(values, activation)
     return bool(((ours - wanted).abs() <= _CLOSE * (1 + wanted.abs())).all())

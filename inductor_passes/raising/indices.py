@@ -64,9 +64,7 @@ class Indices:
             return None
         try:
             for known in self._known:
-                known.update(
-                    evaluate([each for each in found.nodes if each not in known], known | sizes)
-                )
+                known.update(evaluate([each for each in found.nodes if each not in known], known | sizes))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return None
         return tuple(known[node] for known in self._known)  # type: ignore[return-value,misc]
@@ -141,6 +139,7 @@ def _is_size(node: Node) -> bool:
 
 def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     """The [T, K] expert ids that `index` is computed from. Raises Refusal where there are none, or several."""
+
     def is_ids(node: Node) -> bool:
         value = node.meta.get("val")
         if not is_integral(node) or value.dtype == torch.bool:

@@ -8,7 +8,6 @@ from torch.fx import Node
 from inductor_passes.raising.evaluation import Cut
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.products import Product
-from inductor_passes.raising.sums import WeightedSum
 
 
 class Outcome(NamedTuple):
@@ -19,11 +18,25 @@ class Outcome(NamedTuple):
     node: Node
 
 
+class Tokens(NamedTuple):
+    """Rows: hidden_states [T, H], times topk_weights [T, K] where a model weighs what goes into its experts."""
+
+    hidden_states: Node
+    topk_weights: Node | None
+
+
+class WeightedSum(NamedTuple):
+    """`root` is the sum over a token's experts, each times its weight in `topk_weights` [T, K]."""
+
+    topk_weights: Node
+    root: Node
+
+
 class Experts(NamedTuple):
     """The routed experts of one layer."""
 
     indices: Indices
-    hidden_states: Node
+    tokens: Tokens
     firsts: tuple[Outcome, ...]
     """One product for gate and up, or one for each."""
     gate: Cut

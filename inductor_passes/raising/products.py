@@ -118,6 +118,9 @@ def is_view_of_rows(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether `node` shows all elements of a tensor, in their order, in another shape."""
+    if node.target is aten.permute.default:
+        kept = [dim for dim in node.args[1] if _size(node.args[0], dim) != 1]  # type: ignore[union-attr]
+        return kept == sorted(kept)
     if node.target not in VIEWS:
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
@@ -173,7 +176,21 @@ def indexed(node: Node) -> tuple[Node, Node] | None:
         return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
     if node.target is aten.index_select.default and node.args[1] == 0:
         return node.args[0], node.args[2]  # type: ignore[return-value]
+    if node.target is aten.gather.default and node.args[1] == 0:
+        index = row_index(node.args[2])  # type: ignore[arg-type]
+        return None if index is None else (node.args[0], index)  # type: ignore[return-value]
     return None
+
+
+def row_index(index: Node) -> Node | None:
+    """[S] where `index` is [S, F], the same number all along each row."""
+    if index.target is not aten.expand.default:
+        return None
+    column = index.args[0]
+    is_column = _rank(column) == 2 and _size(column, 1) == 1
+    while is_column and _rank(column) == 2 and is_view(column):  # type: ignore[arg-type]
+        column = column.args[0]  # type: ignore[union-attr]
+    return column if is_column and _rank(column) == 1 else None  # type: ignore[return-value]
 
 
 def order_of(product: Product, indices: Indices) -> Order:
@@ -186,12 +203,24 @@ def order_of(product: Product, indices: Indices) -> Order:
 
 
 def _sorted_order(product: Product, indices: Indices) -> Order:
-    rows = without_views(product.rows, indices)
-    source = indexed(rows)
+    gathered = gathered_rows(product.rows, indices)
+    source = None if gathered is None else indexed(gathered)
     order = None if source is None else indices.order_behind(source[1])
     if order is None:
-        raise Refusal(product.node, f"rows come from {describe(rows)}, not from tokens in expert order")
+        raise Refusal(
+            product.node, f"rows come from {describe(product.rows)}, not from tokens in expert order"
+        )
     return order
+
+
+def gathered_rows(rows: Node, indices: Indices) -> Node | None:
+    """`tokens[index]` behind `rows`, which may be weighed and rounded."""
+    rows = without_views(rows, indices)
+    if indexed(rows) is not None:
+        return rows
+    inner = rows.all_input_nodes if rows.target is aten.mul.Tensor or is_cast(rows) else []
+    found = (gathered_rows(each, indices) for each in inner if _rank(each) == 2 and _size(each, 1) != 1)
+    return next((each for each in found if each is not None), None)
 
 
 def ids_of(product: Product) -> Indices:

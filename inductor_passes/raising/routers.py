@@ -71,7 +71,11 @@ class RaiseRouters:
 
 def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
     plan = arguments(dispatch)
-    combines = [user for user in outputs(dispatch)[1].users if is_op(user, "combine")] if 1 in outputs(dispatch) else []
+    combines = (
+        [user for user in outputs(dispatch)[1].users if is_op(user, "combine")]
+        if 1 in outputs(dispatch)
+        else []
+    )
     if not combines or plan.topk_ids.op != "call_function" or is_moe_op(_source(plan.topk_ids)):
         return
     choice, config = _recognised(arguments(combines[0]).topk_weights, plan.topk_ids, plan.num_experts)
@@ -94,10 +98,10 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
     """Our operators take weights and ids of any dtype; whoever else reads them gets the dtype they had."""
     for user in [user for user in old.users if is_moe_op(user)]:
         user.replace_input_with(old, new)
-    if old.users:
+    if old.users and new.meta["val"].dtype != old.meta["val"].dtype:
         with graph.inserting_after(new):
             new = aten_call(graph, prims.convert_element_type.default, (new, old.meta["val"].dtype), old)
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     erase_unread(graph, old)
 
 
@@ -120,11 +124,21 @@ def _is_in_router(node: Node) -> bool:
     if node.target is _GETITEM:
         return True
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims") and target not in _PRODUCTS
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in ("aten", "prims")
+        and target not in _PRODUCTS
+    )
 
 
 _GETITEM = __import__("operator").getitem
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default)
+_PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._grouped_mm.default,
+)
 
 
 def _may_be_weights(node: Node, ids: Node) -> bool:
@@ -133,7 +147,10 @@ def _may_be_weights(node: Node, ids: Node) -> bool:
         isinstance(value, Tensor)
         and value.dtype.is_floating_point
         and value.dim() == 2
-        and all(_compat.statically_known_true(a == b) for a, b in zip(value.shape, ids.meta["val"].shape, strict=True))
+        and all(
+            _compat.statically_known_true(a == b)
+            for a, b in zip(value.shape, ids.meta["val"].shape, strict=True)
+        )
     )
 
 
@@ -153,7 +170,9 @@ def _choice(weights: Node, ids: Node, num_experts: int) -> Choice:
         else:
             raise Refusal(weights, f"the router also reads {describe(leaf)}")
     if len(logits) != 1 or len(vectors) > 1:
-        raise Refusal(weights, f"the router reads {', '.join(map(describe, found.leaves))}, not logits and a bias")
+        raise Refusal(
+            weights, f"the router reads {', '.join(map(describe, found.leaves))}, not logits and a bias"
+        )
     return Choice(weights, ids, logits[0], vectors[0] if vectors else None, found)
 
 
@@ -174,16 +193,22 @@ def _config(choice: Choice, num_experts: int) -> RoutingConfig:
         for weighed in _weighed(config, trial, choice.cut):
             if _agrees(weighed, trial):
                 return weighed
-    raise Refusal(choice.weights, "the router is no RoutingConfig: none gives its weights for the logits tried")
+    raise Refusal(
+        choice.weights, "the router is no RoutingConfig: none gives its weights for the logits tried"
+    )
 
 
 def _tried(choice: Choice, num_experts: int) -> _Trial:
     tokens, top_k = (concrete(size) for size in choice.ids.meta["val"].shape)
     if not tokens or not top_k:
-        raise Refusal(choice.ids, f"expert ids of shape {list(choice.ids.meta['val'].shape)} cannot be tried out")
+        raise Refusal(
+            choice.ids, f"expert ids of shape {list(choice.ids.meta['val'].shape)} cannot be tried out"
+        )
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(num_experts, generator=generator, dtype=torch.float64) / 4
-    trials = [_run(choice, bias, tokens, num_experts, start, generator) for start in range(-(-_MIN_ROWS // tokens))]
+    trials = [
+        _run(choice, bias, tokens, num_experts, start, generator) for start in range(-(-_MIN_ROWS // tokens))
+    ]
     logits, weights = (torch.cat(each) for each in zip(*trials, strict=True))
     return _Trial(logits, None if choice.bias is None else bias, weights)
 
@@ -192,10 +217,16 @@ def _run(
     choice: Choice, bias: Tensor, tokens: int, num_experts: int, start: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Logits [T, E] and the weights [T, E] that the router gives them."""
-    spreads = torch.tensor([_SPREADS[(start + row) % len(_SPREADS)] for row in range(tokens)], dtype=torch.float64)
+    spreads = torch.tensor(
+        [_SPREADS[(start + row) % len(_SPREADS)] for row in range(tokens)], dtype=torch.float64
+    )
     logits = torch.randn(tokens, num_experts, generator=generator, dtype=torch.float64)
     logits = logits * spreads[:, :1] + spreads[:, 1:]
-    values: dict[Node, Any] = {leaf: concrete(leaf.meta["val"]) for leaf in choice.cut.leaves if not isinstance(leaf.meta["val"], Tensor)}
+    values: dict[Node, Any] = {
+        leaf: concrete(leaf.meta["val"])
+        for leaf in choice.cut.leaves
+        if not isinstance(leaf.meta["val"], Tensor)
+    }
     values[choice.logits] = logits
     if choice.bias is not None:
         values[choice.bias] = bias.view(choice.bias.meta["val"].shape)
@@ -210,7 +241,9 @@ def _run(
 def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingConfig]:
     """Ways to select, with plain weights."""
     for order, score_fn, groups in product(
-        ("score_then_topk", "topk_then_score"), ("softmax", "sigmoid", "sqrtsoftplus"), _groups(router, num_experts)
+        ("score_then_topk", "topk_then_score"),
+        ("softmax", "sigmoid", "sqrtsoftplus"),
+        _groups(router, num_experts),
     ):
         try:
             yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)  # type: ignore[arg-type]
@@ -221,30 +254,46 @@ def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingCo
 def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
     """Group limits that the shapes of a router allow: E experts seen as groups, and a top-k of these."""
     shapes = [node.meta["val"].shape for node in router.nodes if isinstance(node.meta.get("val"), Tensor)]
-    counts = {shape[-2] for shape in shapes if len(shape) == 3 and shape[-2] * shape[-1] == num_experts and isinstance(shape[-2], int)}
+    counts = {
+        shape[-2]
+        for shape in shapes
+        if len(shape) == 3 and shape[-2] * shape[-1] == num_experts and isinstance(shape[-2], int)
+    }
     kept = {int(node.args[1]) for node in router.nodes if node.target is aten.topk.default}  # type: ignore[arg-type]
     limits = product(sorted(counts), sorted(kept), ("max", "top2_sum"), (float("-inf"), 0.0))
     names = ("num_groups", "topk_groups", "group_score", "group_fill")
-    return [{}] + [dict(zip(names, limit, strict=True)) for limit in limits if 1 < limit[0] and limit[1] <= limit[0]]
+    return [{}] + [
+        dict(zip(names, limit, strict=True)) for limit in limits if limit[0] > 1 and limit[1] <= limit[0]
+    ]
 
 
 def _weighed(config: RoutingConfig, trial: _Trial, router: Cut) -> Iterator[RoutingConfig]:
     """`config`, if it selects as the router does, with the scale that its weights have, renormalised or not."""
-    plain = _dense(config, trial)
-    if not torch.equal(plain != 0, trial.weights != 0):
+    plain, decided = _dense(config, trial), _decided(config, trial)
+    if not torch.equal((plain != 0)[decided], (trial.weights != 0)[decided]):
         return
     written = numbers(router.nodes)
     total = plain.sum(-1, keepdim=True)
-    options = [(False, 0.0, plain)] + [(True, eps, plain / (total + eps)) for eps in (0.0, *(n for n in written if 0 < n < 1e-3))]
+    options = [(False, 0.0, plain)] + [
+        (True, eps, plain / (total + eps)) for eps in (0.0, *(n for n in written if 0 < n < 1e-3))
+    ]
     for renormalize, eps, ours in options:
-        scale = float(trial.weights.sum() / ours.sum())
+        scale = float(trial.weights[decided].sum() / ours[decided].sum())
         scale = next((each for each in (1.0, *written) if abs(each - scale) <= _CLOSE * scale), scale)
         yield replace(config, renormalize=renormalize, renorm_eps=eps, scale=scale)
 
 
 def _agrees(config: RoutingConfig, trial: _Trial) -> bool:
-    ours = _dense(config, trial)
-    return bool(((ours - trial.weights).abs() <= _CLOSE * trial.weights.abs()).all())
+    ours, decided = _dense(config, trial), _decided(config, trial)
+    close = (ours - trial.weights).abs() <= _CLOSE * trial.weights.abs()
+    return bool(close[decided].all()) and 2 * int(decided.sum()) >= len(decided)
+
+
+def _decided(config: RoutingConfig, trial: _Trial) -> Tensor:
+    """[R]: where no tie decides who is chosen, and so no order of the experts."""
+    bias = None if trial.bias is None else trial.bias.flip(0)
+    turned = _dense(config, trial._replace(logits=trial.logits.flip(1), bias=bias)).flip(1)
+    return ((turned != 0) == (_dense(config, trial) != 0)).all(1)
 
 
 def _dense(config: RoutingConfig, trial: _Trial) -> Tensor:

@@ -41,7 +41,7 @@ def write(graph: Graph, layer: Experts) -> None:
 def _expect_private(layer: Experts) -> None:
     """Refuses where anything but the sum reads a product: it would have to be computed twice."""
     inside = {layer.sum.root}
-    for node in cut([layer.sum.root], lambda node: node is layer.hidden_states).nodes:
+    for node in cut([layer.sum.root], lambda node: node is layer.tokens.hidden_states).nodes:
         if node in {outcome.product.node for outcome in layer.firsts} or inside & {*node.all_input_nodes} - {
             layer.sum.root
         }:
@@ -56,12 +56,29 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     like = layer.second.product.node
     plan = call(graph, BuildDispatch(layer.indices.ids, Placement(), layer.indices.num_experts), like)
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
-    rows = call(graph, Permute(layer.hidden_states, sorted_slots), like)
+    rows = _rows(graph, layer, sorted_slots, like)
     firsts = [_product(graph, rows, offsets, outcome, like) for outcome in layer.firsts]
     activated = _gate(graph, layer, firsts)
     expert_out = _product(graph, activated, offsets, layer.second, like)
-    combined = call(graph, Combine(expert_out, layer.sum.topk_weights, inverse, None), like)
+    weights = layer.sum.topk_weights
+    if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
+        weights = aten_call(graph, aten.full_like.default, (weights, 1), like)
+    combined = call(graph, Combine(expert_out, weights, inverse, None), like)
     return _as(graph, combined, layer.sum.root)
+
+
+def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
+    rows, weights = (
+        call(graph, Permute(layer.tokens.hidden_states, sorted_slots), like),
+        layer.tokens.topk_weights,
+    )
+    if weights is None:
+        return rows
+    flat = aten_call(graph, aten.reshape.default, (weights, [-1]), like)
+    weights = aten_call(graph, aten.index.Tensor, (flat, [sorted_slots]), like)
+    column = aten_call(graph, aten.unsqueeze.default, (weights, 1), like)
+    weighed = aten_call(graph, aten.mul.Tensor, (rows, column), like)
+    return aten_call(graph, prims.convert_element_type.default, (weighed, rows.meta["val"].dtype), like)
 
 
 def _product(graph: Graph, rows: Node, offsets: Node, outcome: Outcome, like: Node) -> Node:

@@ -1,0 +1,53 @@
+"""What the rows of a first product are: the tokens of their slots, weighed already perhaps."""
+
+from torch.fx import Node
+
+from inductor_passes import _compat
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import describe
+from inductor_passes.raising.indices import Indices, Order
+from inductor_passes.raising.layer import Tokens
+from inductor_passes.raising.products import Product, aten, indexed, is_cast, without_views
+from inductor_passes.raising.weights import weights_of_rows
+
+
+def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
+    """The tokens that are the rows of `first`. Raises Refusal where rows are anything else."""
+    rows = without_views(first.rows, indices)
+    weights = None
+    if _unrounded(rows).target is aten.mul.Tensor:
+        rows, weights = _weighed(_unrounded(rows), order, indices)
+    source = indexed(rows)
+    if source is not None and indices.are_tokens(source[1], order):
+        return Tokens(source[0], weights)
+    if rows.target is aten.expand.default and order is indices.slot_order:
+        return Tokens(_repeated(rows, indices), weights)
+    raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")
+
+
+def _unrounded(node: Node) -> Node:
+    return node.args[0] if is_cast(node) else node  # type: ignore[return-value]
+
+
+def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]:
+    """The rows and the weights of `rows * weights`."""
+    for rows in product.all_input_nodes:
+        if (source := indexed(_unrounded(rows))) is not None and source[0].meta["val"].dim() == 2:
+            return _unrounded(rows), weights_of_rows(product, rows, order, indices)
+    raise Refusal(product, f"rows come from {describe(product)}, not from tokens")
+
+
+def _repeated(rows: Node, indices: Indices) -> Node:
+    """[T, H] where `rows` is [T, K, H], each token K times."""
+    source = rows.args[0]
+    flat = source.args[0] if source.target is aten.unsqueeze.default else None  # type: ignore[union-attr]
+    before, after = source.meta["val"].shape, rows.meta["val"].shape  # type: ignore[union-attr]
+    sizes = (indices.ids.meta["val"].shape[0], 1, after[-1])
+    is_column = len(before) == 3 and all(map(_compat.statically_known_true, map(_equal, before, sizes)))
+    if flat is None or not is_column or flat.meta["val"].dim() != 2:
+        raise Refusal(rows, f"rows come from {describe(source)}, repeated, not from tokens")
+    return flat
+
+
+def _equal(one: object, other: object) -> bool:
+    return one == other

@@ -1,0 +1,51 @@
+"""Which tensor holds the weight of each slot."""
+
+from collections.abc import Iterator
+
+from torch.fx import Node
+
+from inductor_passes import _compat
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import describe
+from inductor_passes.raising.indices import Indices, Order
+from inductor_passes.raising.products import aten, indexed, is_cast, is_view, operand, unmasked
+
+
+def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -> Node:
+    """[T, K] where `product` is rows times the weights of their slots."""
+    other, found = operand(product, rows), None
+    if other is not None and order is indices.slot_order:
+        found = chosen(other, indices)
+    elif other is not None:
+        source = indexed([*_inwards(other, indices)][-1])
+        if source is not None and indices.are_slots(source[1], order):
+            found = chosen(source[0], indices)
+    if found is None:
+        raise Refusal(product, f"{describe(other)} is no weight for each slot")
+    return found
+
+
+def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
+    """`node` and what it shows: before views, masks of ids out of range, and casts."""
+    while True:
+        yield node
+        is_rounded = is_cast(node) and node.args[0].meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
+        if is_view(node) or node.target is aten.clone.default or is_rounded:
+            node = node.args[0]  # type: ignore[assignment]
+        elif (kept := unmasked(node, indices)) is not None:
+            node = kept
+        else:
+            return
+
+
+def chosen(node: Node, indices: Indices) -> Node | None:
+    """The innermost tensor that `node` shows and that has the shape of the ids: before it was rounded."""
+    return next(
+        (each for each in reversed([*_inwards(node, indices)]) if _has_shape(each, indices.ids)), None
+    )
+
+
+def _has_shape(node: Node, other: Node) -> bool:
+    ours, theirs = node.meta["val"].shape, other.meta["val"].shape
+    same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
+    return len(ours) == len(theirs) and all(same)
