@@ -25,7 +25,9 @@ class LayerNames:
     taken: Counter[str] = field(default_factory=Counter)
 
     def write(self, graph: Graph, where: str = "") -> None:
-        """Writes `node.meta[LAYER_KEY]` on every MoE operator and product that could be one; names already there stay. `where` names a subgraph."""
+        """Writes `node.meta[LAYER_KEY]` on every MoE operator and on the products of stock layers; names already there
+        stay. `where` names a subgraph.
+        """
         groups = [_stages_of(dispatch) for dispatch in find(graph, *_DISPATCHES)]
         groups += [_with_router(node) for node in find(graph, *_WHOLE_LAYERS)]
         groups += [[product.node for product in layer] for layer in product_layers(graph)]

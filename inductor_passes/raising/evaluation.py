@@ -1,4 +1,4 @@
-"""Parts of a graph, computed on real numbers: a router or a gate is known by what it computes, not by how it is written.
+"""Parts of a graph, computed on real numbers: a router or a gate is known by what it computes, however it is written.
 
 Everything floating is computed in float64, also where the graph rounds in between: two formulas that are the same agree
 there to the last digits, and two that are not differ by more than any rounding could explain.

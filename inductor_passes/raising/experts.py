@@ -15,23 +15,22 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.products import (
-    VIEWS,
-    Product,
+from inductor_passes.raising.products import Product, ids_of, order_of, products
+from inductor_passes.raising.sums import weighted_sum
+from inductor_passes.raising.tokens import tokens_of
+from inductor_passes.raising.views_of_rows import (
     aten,
-    ids_of,
     indexed,
+    is_one,
+    is_view,
     is_view_of_rows,
     only_user,
     operand,
-    order_of,
     prims,
-    products,
+    size,
     unmasked,
     without_views,
 )
-from inductor_passes.raising.sums import weighted_sum
-from inductor_passes.raising.tokens import tokens_of
 from inductor_passes.raising.writing import write
 
 
@@ -91,8 +90,10 @@ def _experts(firsts: Sequence[Product], second: Product) -> Experts:
 def _is_in_gate(node: Node) -> bool:
     """Whether `node` works on each row by itself."""
     target = node.target
-    if target in _SHAPES or (
-        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    if (
+        target in _SHAPES
+        or is_view(node)
+        or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
     ):
         value = node.meta.get("val")
         return not (isinstance(value, Tensor) and value.dtype == torch.bool and _is_of_ids(node))
@@ -106,7 +107,6 @@ def _is_of_ids(node: Node) -> bool:
 
 _SHAPES = frozenset(
     (
-        *VIEWS,
         aten.slice.Tensor,
         aten.split.Tensor,
         aten.split_with_sizes.default,
@@ -119,18 +119,18 @@ _SHAPES = frozenset(
 
 
 def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
-    """Follows a product past its bias and masks, as far as it is [S, B]."""
+    """Follows a product past its bias and masks, as far as it is [S, B] or else [T, K, B]."""
     _expect_order(product, order, indices)
     node, bias, found = product.node, None, None
-    while True:
-        if node.meta["val"].dim() == 2:
+    while node is not None:
+        user, rank = only_user(node), node.meta["val"].dim()
+        if rank == 2 or (rank == 3 and not is_one(size(node, 1)) and not is_one(size(node, 2))):
             found = Outcome(product, bias, node)
-        user = only_user(node)
-        if user is None:
-            break
-        if bias is None and (added := _bias(user, node, order, indices)) is not None:
+        if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
-        elif not ((user.target in VIEWS and is_view_of_rows(user)) or unmasked(user, indices) is node):
+        elif user is None or not (
+            (is_view(user) and is_view_of_rows(user)) or unmasked(user, indices) is node
+        ):
             break
         node = user
     if found is None:
@@ -142,7 +142,7 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:
     index = product.index
-    fits = indices.are_offsets(index) if product.is_grouped else indices.are_experts(index, order)
+    fits = indices.are_offsets(index) if product.kind == "grouped" else indices.are_experts(index, order)
     if not fits:
         raise Refusal(
             product.node, f"{describe(index)} gives rows to other experts than the ids of the layer"

@@ -70,7 +70,7 @@ class Indices:
         return tuple(known[node] for known in self._known)  # type: ignore[return-value,misc]
 
     def order_behind(self, tokens: Node) -> Order | None:
-        """The order of rows whose tokens are `tokens`, computed from it: by expert, lowest first; None if there is none."""
+        """The order, by expert, lowest first, of rows whose tokens are `tokens`, computed from it; or None."""
         wanted = self.values(tokens)
         if wanted is None:
             return None
@@ -127,8 +127,9 @@ class Indices:
 
 
 def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:
+    """Whether the numbers are the same, row by row; [T, K] and [S] may stand for each other."""
     return values is not None and all(
-        isinstance(one, Tensor) and one.shape == other.shape and bool((one == other).all())
+        isinstance(one, Tensor) and one.numel() == other.numel() and bool((one.flatten() == other).all())
         for one, other in zip(values, wanted, strict=True)
     )
 

@@ -26,7 +26,7 @@ from inductor_passes.graph_tools import (
     pick,
 )
 from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, numbers
-from inductor_passes.raising.products import aten, prims
+from inductor_passes.raising.views_of_rows import aten, prims
 from inductor_passes.raising.writing import aten_call, erase_unread
 from moe_ops.arguments import Router, TopkRouting
 from moe_ops.routing import reference

@@ -6,13 +6,15 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens, WeightedSum
-from inductor_passes.raising.products import (
+from inductor_passes.raising.views_of_rows import (
     VIEWS,
     aten,
     indexed,
     is_cast,
+    is_view,
     is_view_of_rows,
     only_user,
+    rank,
     row_index,
     unmasked,
 )
@@ -47,7 +49,7 @@ def _brings_back(user: Node, rows: Node, order: Order, indices: Indices) -> bool
             is_plain
             and into.meta["val"].shape == rows.meta["val"].shape
             and indices.are_slots(where[0], order)
-        )  # type: ignore
+        )
     source = indexed(user)
     return source is not None and source[0] is rows and indices.are_rows(source[1], order)
 
@@ -85,14 +87,19 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
 
 def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_states: Node) -> WeightedSum:
     """The sum as a product: `weights [T, 1, K] @ rows [T, K, H]`, or the other way round, transposed."""
+    product, side = user, 1
     if user.target is aten.permute.default and list(user.args[1]) == [0, 2, 1]:  # type: ignore[arg-type]
-        product, side = only_user(user), 0
-        rows = user
-    else:
-        product, side = user, 1
-    if product is not None and product.target is aten.bmm.default and product.args[side] is rows:
+        rows, product, side = user, only_user(user), 0  # type: ignore[assignment]
+    while product is not None and is_view(product):
+        rows, product = product, only_user(product)  # type: ignore[assignment]
+    if (
+        product is not None
+        and product.target is aten.bmm.default
+        and product.args[side] is rows
+        and rank(rows) == 3
+    ):
         weights = chosen(product.args[1 - side], indices)  # type: ignore[arg-type]
-        if weights is not None and rows.meta["val"].dim() == 3:
+        if weights is not None:
             return WeightedSum(weights, _rounded(product, hidden_states))
     raise Refusal(user, f"{describe(user)} reads what experts give, not a weighted sum")
 

@@ -7,14 +7,16 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens
-from inductor_passes.raising.products import Product, aten, indexed, is_cast, without_views
+from inductor_passes.raising.products import Product
+from inductor_passes.raising.views_of_rows import aten, indexed, is_cast, is_view, rank, without_views
 from inductor_passes.raising.weights import weights_of_rows
 
 
 def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     """The tokens that are the rows of `first`. Raises Refusal where rows are anything else."""
-    rows = without_views(first.rows, indices)
-    weights = None
+    rows, weights = without_views(first.rows, indices), None
+    if first.kind == "shared":
+        return Tokens(_flat(first.rows), None)
     if _unrounded(rows).target is aten.mul.Tensor:
         rows, weights = _weighed(_unrounded(rows), order, indices)
     source = indexed(rows)
@@ -23,6 +25,15 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     if rows.target is aten.expand.default and order is indices.slot_order:
         return Tokens(_repeated(rows, indices), weights)
     raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")
+
+
+def _flat(rows: Node) -> Node:
+    """[T, H] that `rows` [T, 1, H] shows."""
+    while rank(rows) != 2 and is_view(rows):
+        rows = rows.args[0]  # type: ignore[assignment]
+    if rank(rows) == 2:
+        return rows
+    raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
 
 
 def _unrounded(node: Node) -> Node:

@@ -8,7 +8,7 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
-from inductor_passes.raising.products import aten, indexed, is_cast, is_view, operand, unmasked
+from inductor_passes.raising.views_of_rows import aten, indexed, is_cast, is_view, operand, unmasked
 
 
 def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -> Node:

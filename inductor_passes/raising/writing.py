@@ -11,7 +11,7 @@ from inductor_passes.graph_tools import call, describe, fake_call, inherit_meta,
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.products import aten, prims
+from inductor_passes.raising.views_of_rows import aten, prims
 from moe_ops.arguments import (
     BuildDispatch,
     Combine,
@@ -97,10 +97,22 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
             return call(graph, GatedActivation(firsts[0], activation.spec), like)
     for mask in layer.masks:
         raise Refusal(like, f"the gate is none of ours and also reads {describe(mask)}")
-    copies = dict(zip((outcome.node for outcome in layer.firsts), firsts, strict=True))
+    shown = [_in_shape_of(graph, new, old.node) for new, old in zip(firsts, layer.firsts, strict=True)]
+    copies = dict(zip((outcome.node for outcome in layer.firsts), shown, strict=True))
     for node in layer.gate.nodes:
         copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
-    return copies[layer.activated]
+    activated = copies[layer.activated]
+    columns = activated.meta["val"].shape[-1]
+    flat = activated.meta["val"].dim() == 2
+    return (
+        activated if flat else aten_call(graph, aten.reshape.default, (activated, [-1, columns]), activated)
+    )
+
+
+def _in_shape_of(graph: Graph, rows: Node, old: Node) -> Node:
+    """Rows [S, B] as the model had them: that, or [T, K, B]."""
+    shape = old.meta["val"].shape
+    return rows if len(shape) == 2 else aten_call(graph, aten.reshape.default, (rows, [-1, *shape[1:]]), rows)
 
 
 def _as(graph: Graph, result: Node, old: Node) -> Node:

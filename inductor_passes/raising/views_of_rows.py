@@ -1,0 +1,137 @@
+"""Nodes that show rows in another shape, pick them, or mask them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from inductor_passes import _compat
+from inductor_passes.raising.indices import Indices
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.expand.default,
+)
+_COPIES = (aten.clone.default, aten.alias.default, prims.convert_element_type.default)
+
+
+def rank(node: Any) -> int:
+    """Number of dimensions of a tensor's node; -1 for anything else."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.dim() if isinstance(value, Tensor) else -1
+
+
+def size(node: Any, dim: int) -> Any:
+    """One size of a tensor's node."""
+    return node.meta["val"].shape[dim]
+
+
+def is_one(size: object) -> bool:
+    """Whether a size is the number 1. Asked so, a symbol is not guarded."""
+    return isinstance(size, int) and size == 1
+
+
+def is_view_of_rows(node: Node) -> bool:
+    """Whether `node` shows rows [S, F] in another shape, such as [T, K, F] or [S, F, 1]: all rows, in their order."""
+    if node.target in _COPIES:
+        return True
+    if not is_view(node):
+        return False
+    before, after = (features(each.meta["val"]) for each in (node.args[0], node))  # type: ignore[union-attr]
+    return _compat.statically_known_true(before == after)
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node` shows all elements of a tensor, in their order, in another shape."""
+    if node.target is aten.permute.default:
+        kept = [dim for dim in node.args[1] if not is_one(size(node.args[0], dim))]  # type: ignore[union-attr]
+        return kept == sorted(kept)
+    if node.target not in VIEWS:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    return _compat.statically_known_true(before.numel() == after.numel())
+
+
+def features(value: Tensor) -> Any:
+    """The last size that is not 1."""
+    return next((size for size in reversed(value.shape) if not is_one(size)), 1)
+
+
+def without_views(node: Node, indices: Indices) -> Node:
+    """What `node` shows, past views, copies and masks of rows whose ids are out of range; not past casts."""
+    while node.op == "call_function":
+        if is_view_of_rows(node) and not is_cast(node):
+            node = node.args[0]  # type: ignore[assignment]
+        elif (kept := unmasked(node, indices)) is not None:
+            node = kept
+        else:
+            break
+    return node
+
+
+def is_cast(node: Node) -> bool:
+    """Whether `node` changes a dtype."""
+    return node.target is prims.convert_element_type.default
+
+
+def unmasked(node: Node, indices: Indices) -> Node | None:
+    """Which operand of a `where` on ids is taken for every id in range."""
+    if node.target is not aten.where.self:
+        return None
+    mask, if_true, if_false = node.args
+    if indices.is_everywhere(mask, False):  # type: ignore[arg-type]
+        return if_false  # type: ignore[return-value]
+    return if_true if indices.is_everywhere(mask, True) else None  # type: ignore[arg-type,return-value]
+
+
+def operand(node: Node, other: Node) -> Node | None:
+    """The operand of a binary operator that is not `other`; None for a number."""
+    rest = [each for each in node.args if each is not other]
+    return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) else None
+
+
+def only_user(node: Node) -> Node | None:
+    """Who reads `node`, where it is one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def indexed(node: Node) -> tuple[Node, Node] | None:
+    """`(source, index)` where `node` is `source[index]`, rows of a tensor."""
+    if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
+    if node.target is aten.index_select.default and node.args[1] == 0:
+        return node.args[0], node.args[2]  # type: ignore[return-value]
+    if node.target is aten.gather.default and node.args[1] == 0:
+        index = row_index(node.args[2])  # type: ignore[arg-type]
+        return None if index is None else (node.args[0], index)  # type: ignore[return-value]
+    return None
+
+
+def row_index(index: Node) -> Node | None:
+    """[S] where `index` is [S, F], the same number all along each row."""
+    if index.target is not aten.expand.default:
+        return None
+    column = index.args[0]
+    is_column = rank(column) == 2 and is_one(size(column, 1))
+    while is_column and rank(column) == 2 and is_view(column):  # type: ignore[arg-type]
+        column = column.args[0]  # type: ignore[union-attr]
+    return column if is_column and rank(column) == 1 else None  # type: ignore[return-value]
+
+
+def gathered_rows(rows: Node, indices: Indices) -> Node | None:
+    """`tokens[index]` behind `rows`, which may be weighed and rounded."""
+    rows = without_views(rows, indices)
+    if indexed(rows) is not None:
+        return rows
+    inner = rows.all_input_nodes if rows.target is aten.mul.Tensor or is_cast(rows) else []
+    found = (gathered_rows(each, indices) for each in inner if rank(each) == 2 and size(each, 1) != 1)
+    return next((each for each in found if each is not None), None)
