@@ -196,6 +196,24 @@ def replacement(graph: Graph, arguments: Any, old: Node) -> Node:
     return new
 
 
+def write_out(
+    graph: Graph, function: Callable[..., Any], args: Sequence[Node], like: Node, results: Sequence[Node] = ()
+) -> list[Node]:
+    """Inserts the ATen graph of `function(*args)`; its outputs, which must equal `results`, if given."""
+    traced = _compat.trace(function, [arg.meta["val"] for arg in args]).graph
+    placeholders = [node for node in traced.nodes if node.op == "placeholder"]
+    output = next(node for node in traced.nodes if node.op == "output").args[0]
+    computed: tuple[Node, ...] = output if isinstance(output, tuple) else (output,)  # type: ignore[assignment]
+    for new, old in zip(computed, results, strict=False):
+        expect_same_value(new, old)
+    copies: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
+    for node in traced.nodes:
+        if node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            inherit_meta(copies[node], like)
+    return [copies[result] for result in computed]
+
+
 def _layout(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())}"
 

@@ -15,11 +15,10 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import (
     arguments,
-    expect_same_value,
     find,
-    inherit_meta,
     operator_name,
     rewrite_each,
+    write_out,
 )
 from moe_ops import records
 from moe_ops.activation import reference as gated_activation
@@ -113,16 +112,5 @@ def inline(
     graph: Graph, function: Callable[..., Any], args: Sequence[Node], stage: Node, results: Sequence[Node]
 ) -> list[Node]:
     """Writes the ATen graph of `function(*args)` in front of `stage`; its outputs, which must equal `results`."""
-    traced = _compat.trace(function, [arg.meta["val"] for arg in args]).graph
-    placeholders = [node for node in traced.nodes if node.op == "placeholder"]
-    output = next(node for node in traced.nodes if node.op == "output").args[0]
-    computed = output if isinstance(output, tuple) else (output,)
-    for new, old in zip(computed, results, strict=True):
-        expect_same_value(new, old)
-    copies: dict[Node, Node] = dict(zip(placeholders, args, strict=True))
     with graph.inserting_before(stage):
-        for node in traced.nodes:
-            if node.op == "call_function":
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-                inherit_meta(copies[node], stage)
-    return [copies[result] for result in computed]
+        return write_out(graph, function, args, stage, results)

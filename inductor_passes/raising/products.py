@@ -4,6 +4,7 @@ Grouped: `_grouped_mm(rows, weight, offsets)`, whose rows lie in expert order. G
 whose rows lie in the order of slots.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +13,20 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.evaluation import concrete, cut, evaluate
+from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices, Order, ids_behind, is_integral
 from inductor_passes.raising.views_of_rows import (
-    VIEWS,
     aten,
     features,
     gathered_rows,
+    has_layout,
     indexed,
     is_one,
+    is_reshape,
     is_view,
     only_user,
     rank,
+    seen_from,
     size,
 )
 
@@ -106,43 +109,32 @@ def _gathered_product(node: Node, rows: Node, read: _Read) -> Product | None:
 
 
 def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
-    """How `operand` shows `weight[experts]`; `dims` are those of the rows, of what is summed, and of the columns.
-
-    Strides tell: seen as a dense [S, X, Y], each dimension of a view has the stride of the one it shows.
-    """
-    views = cut([operand], lambda node: not (node.target in VIEWS or node.target is aten.permute.default))
-    tensors = [leaf for leaf in views.leaves if isinstance(leaf.meta["val"], Tensor)]
-    source = indexed(tensors[0]) if len(tensors) == 1 else None
+    """How `operand` shows `weight[experts]`; `dims` are those of the rows, of what is summed, and of the columns."""
+    gathered = operand
+    while is_reshape(gathered):
+        gathered = gathered.args[0]  # type: ignore[assignment]
+    source = indexed(gathered)
     if source is None or rank(source[0]) != 3 or rank(source[1]) > 2 or not is_integral(source[1]):
         return None
-    gathered = tensors[0]
-    sizes = [concrete(each) for each in gathered.meta["val"].shape]
-    if None in sizes:
+    shown = seen_from(gathered, operand)
+    layout = None if shown is None else _layout(shown.permute(dims), gathered)
+    if layout is None:
         return None
-    dense = torch.empty(sizes, device="meta")  # type: ignore[arg-type]
-    hints = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if leaf is not gathered}
-    shown = evaluate(views.nodes, {gathered: dense, **hints})[operand].permute(dims)
     weight, is_turned = _without_transposes(source[0])
-    kind, is_transposed = _layout(shown, *dense.shape[-2:], dense.shape[:-2])
-    return (
-        None if kind is None else _Read(weight, source[1], kind, is_transposed ^ is_turned, dense.shape[-2])
-    )
+    return _Read(weight, source[1], layout[0], layout[1] ^ is_turned, size(gathered, -2))
 
 
-def _layout(shown: Tensor, rows: int, columns: int, leading: torch.Size) -> tuple[str | None, bool]:
-    """How a view [slots, summed, columns] of [S, X, Y] pairs rows with weights, and whether X is what is summed."""
-    if shown.stride() == (rows * columns, 1, columns) and shown.shape == (leading.numel(), columns, rows):
+def _layout(shown: Tensor, gathered: Node) -> tuple[str, bool] | None:
+    """How a view [rows, summed, columns] of [S, X, Y] pairs rows with weights, and whether X is what is summed."""
+    *leading, x, y = (int(concrete(each) or 0) for each in gathered.meta["val"].shape)
+    slots, together = math.prod(leading), leading[-1] * x
+    if has_layout(shown, (slots, y, x), (x * y, 1, y)):
         return "gathered", False
-    if shown.stride() == (rows * columns, columns, 1) and shown.shape == (leading.numel(), rows, columns):
+    if has_layout(shown, (slots, x, y), (x * y, y, 1)):
         return "gathered", True
-    all_of_token = leading[-1] * rows
-    if shown.stride() == (all_of_token * columns, 1, columns) and shown.shape == (
-        leading[0],
-        columns,
-        all_of_token,
-    ):
+    if has_layout(shown, (leading[0], y, together), (together * y, 1, y)):
         return "shared", False
-    return None, False
+    return None
 
 
 def _without_transposes(node: Node) -> tuple[Node, bool]:

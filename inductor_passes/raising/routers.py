@@ -26,8 +26,8 @@ from inductor_passes.graph_tools import (
     pick,
 )
 from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, numbers
-from inductor_passes.raising.views_of_rows import aten, prims
-from inductor_passes.raising.writing import aten_call, erase_unread
+from inductor_passes.raising.views_of_rows import aten
+from inductor_passes.raising.writing import erase_unread, written
 from moe_ops.arguments import Router, TopkRouting
 from moe_ops.routing import reference
 from moe_ops.types import RoutingConfig
@@ -82,7 +82,7 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
     with graph.inserting_before(choice.weights):
         bias = choice.bias
         if bias is not None and bias.meta["val"].dim() != 1:
-            bias = aten_call(graph, aten.view.default, (bias, [plan.num_experts]), dispatch)
+            bias = written(graph, torch.flatten, (bias,), dispatch)
         router = call(graph, TopkRouting(Router(choice.logits, bias, config.spec)), dispatch)
     log.lift("topk_routing", dispatch, choice.cut.nodes)
     router.meta[LAYER_KEY] = layer_of(dispatch)
@@ -99,18 +99,16 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
     for user in [user for user in old.users if is_moe_op(user)]:
         user.replace_input_with(old, new)
     if old.users and new.meta["val"].dtype != old.meta["val"].dtype:
-        with graph.inserting_after(new):
-            new = aten_call(graph, prims.convert_element_type.default, (new, old.meta["val"].dtype), old)
-    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        with graph.inserting_before(new.next):
+            new = written(graph, lambda value: value.to(old.meta["val"].dtype), (new,), old)
+    old.replace_all_uses_with(new)
     erase_unread(graph, old)
 
 
 def _recognised(weights: Node, ids: Node, num_experts: int) -> tuple[Choice, RoutingConfig]:
     """The router behind weights and ids or, where weights are scaled further, behind what is scaled."""
-    whole = cut([weights, ids], lambda node: not _is_in_router(node))
-    inner = [node for node in reversed(whole.nodes) if node is not weights and _may_be_weights(node, ids)]
     first: Refusal | None = None
-    for candidate in (weights, *inner):
+    for candidate in (weights, *_other_weights(weights, ids)):
         try:
             choice = _choice(candidate, ids, num_experts)
             return choice, _config(choice, num_experts)
@@ -118,6 +116,18 @@ def _recognised(weights: Node, ids: Node, num_experts: int) -> tuple[Choice, Rou
             first = first or refusal
     assert first is not None
     raise first
+
+
+def _other_weights(weights: Node, ids: Node) -> list[Node]:
+    """Other tensors [T, K] that come out of a router with its ids, the last one first."""
+    reached, pending = {}, [_source(ids)]
+    while pending:
+        node = pending.pop()
+        if node not in reached and _is_in_router(node):
+            reached[node] = None
+            pending.extend(node.users)
+    found = [node for node in ids.graph.nodes if node in reached and _may_be_weights(node, ids)]
+    return [node for node in reversed(found) if node is not weights]
 
 
 def _is_in_router(node: Node) -> bool:

@@ -4,18 +4,21 @@ from torch.fx import Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens, WeightedSum
 from inductor_passes.raising.views_of_rows import (
     VIEWS,
     aten,
+    features,
+    has_layout,
     indexed,
     is_cast,
-    is_view,
+    is_reshape,
     is_view_of_rows,
     only_user,
-    rank,
     row_index,
+    seen_from,
     unmasked,
 )
 from inductor_passes.raising.weights import chosen, weights_of_rows
@@ -86,22 +89,27 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
 
 
 def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_states: Node) -> WeightedSum:
-    """The sum as a product: `weights [T, 1, K] @ rows [T, K, H]`, or the other way round, transposed."""
-    product, side = user, 1
-    if user.target is aten.permute.default and list(user.args[1]) == [0, 2, 1]:  # type: ignore[arg-type]
-        rows, product, side = user, only_user(user), 0  # type: ignore[assignment]
-    while product is not None and is_view(product):
-        rows, product = product, only_user(product)  # type: ignore[assignment]
-    if (
-        product is not None
-        and product.target is aten.bmm.default
-        and product.args[side] is rows
-        and rank(rows) == 3
-    ):
-        weights = chosen(product.args[1 - side], indices)  # type: ignore[arg-type]
-        if weights is not None:
+    """The sum as a product: `weights [T, 1, K] @ rows [T, K, H]`, or `rows [T, H, K] @ weights [T, K, 1]`."""
+    shown, product = rows, user
+    while is_reshape(product) and (reader := only_user(product)) is not None:
+        shown, product = product, reader
+    if product.target is aten.bmm.default:
+        is_left = product.args[0] is shown
+        weights = chosen(product.args[is_left], indices)  # type: ignore[index,arg-type]
+        if weights is not None and _shows_slots(shown, rows, is_left, indices):
             return WeightedSum(weights, _rounded(product, hidden_states))
     raise Refusal(user, f"{describe(user)} reads what experts give, not a weighted sum")
+
+
+def _shows_slots(shown: Node, rows: Node, is_left: bool, indices: Indices) -> bool:
+    """Whether `shown` is [T, K, H] of `rows`, or [T, H, K] on the left."""
+    view, (tokens, top_k) = seen_from(rows, shown), indices.samples[0].shape
+    columns = concrete(features(rows.meta["val"]))
+    if view is None or columns is None:
+        return False
+    if is_left:
+        return has_layout(view, (tokens, columns, top_k), (top_k * columns, 1, columns))
+    return has_layout(view, (tokens, top_k, columns), (top_k * columns, columns, 1))
 
 
 def _is_zero(node: object) -> bool:

@@ -1,5 +1,6 @@
 """Nodes that show rows in another shape, pick them, or mask them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes import _compat
+from inductor_passes.raising.evaluation import concrete, cut, evaluate
 from inductor_passes.raising.indices import Indices
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -135,3 +137,27 @@ def gathered_rows(rows: Node, indices: Indices) -> Node | None:
     inner = rows.all_input_nodes if rows.target is aten.mul.Tensor or is_cast(rows) else []
     found = (gathered_rows(each, indices) for each in inner if rank(each) == 2 and size(each, 1) != 1)
     return next((each for each in found if each is not None), None)
+
+
+def is_reshape(node: Node) -> bool:
+    """Whether `node` shows a tensor in another shape, its dimensions exchanged perhaps."""
+    return node.target in VIEWS or node.target is aten.permute.default
+
+
+def seen_from(source: Node, shown: Node) -> Tensor | None:
+    """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which."""
+    views = cut([shown], lambda node: node is source or not is_reshape(node))
+    values = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if rank(leaf) < 0}
+    sizes = [concrete(each) for each in source.meta["val"].shape]
+    others = [leaf for leaf in views.leaves if rank(leaf) >= 0 and leaf is not source]
+    if others or None in sizes or None in values.values():
+        return None
+    dense = torch.empty(sizes, device="meta")  # type: ignore[arg-type]
+    return evaluate(views.nodes, {source: dense, **values})[shown]
+
+
+def has_layout(shown: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a view has this shape and, where a dimension is longer than 1, these strides."""
+    return tuple(shown.shape) == tuple(shape) and all(
+        size == 1 or ours == theirs for size, ours, theirs in zip(shape, shown.stride(), strides, strict=True)
+    )

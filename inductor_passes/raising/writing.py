@@ -1,17 +1,16 @@
 """Writes a layer that was found as stages."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
-from inductor_passes.graph_tools import call, describe, fake_call, inherit_meta, pick
+from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.views_of_rows import aten, prims
 from moe_ops.arguments import (
     BuildDispatch,
     Combine,
@@ -62,29 +61,27 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     expert_out = _product(graph, activated, offsets, layer.second, like)
     weights = layer.sum.topk_weights
     if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
-        weights = aten_call(graph, aten.full_like.default, (weights, 1), like)
+        weights = written(graph, torch.ones_like, (weights,), like)
     combined = call(graph, Combine(expert_out, weights, inverse, None), like)
     return _as(graph, combined, layer.sum.root)
 
 
 def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
-    rows, weights = (
-        call(graph, Permute(layer.tokens.hidden_states, sorted_slots), like),
-        layer.tokens.topk_weights,
-    )
+    hidden_states, weights = layer.tokens
+    rows = call(graph, Permute(hidden_states, sorted_slots), like)
     if weights is None:
         return rows
-    flat = aten_call(graph, aten.reshape.default, (weights, [-1]), like)
-    weights = aten_call(graph, aten.index.Tensor, (flat, [sorted_slots]), like)
-    column = aten_call(graph, aten.unsqueeze.default, (weights, 1), like)
-    weighed = aten_call(graph, aten.mul.Tensor, (rows, column), like)
-    return aten_call(graph, prims.convert_element_type.default, (weighed, rows.meta["val"].dtype), like)
+    return written(graph, _weigh, (rows, weights, sorted_slots), like)
+
+
+def _weigh(rows: Tensor, topk_weights: Tensor, sorted_slots: Tensor) -> Tensor:
+    return (rows * topk_weights.reshape(-1)[sorted_slots].unsqueeze(1)).to(rows.dtype)
 
 
 def _product(graph: Graph, rows: Node, offsets: Node, outcome: Outcome, like: Node) -> Node:
     weight = outcome.product.weight
     if outcome.product.is_transposed:
-        weight = aten_call(graph, aten.permute.default, (weight, [0, 2, 1]), like)
+        weight = written(graph, lambda stored: stored.transpose(1, 2), (weight,), like)
     return call(graph, GroupedGemm(rows, GroupedLinear(weight, outcome.bias), offsets), like)
 
 
@@ -102,36 +99,34 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
     for node in layer.gate.nodes:
         copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
     activated = copies[layer.activated]
-    columns = activated.meta["val"].shape[-1]
     flat = activated.meta["val"].dim() == 2
-    return (
-        activated if flat else aten_call(graph, aten.reshape.default, (activated, [-1, columns]), activated)
-    )
+    return activated if flat else written(graph, lambda rows: rows.flatten(0, 1), (activated,), like)
 
 
 def _in_shape_of(graph: Graph, rows: Node, old: Node) -> Node:
     """Rows [S, B] as the model had them: that, or [T, K, B]."""
-    shape = old.meta["val"].shape
-    return rows if len(shape) == 2 else aten_call(graph, aten.reshape.default, (rows, [-1, *shape[1:]]), rows)
+    if old.meta["val"].dim() == 2:
+        return rows
+    top_k = old.meta["val"].shape[1]
+    return written(graph, lambda rows: rows.unflatten(0, (-1, top_k)), (rows,), rows)
 
 
 def _as(graph: Graph, result: Node, old: Node) -> Node:
     """`result` [T, H] in the dtype of `old`, and with its dimension of size 1, if any."""
     value = old.meta["val"]
-    if result.meta["val"].dtype != value.dtype:
-        result = aten_call(graph, prims.convert_element_type.default, (result, value.dtype), old)
-    if value.dim() == 3:
-        dim = next(dim for dim in (1, 2) if value.shape[dim] == 1)
-        result = aten_call(graph, aten.unsqueeze.default, (result, dim), old)
-    return result
+    extra = next((dim for dim in (1, 2) if value.dim() == 3 and value.shape[dim] == 1), None)
+
+    def shown(out: Tensor) -> Tensor:
+        out = out.to(value.dtype)
+        return out if extra is None else out.unsqueeze(extra)
+
+    same = extra is None and result.meta["val"].dtype == value.dtype
+    return result if same else written(graph, shown, (result,), old)
 
 
-def aten_call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
-    """Inserts a call of an ATen operator, with value and inherited metadata."""
-    node = graph.call_function(target, args)
-    inherit_meta(node, like)
-    node.meta["val"] = fake_call(target, map_arg(args, lambda arg: arg.meta["val"]))
-    return node
+def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node], like: Node) -> Node:
+    """The result of `function(*args)`, written out."""
+    return write_out(graph, function, args, like)[0]
 
 
 def erase_unread(graph: Graph, node: Node) -> None:
