@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench
+from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench, stock_bench
 
 COMMANDS = {
     "demo": demo,
@@ -11,6 +11,7 @@ COMMANDS = {
     "cpu": cpu_bench,
     "loading": loading,
     "options": options_bench,
+    "stock": stock_bench,
     "gpu": gpu_proof,
 }
 

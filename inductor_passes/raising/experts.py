@@ -4,6 +4,7 @@ The two products of a layer are found by what they multiply, everything around t
 where, which gate stands between, how the rows of a token are summed.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -113,7 +114,7 @@ _SHAPES = frozenset(
         aten.select.int,
         aten.clone.default,
         prims.convert_element_type.default,
-        __import__("operator").getitem,
+        operator.getitem,
     )
 )
 

@@ -4,6 +4,7 @@ A router is known by what it computes: it is run in float64 on logits of many si
 its shapes and its constants allow.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -91,7 +92,7 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
 
 
 def _source(node: Node) -> Node:
-    return node.args[0] if node.target is _GETITEM else node  # type: ignore[return-value]
+    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
 
 
 def _replace(graph: Graph, old: Node, new: Node) -> None:
@@ -110,8 +111,13 @@ def _recognised(weights: Node, ids: Node, num_experts: int) -> tuple[Choice, Rou
     first: Refusal | None = None
     for candidate in (weights, *_other_weights(weights, ids)):
         try:
-            choice = _choice(candidate, ids, num_experts)
-            return choice, _config(choice, num_experts)
+            for choice in _choices(candidate, ids, num_experts):
+                config = _config(choice, num_experts)
+                if config is not None:
+                    return choice, config
+            raise Refusal(
+                candidate, "the router is no RoutingConfig: none gives its weights for the logits tried"
+            )
         except Refusal as refusal:
             first = first or refusal
     assert first is not None
@@ -126,12 +132,14 @@ def _other_weights(weights: Node, ids: Node) -> list[Node]:
         if node not in reached and _is_in_router(node):
             reached[node] = None
             pending.extend(node.users)
-    found = [node for node in ids.graph.nodes if node in reached and _may_be_weights(node, ids)]
+    found = [
+        node for node in ids.graph.nodes if node in reached and _has_shape(node, tuple(ids.meta["val"].shape))
+    ]
     return [node for node in reversed(found) if node is not weights]
 
 
 def _is_in_router(node: Node) -> bool:
-    if node.target is _GETITEM:
+    if node.target is operator.getitem:
         return True
     target = node.target
     return (
@@ -141,7 +149,6 @@ def _is_in_router(node: Node) -> bool:
     )
 
 
-_GETITEM = __import__("operator").getitem
 _PRODUCTS = (
     aten.mm.default,
     aten.addmm.default,
@@ -151,39 +158,31 @@ _PRODUCTS = (
 )
 
 
-def _may_be_weights(node: Node, ids: Node) -> bool:
-    value = node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and value.dtype.is_floating_point
-        and value.dim() == 2
-        and all(
-            _compat.statically_known_true(a == b)
-            for a, b in zip(value.shape, ids.meta["val"].shape, strict=True)
-        )
-    )
-
-
-def _choice(weights: Node, ids: Node, num_experts: int) -> Choice:
-    """Tells logits from bias among what a router reads."""
+def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
+    """Which of what a router reads may be its logits, and which its bias: of one token both are E numbers."""
     found = cut([weights, ids], lambda node: not _is_in_router(node))
-    logits, vectors = [], []
-    for leaf in found.leaves:
-        value = leaf.meta["val"]
-        if not isinstance(value, Tensor):
-            continue
-        is_float, columns = value.dtype.is_floating_point, value.shape[-1] if value.dim() else 0
-        if is_float and value.numel() == num_experts and leaf.op != "call_function":
-            vectors.append(leaf)
-        elif is_float and value.dim() == 2 and columns == num_experts:
-            logits.append(leaf)
-        else:
-            raise Refusal(weights, f"the router also reads {describe(leaf)}")
-    if len(logits) != 1 or len(vectors) > 1:
-        raise Refusal(
-            weights, f"the router reads {', '.join(map(describe, found.leaves))}, not logits and a bias"
-        )
-    return Choice(weights, ids, logits[0], vectors[0] if vectors else None, found)
+    leaves = [leaf for leaf in found.leaves if isinstance(leaf.meta["val"], Tensor)]
+    tokens = ids.meta["val"].shape[0]
+    choices = []
+    for logits in leaves:
+        others = [leaf for leaf in leaves if leaf is not logits]
+        if _has_shape(logits, (tokens, num_experts)) and len(others) <= 1 and all(map(_is_vector, others)):
+            if all(other.meta["val"].numel() == num_experts for other in others):
+                choices.append(Choice(weights, ids, logits, others[0] if others else None, found))
+    if not choices:
+        raise Refusal(weights, f"the router reads {', '.join(map(describe, leaves))}, not logits and a bias")
+    return choices
+
+
+def _is_vector(leaf: Node) -> bool:
+    value = leaf.meta["val"]
+    return value.dtype.is_floating_point and leaf.op != "call_function"
+
+
+def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:
+    value = node.meta.get("val")
+    is_floating = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() == len(shape)
+    return is_floating and all(map(_compat.statically_known_true, map(operator.eq, value.shape, shape)))
 
 
 class _Trial(NamedTuple):
@@ -195,8 +194,8 @@ class _Trial(NamedTuple):
     """[R, E], zero where an expert was not chosen."""
 
 
-def _config(choice: Choice, num_experts: int) -> RoutingConfig:
-    """The config that gives what the router gives. Raises Refusal where there is none."""
+def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
+    """The config that gives what the router gives."""
     trial = _tried(choice, num_experts)
     top_k = concrete(choice.ids.meta["val"].shape[1])
     for config in _selections(choice.cut, num_experts, top_k):  # type: ignore[arg-type]
@@ -280,7 +279,7 @@ def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
 def _weighed(config: RoutingConfig, trial: _Trial, router: Cut) -> Iterator[RoutingConfig]:
     """`config`, if it selects as the router does, with the scale that its weights have, renormalised or not."""
     plain, decided = _dense(config, trial), _decided(config, trial)
-    if not torch.equal((plain != 0)[decided], (trial.weights != 0)[decided]):
+    if not decided.any() or not torch.equal((plain != 0)[decided], (trial.weights != 0)[decided]):
         return
     written = numbers(router.nodes)
     total = plain.sum(-1, keepdim=True)
@@ -289,8 +288,13 @@ def _weighed(config: RoutingConfig, trial: _Trial, router: Cut) -> Iterator[Rout
     ]
     for renormalize, eps, ours in options:
         scale = float(trial.weights[decided].sum() / ours[decided].sum())
-        scale = next((each for each in (1.0, *written) if abs(each - scale) <= _CLOSE * scale), scale)
+        scale = next((each for each in _simple(written) if abs(each - scale) <= _CLOSE * scale), scale)
         yield replace(config, renormalize=renormalize, renorm_eps=eps, scale=scale)
+
+
+def _simple(written: tuple[float, ...]) -> tuple[float, ...]:
+    """Scales that a model may mean: its constants, and what divides by them."""
+    return (1.0, *written, *(1 / number for number in written if number))
 
 
 def _agrees(config: RoutingConfig, trial: _Trial) -> bool:
