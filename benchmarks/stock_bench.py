@@ -111,7 +111,7 @@ def make_block(block: Block, device: str) -> nn.Module:
 
 
 def measure(block: nn.Module, tokens: int, budget_ms: float) -> Iterator[dict[str, object]]:
-    """One row for each way to run `tokens` tokens: microseconds of one call, error against float32, seconds to compile."""
+    """A row for each way to run `tokens` tokens: microseconds of a call, error against float32, seconds to compile."""
     hidden = next(block.parameters()).shape[-1]
     device = next(block.parameters()).device
     inputs = [torch.randn(1, tokens, hidden, device=device).bfloat16() for _ in range(NUM_INPUTS)]
@@ -119,7 +119,7 @@ def measure(block: nn.Module, tokens: int, budget_ms: float) -> Iterator[dict[st
     with torch.no_grad():
         expected = _in_float32(block, inputs[0])
         for name, call in ways(block, tokens):
-            torch._dynamo.reset()
+            torch.compiler.reset()
             start = time.perf_counter()
             first = _output(call(inputs[0]))
             seconds = time.perf_counter() - start
