@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut
@@ -46,7 +47,8 @@ class RaiseExperts:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
         for *firsts, second in product_layers(graph):
             try:
-                write(graph, _experts(firsts, second))
+                with _compat.real_tensors():
+                    write(graph, _experts(firsts, second))
                 log.lift("experts", second.node, (each.node for each in (*firsts, second)))
             except Refusal as refusal:
                 log.refuse(refusal, second.node)

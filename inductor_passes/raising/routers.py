@@ -64,7 +64,8 @@ class RaiseRouters:
         """Raises the router of every dispatch whose ids are computed in this graph."""
         for dispatch in find(graph, "build_dispatch"):
             try:
-                _rewrite(graph, dispatch, log)
+                with _compat.real_tensors():
+                    _rewrite(graph, dispatch, log)
             except Refusal as refusal:
                 log.refuse(refusal, dispatch)
         _compat.stable_topological_sort(graph)
@@ -139,14 +140,13 @@ def _other_weights(weights: Node, ids: Node) -> list[Node]:
 
 
 def _is_in_router(node: Node) -> bool:
-    if node.target is operator.getitem:
-        return True
     target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and target.namespace in ("aten", "prims")
-        and target not in _PRODUCTS
-    )
+    if target is aten.slice.Tensor:  # Inductor pads a product of odd sizes, and cuts the result to size
+        return node.args[0].target not in _PRODUCTS  # type: ignore[union-attr]
+    if target is operator.getitem:
+        return True
+    is_plain = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    return is_plain and target not in _PRODUCTS
 
 
 _PRODUCTS = (

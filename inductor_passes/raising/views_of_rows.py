@@ -103,7 +103,13 @@ def operand(node: Node, other: Node) -> Node | None:
 
 def only_user(node: Node) -> Node | None:
     """Who reads `node`, where it is one."""
-    return next(iter(node.users)) if len(node.users) == 1 else None
+    users = readers(node)
+    return users[0] if len(users) == 1 else None
+
+
+def readers(node: Node) -> list[Node]:
+    """Who reads `node` for somebody: a decomposition may leave nodes that nobody reads."""
+    return [user for user in node.users if user.users or user.op == "output" or user.is_impure()]
 
 
 def indexed(node: Node) -> tuple[Node, Node] | None:

@@ -11,6 +11,7 @@ from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.views_of_rows import readers
 from moe_ops.arguments import (
     BuildDispatch,
     Combine,
@@ -46,7 +47,7 @@ def _expect_private(layer: Experts) -> None:
         }:
             inside.add(node)
     for node in inside - {layer.sum.root}:
-        for user in node.users:
+        for user in readers(node):
             if user not in inside:
                 raise Refusal(node, f"{describe(node)} of the experts is also read by {describe(user)}")
 

@@ -54,7 +54,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def sorted_slots(ids: Tensor, num_experts: int = EXPERTS) -> tuple[Tensor, Tensor]:
     """The slots by expert, and where each expert's end."""
     ranked, order = ids.reshape(-1).sort()
-    counts = torch.histc(ranked.float(), bins=num_experts, min=0, max=num_experts - 1)
+    counted = ranked.float() if ranked.device.type == "cpu" else ranked.int()  # neither takes the other's
+    counts = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
     return order, counts.cumsum(0, dtype=torch.int32)
 
 
@@ -80,7 +81,7 @@ def grouped_experts(
         -1
     )
     inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel())
+    inverse[order] = torch.arange(order.numel(), device=order.device)
     return out[inverse].view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)
 
 
