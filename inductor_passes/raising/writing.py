@@ -131,11 +131,13 @@ def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node],
 
 
 def erase_unread(graph: Graph, node: Node) -> None:
-    """Erases `node` and what only it read, unless somebody reads it."""
+    """Erases `node` and what only it read, unless somebody reads it for somebody."""
     pending = [node]
     while pending:
         node = pending.pop()
-        if node.op == "call_function" and not node.users and not node.is_impure() and not node._erased:
-            inputs = node.all_input_nodes
-            graph.erase_node(node)
-            pending.extend(inputs)
+        if node.op != "call_function" or node._erased or node.is_impure() or readers(node):
+            continue
+        for user in list(node.users):
+            graph.erase_node(user)
+        pending.extend(node.all_input_nodes)
+        graph.erase_node(node)
