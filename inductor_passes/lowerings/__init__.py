@@ -1,5 +1,6 @@
 """How what the passes left becomes code: each tier takes what it can and leaves the rest to the next.
 
+0. `MultiplyHalves`: on CUDA, float32 logits of half-precision tensors are multiplied without casts.
 1. `ExpandFewSlots`: routers and layers of few slots on a CPU become ATen, which Inductor makes into C++ loops.
 2. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
 3. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
@@ -10,7 +11,8 @@ process never sees them.
 """
 
 from inductor_passes.lowerings.few_slots import ExpandFewSlots
+from inductor_passes.lowerings.logits import MultiplyHalves
 from inductor_passes.lowerings.pointwise import ExpandPointwise
 from inductor_passes.lowerings.programs import LaunchPrograms
 
-__all__ = ["ExpandFewSlots", "ExpandPointwise", "LaunchPrograms"]
+__all__ = ["ExpandFewSlots", "ExpandPointwise", "LaunchPrograms", "MultiplyHalves"]
