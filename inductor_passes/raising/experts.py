@@ -29,6 +29,7 @@ from inductor_passes.raising.views_of_rows import (
     only_user,
     operand,
     prims,
+    rank,
     size,
     unmasked,
     without_views,
@@ -72,21 +73,21 @@ def _experts(firsts: Sequence[Product], second: Product) -> Experts:
     order = order_of(firsts[0], indices)
     outcomes = tuple(_outcome(first, order, indices) for first in firsts)
     last = _outcome(second, order, indices)
-    tokens = {tokens_of(first, order, indices) for first in firsts}
-    if len(tokens) > 1:
+    tokens, *others = (tokens_of(first, order, indices) for first in firsts)
+    if any(other != tokens for other in others):
         raise Refusal(second.node, "the products before the gate have different inputs")
     activated = without_views(second.rows, indices)
     gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not _is_in_gate(node))
     masks = _masks(gate, outcomes, indices, second.node)
     return Experts(
         indices,
-        *tokens,
+        tokens,
         outcomes,
         gate,
         masks,
         activated,
         last,
-        weighted_sum(last.node, order, indices, *tokens),
+        weighted_sum(last.node, order, indices, tokens),
     )
 
 
@@ -126,8 +127,8 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     _expect_order(product, order, indices)
     node, bias, found = product.node, None, None
     while node is not None:
-        user, rank = only_user(node), node.meta["val"].dim()
-        if rank == 2 or (rank == 3 and not is_one(size(node, 1)) and not is_one(size(node, 2))):
+        user, dims = only_user(node), rank(node)
+        if dims == 2 or (dims == 3 and not is_one(size(node, 1)) and not is_one(size(node, 2))):
             found = Outcome(product, bias, node)
         if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
@@ -144,7 +145,7 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
 
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:
-    index = product.index
+    index = product.experts
     fits = indices.are_offsets(index) if product.kind == "grouped" else indices.are_experts(index, order)
     if not fits:
         raise Refusal(
@@ -157,10 +158,9 @@ def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Node | No
     if sum.target is not aten.add.Tensor or (added := operand(sum, product)) is None:
         return None
     source = indexed(without_views(added, indices))
-    is_bias = (
-        source is not None and source[0].meta["val"].dim() == 2 and indices.are_experts(source[1], order)
-    )
-    return source[0] if is_bias else None  # type: ignore[index]
+    if source is None or rank(source[0]) != 2 or not indices.are_experts(source[1], order):
+        return None
+    return source[0]
 
 
 def _masks(gate: Cut, outcomes: tuple[Outcome, ...], indices: Indices, second: Node) -> dict[Node, bool]:

@@ -5,6 +5,7 @@ same numbers.
 """
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Indices:
         generator = torch.Generator().manual_seed(0)
         draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
         self.samples = [draw.topk(self.top_k).indices for draw in draws]
-        self._known: list[dict[Node, object]] = [{ids: sample} for sample in self.samples]
+        self._known: list[dict[Node, Any]] = [{ids: sample} for sample in self.samples]
 
     @cached_property
     def slot_order(self) -> Order:
@@ -67,7 +68,7 @@ class Indices:
                 known.update(evaluate([each for each in found.nodes if each not in known], known | sizes))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return None
-        return tuple(known[node] for known in self._known)  # type: ignore[return-value,misc]
+        return tuple(known[node] for known in self._known)
 
     def order_behind(self, tokens: Node) -> Order | None:
         """The order, by expert, lowest first, of rows whose tokens are `tokens`, computed from it; or None."""
@@ -142,7 +143,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     """The [T, K] expert ids that `index` is computed from. Raises Refusal where there are none, or several."""
 
     def is_ids(node: Node) -> bool:
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if not is_integral(node) or value.dtype == torch.bool:
             return False
         is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)

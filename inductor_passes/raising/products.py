@@ -16,6 +16,7 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices, Order, ids_behind, is_integral
 from inductor_passes.raising.views_of_rows import (
+    args,
     aten,
     features,
     gathered_rows,
@@ -41,7 +42,7 @@ class Product(NamedTuple):
     weight: Node
     is_transposed: bool
     """Whether `weight` is [E, A, B]."""
-    index: Node
+    experts: Node
     """What says which expert a row belongs to: where experts end, or the expert of each row."""
     kind: str
     """"grouped"; "gathered"; "shared" where a row [T, A] meets all experts of its token at once."""
@@ -56,7 +57,7 @@ class Product(NamedTuple):
         """S."""
         if self.kind == "grouped":
             return self.rows.meta["val"].shape[0]
-        return self.index.meta["val"].numel()
+        return self.experts.meta["val"].numel()
 
 
 def products(graph: Graph) -> list[Product]:
@@ -68,24 +69,25 @@ def products(graph: Graph) -> list[Product]:
 def _grouped(node: Node) -> Product | None:
     if str(node.target) not in _GROUPED:
         return None
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    rows, weight, offsets = node.args[0], node.args[1], given.get("offs")
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, args(node), strict=False)) | dict(node.kwargs)
+    rows, weight, offsets = args(node)[0], args(node)[1], given.get("offs")
     if offsets is None or given.get("bias") is not None or (rank(rows), rank(weight)) != (2, 3):
         return None
-    plain, is_turned = _without_transposes(weight)  # type: ignore[arg-type]
-    return Product(node, rows, plain, not is_turned, offsets, "grouped")  # type: ignore[arg-type]
+    plain, is_turned = _without_transposes(weight)
+    return Product(node, rows, plain, not is_turned, offsets, "grouped")
 
 
 def _gathered(node: Node) -> Product | None:
     """`bmm(rows [S, 1, A], weight [S, A, B])`, or the other way round, transposed."""
     if node.target is not aten.bmm.default:
         return None
-    left, right = node.args
-    if is_one(size(left, 1)) and (found := _read(right, (0, 1, 2))) is not None:  # type: ignore[arg-type]
-        return _gathered_product(node, left, found)  # type: ignore[arg-type]
-    if is_one(size(right, 2)) and (found := _read(left, (0, 2, 1))) is not None:  # type: ignore[arg-type]
-        return _gathered_product(node, right, found)  # type: ignore[arg-type]
+    left, right = args(node)
+    if is_one(size(left, 1)) and (found := _read(right, (0, 1, 2))) is not None:
+        return _gathered_product(node, left, found)
+    if is_one(size(right, 2)) and (found := _read(left, (0, 2, 1))) is not None:
+        return _gathered_product(node, right, found)
     return None
 
 
@@ -105,14 +107,14 @@ def _gathered_product(node: Node, rows: Node, read: _Read) -> Product | None:
         out = only_user(node)
         if out is None or not is_view(out) or features(out.meta["val"]) != read.columns:
             return None
-    return Product(out, rows, read.weight, read.is_transposed, read.experts, read.kind)  # type: ignore[arg-type]
+    return Product(out, rows, read.weight, read.is_transposed, read.experts, read.kind)
 
 
 def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     """How `operand` shows `weight[experts]`; `dims` are those of the rows, of what is summed, and of the columns."""
-    gathered = operand
+    gathered: Any = operand
     while is_reshape(gathered):
-        gathered = gathered.args[0]  # type: ignore[assignment]
+        gathered = args(gathered)[0]
     source = indexed(gathered)
     if source is None or rank(source[0]) != 3 or rank(source[1]) > 2 or not is_integral(source[1]):
         return None
@@ -139,8 +141,8 @@ def _layout(shown: Tensor, gathered: Node) -> tuple[str, bool] | None:
 
 def _without_transposes(node: Node) -> tuple[Node, bool]:
     is_turned = False
-    while node.target is aten.permute.default and list(node.args[1]) == [0, 2, 1]:  # type: ignore[arg-type]
-        node, is_turned = node.args[0], not is_turned  # type: ignore[assignment]
+    while node.target is aten.permute.default and list(args(node)[1]) == [0, 2, 1]:
+        node, is_turned = args(node)[0], not is_turned
     return node, is_turned
 
 
@@ -148,9 +150,9 @@ def order_of(product: Product, indices: Indices) -> Order:
     """The order of the rows of a product. Raises Refusal where it is none that experts can own rows in."""
     if product.kind == "grouped":
         return _sorted_order(product, indices)
-    if indices.are_experts(product.index, indices.slot_order):
+    if indices.are_experts(product.experts, indices.slot_order):
         return indices.slot_order
-    raise Refusal(product.node, f"{describe(product.index)} is not the expert of each slot")
+    raise Refusal(product.node, f"{describe(product.experts)} is not the expert of each slot")
 
 
 def _sorted_order(product: Product, indices: Indices) -> Order:
@@ -166,5 +168,5 @@ def _sorted_order(product: Product, indices: Indices) -> Order:
 
 def ids_of(product: Product) -> Indices:
     """The ids that choose the experts of a product. Raises Refusal where they cannot be found."""
-    ids = ids_behind(product.index, product.num_slots)
+    ids = ids_behind(product.experts, product.num_slots)
     return Indices(ids, product.num_experts)

@@ -27,9 +27,9 @@ from inductor_passes.graph_tools import (
     pick,
 )
 from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, numbers
-from inductor_passes.raising.views_of_rows import aten
-from inductor_passes.raising.writing import erase_unread, written
-from moe_ops.arguments import Router, TopkRouting
+from inductor_passes.raising.views_of_rows import args, aten
+from inductor_passes.raising.writing import erase_unread, record, written
+from moe_ops.arguments import Router
 from moe_ops.routing import reference
 from moe_ops.types import RoutingConfig
 
@@ -85,7 +85,7 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
         bias = choice.bias
         if bias is not None and bias.meta["val"].dim() != 1:
             bias = written(graph, torch.flatten, (bias,), dispatch)
-        router = call(graph, TopkRouting(Router(choice.logits, bias, config.spec)), dispatch)
+        router = call(graph, record.TopkRouting(record.Router(choice.logits, bias, config.spec)), dispatch)
     log.lift("topk_routing", dispatch, choice.cut.nodes)
     router.meta[LAYER_KEY] = layer_of(dispatch)
     for index, old in ((0, choice.weights), (1, choice.ids)):
@@ -93,7 +93,7 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
 
 
 def _source(node: Node) -> Node:
-    return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
+    return args(node)[0] if node.target is operator.getitem else node
 
 
 def _replace(graph: Graph, old: Node, new: Node) -> None:
@@ -142,7 +142,7 @@ def _other_weights(weights: Node, ids: Node) -> list[Node]:
 def _is_in_router(node: Node) -> bool:
     target = node.target
     if target is aten.slice.Tensor:  # Inductor pads a product of odd sizes, and cuts the result to size
-        return node.args[0].target not in _PRODUCTS  # type: ignore[union-attr]
+        return args(node)[0].target not in _PRODUCTS
     if target is operator.getitem:
         return True
     is_plain = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
@@ -180,7 +180,7 @@ def _is_vector(leaf: Node) -> bool:
 
 
 def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     is_floating = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() == len(shape)
     return is_floating and all(map(_compat.statically_known_true, map(operator.eq, value.shape, shape)))
 
@@ -197,8 +197,8 @@ class _Trial(NamedTuple):
 def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
     """The config that gives what the router gives."""
     trial = _tried(choice, num_experts)
-    top_k = concrete(choice.ids.meta["val"].shape[1])
-    for config in _selections(choice.cut, num_experts, top_k):  # type: ignore[arg-type]
+    top_k = concrete(choice.ids.meta["val"].shape[1]) or 0
+    for config in _selections(choice.cut, num_experts, top_k):
         for weighed in _weighed(config, trial, choice.cut):
             if _agrees(weighed, trial):
                 return weighed
@@ -255,7 +255,7 @@ def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingCo
         _groups(router, num_experts),
     ):
         try:
-            yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)  # type: ignore[arg-type]
+            yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)
         except ValueError:  # more groups kept than there are
             continue
 
@@ -268,7 +268,7 @@ def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
         for shape in shapes
         if len(shape) == 3 and shape[-2] * shape[-1] == num_experts and isinstance(shape[-2], int)
     }
-    kept = {int(node.args[1]) for node in router.nodes if node.target is aten.topk.default}  # type: ignore[arg-type]
+    kept = {int(args(node)[1]) for node in router.nodes if node.target is aten.topk.default}
     limits = product(sorted(counts), sorted(kept), ("max", "top2_sum"), (float("-inf"), 0.0))
     names = ("num_groups", "topk_groups", "group_score", "group_fill")
     return [{}] + [

@@ -1,5 +1,7 @@
 """How the outputs of experts become one row for each token: weighted, brought back into the order of slots, summed."""
 
+from typing import Any
+
 from torch.fx import Node
 
 from inductor_passes.base import Refusal
@@ -9,6 +11,7 @@ from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens, WeightedSum
 from inductor_passes.raising.views_of_rows import (
     VIEWS,
+    args,
     aten,
     features,
     has_layout,
@@ -46,8 +49,8 @@ def weighted_sum(expert_out: Node, order: Order, indices: Indices, tokens: Token
 def _brings_back(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     """Whether `user` puts rows into the order of slots."""
     if user.target is aten.index_put.default:
-        into, where, put, accumulates = (*user.args, False)[:4]
-        is_plain = put is rows and not accumulates and len(where) == 1  # type: ignore[arg-type]
+        into, where, put, accumulates = _put(user)
+        is_plain = put is rows and not accumulates and len(where) == 1
         return (
             is_plain
             and into.meta["val"].shape == rows.meta["val"].shape
@@ -60,15 +63,15 @@ def _brings_back(user: Node, rows: Node, order: Order, indices: Indices) -> bool
 def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     """Whether `user` adds the weighed rows of each token."""
     if user.target is aten.sum.dim_IntList and order is indices.slot_order:
-        shape, dims = rows.meta["val"].shape, list(user.args[1])  # type: ignore[arg-type]
-        keeps_dim = len(user.args) > 2 and user.args[2]
+        shape, dims = rows.meta["val"].shape, list(args(user)[1])
+        keeps_dim = len(args(user)) > 2 and args(user)[2]
         return len(shape) == 3 and dims in ([1], [-2]) and _is(shape[1], indices.top_k) and not keeps_dim
     if user.target is aten.index_add.default:
-        into, dim, index, added = user.args[:4]
-        return dim == 0 and added is rows and _is_zero(into) and indices.are_tokens(index, order)  # type: ignore[arg-type]
+        into, dim, index, added = args(user)[:4]
+        return dim == 0 and added is rows and _is_zero(into) and indices.are_tokens(index, order)
     if user.target is aten.scatter_add.default:
-        into, dim, index, added = user.args
-        row = row_index(index)  # type: ignore[arg-type]
+        into, dim, index, added = args(user)
+        row = row_index(index)
         return (
             dim == 0
             and added is rows
@@ -77,13 +80,13 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
             and indices.are_tokens(row, order)
         )
     if user.target is aten.index_put.default:
-        into, where, added, accumulates = (*user.args, False)[:4]
+        into, where, added, accumulates = _put(user)
         return (
             added is rows
             and bool(accumulates)
             and _is_zero(into)
-            and len(where) == 1  # type: ignore[arg-type]
-            and indices.are_tokens(where[0], order)  # type: ignore[index,arg-type]
+            and len(where) == 1
+            and indices.are_tokens(where[0], order)
         )
     return False
 
@@ -94,8 +97,8 @@ def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_state
     while is_reshape(product) and (reader := only_user(product)) is not None:
         shown, product = product, reader
     if product.target is aten.bmm.default:
-        is_left = product.args[0] is shown
-        weights = chosen(product.args[is_left], indices)  # type: ignore[index,arg-type]
+        is_left = args(product)[0] is shown
+        weights = chosen(args(product)[is_left], indices)
         if weights is not None and _shows_slots(shown, rows, is_left, indices):
             return WeightedSum(weights, _rounded(product, hidden_states))
     raise Refusal(user, f"{describe(user)} reads what experts give, not a weighted sum")
@@ -112,11 +115,17 @@ def _shows_slots(shown: Node, rows: Node, is_left: bool, indices: Indices) -> bo
     return has_layout(view, (tokens, top_k, columns), (top_k * columns, columns, 1))
 
 
+def _put(index_put: Node) -> tuple[Any, Any, Any, Any]:
+    """Into what, where, what, and whether it is added."""
+    given = args(index_put)
+    return given[0], given[1], given[2], len(given) > 3 and given[3]
+
+
 def _is_zero(node: object) -> bool:
     """Whether `node` is filled with zeros."""
     while isinstance(node, Node) and node.target in VIEWS:
-        node = node.args[0]
-    return isinstance(node, Node) and node.target is aten.full.default and node.args[1] == 0
+        node = args(node)[0]
+    return isinstance(node, Node) and node.target is aten.full.default and args(node)[1] == 0
 
 
 def _is(size: object, number: int | None) -> bool:

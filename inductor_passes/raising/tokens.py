@@ -8,7 +8,7 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens
 from inductor_passes.raising.products import Product
-from inductor_passes.raising.views_of_rows import aten, indexed, is_cast, is_view, rank, without_views
+from inductor_passes.raising.views_of_rows import args, aten, indexed, is_cast, is_view, rank, without_views
 from inductor_passes.raising.weights import weights_of_rows
 
 
@@ -30,14 +30,14 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
 def _flat(rows: Node) -> Node:
     """[T, H] that `rows` [T, 1, H] shows."""
     while rank(rows) != 2 and is_view(rows):
-        rows = rows.args[0]  # type: ignore[assignment]
+        rows = args(rows)[0]
     if rank(rows) == 2:
         return rows
     raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
 
 
 def _unrounded(node: Node) -> Node:
-    return node.args[0] if is_cast(node) else node  # type: ignore[return-value]
+    return args(node)[0] if is_cast(node) else node
 
 
 def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]:
@@ -50,9 +50,9 @@ def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]
 
 def _repeated(rows: Node, indices: Indices) -> Node:
     """[T, H] where `rows` is [T, K, H], each token K times."""
-    source = rows.args[0]
-    flat = source.args[0] if source.target is aten.unsqueeze.default else None  # type: ignore[union-attr]
-    before, after = source.meta["val"].shape, rows.meta["val"].shape  # type: ignore[union-attr]
+    source = args(rows)[0]
+    flat = args(source)[0] if source.target is aten.unsqueeze.default else None
+    before, after = source.meta["val"].shape, rows.meta["val"].shape
     sizes = (indices.ids.meta["val"].shape[0], 1, after[-1])
     is_column = len(before) == 3 and all(map(_compat.statically_known_true, map(_equal, before, sizes)))
     if flat is None or not is_column or flat.meta["val"].dim() != 2:

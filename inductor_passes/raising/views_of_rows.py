@@ -26,6 +26,11 @@ VIEWS = (
 _COPIES = (aten.clone.default, aten.alias.default, prims.convert_element_type.default)
 
 
+def args(node: Node) -> Any:
+    """The arguments of a call, each of the type that its operator takes."""
+    return node.args
+
+
 def rank(node: Any) -> int:
     """Number of dimensions of a tensor's node; -1 for anything else."""
     value = node.meta.get("val") if isinstance(node, Node) else None
@@ -48,18 +53,18 @@ def is_view_of_rows(node: Node) -> bool:
         return True
     if not is_view(node):
         return False
-    before, after = (features(each.meta["val"]) for each in (node.args[0], node))  # type: ignore[union-attr]
+    before, after = (features(each.meta["val"]) for each in (args(node)[0], node))
     return _compat.statically_known_true(before == after)
 
 
 def is_view(node: Node) -> bool:
     """Whether `node` shows all elements of a tensor, in their order, in another shape."""
     if node.target is aten.permute.default:
-        kept = [dim for dim in node.args[1] if not is_one(size(node.args[0], dim))]  # type: ignore[union-attr]
+        kept = [dim for dim in args(node)[1] if not is_one(size(args(node)[0], dim))]
         return kept == sorted(kept)
     if node.target not in VIEWS:
         return False
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    before, after = args(node)[0].meta["val"], node.meta["val"]
     return _compat.statically_known_true(before.numel() == after.numel())
 
 
@@ -72,7 +77,7 @@ def without_views(node: Node, indices: Indices) -> Node:
     """What `node` shows, past views, copies and masks of rows whose ids are out of range; not past casts."""
     while node.op == "call_function":
         if is_view_of_rows(node) and not is_cast(node):
-            node = node.args[0]  # type: ignore[assignment]
+            node = args(node)[0]
         elif (kept := unmasked(node, indices)) is not None:
             node = kept
         else:
@@ -89,15 +94,15 @@ def unmasked(node: Node, indices: Indices) -> Node | None:
     """Which operand of a `where` on ids is taken for every id in range."""
     if node.target is not aten.where.self:
         return None
-    mask, if_true, if_false = node.args
-    if indices.is_everywhere(mask, False):  # type: ignore[arg-type]
-        return if_false  # type: ignore[return-value]
-    return if_true if indices.is_everywhere(mask, True) else None  # type: ignore[arg-type,return-value]
+    mask, if_true, if_false = args(node)
+    if indices.is_everywhere(mask, False):
+        return if_false
+    return if_true if indices.is_everywhere(mask, True) else None
 
 
 def operand(node: Node, other: Node) -> Node | None:
     """The operand of a binary operator that is not `other`; None for a number."""
-    rest = [each for each in node.args if each is not other]
+    rest = [each for each in args(node) if each is not other]
     return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) else None
 
 
@@ -114,13 +119,13 @@ def readers(node: Node) -> list[Node]:
 
 def indexed(node: Node) -> tuple[Node, Node] | None:
     """`(source, index)` where `node` is `source[index]`, rows of a tensor."""
-    if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
-        return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
-    if node.target is aten.index_select.default and node.args[1] == 0:
-        return node.args[0], node.args[2]  # type: ignore[return-value]
-    if node.target is aten.gather.default and node.args[1] == 0:
-        index = row_index(node.args[2])  # type: ignore[arg-type]
-        return None if index is None else (node.args[0], index)  # type: ignore[return-value]
+    if node.target is aten.index.Tensor and len(args(node)[1]) == 1:
+        return args(node)[0], args(node)[1][0]
+    if node.target is aten.index_select.default and args(node)[1] == 0:
+        return args(node)[0], args(node)[2]
+    if node.target is aten.gather.default and args(node)[1] == 0:
+        index = row_index(args(node)[2])
+        return None if index is None else (args(node)[0], index)
     return None
 
 
@@ -128,11 +133,11 @@ def row_index(index: Node) -> Node | None:
     """[S] where `index` is [S, F], the same number all along each row."""
     if index.target is not aten.expand.default:
         return None
-    column = index.args[0]
+    column = args(index)[0]
     is_column = rank(column) == 2 and is_one(size(column, 1))
-    while is_column and rank(column) == 2 and is_view(column):  # type: ignore[arg-type]
-        column = column.args[0]  # type: ignore[union-attr]
-    return column if is_column and rank(column) == 1 else None  # type: ignore[return-value]
+    while is_column and rank(column) == 2 and is_view(column):
+        column = column.args[0]
+    return column if is_column and rank(column) == 1 else None
 
 
 def gathered_rows(rows: Node, indices: Indices) -> Node | None:
@@ -154,11 +159,11 @@ def seen_from(source: Node, shown: Node) -> Tensor | None:
     """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which."""
     views = cut([shown], lambda node: node is source or not is_reshape(node))
     values = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if rank(leaf) < 0}
-    sizes = [concrete(each) for each in source.meta["val"].shape]
+    sizes: list[Any] = [concrete(each) for each in source.meta["val"].shape]
     others = [leaf for leaf in views.leaves if rank(leaf) >= 0 and leaf is not source]
     if others or None in sizes or None in values.values():
         return None
-    dense = torch.empty(sizes, device="meta")  # type: ignore[arg-type]
+    dense = torch.empty(sizes, device="meta")
     return evaluate(views.nodes, {source: dense, **values})[shown]
 
 

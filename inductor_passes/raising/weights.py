@@ -8,7 +8,7 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
-from inductor_passes.raising.views_of_rows import aten, indexed, is_cast, is_view, operand, unmasked
+from inductor_passes.raising.views_of_rows import args, aten, indexed, is_cast, is_view, operand, unmasked
 
 
 def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -> Node:
@@ -29,9 +29,9 @@ def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
     """`node` and what it shows: before views, masks of ids out of range, and casts."""
     while True:
         yield node
-        is_rounded = is_cast(node) and node.args[0].meta["val"].dtype.is_floating_point  # type: ignore[union-attr]
+        is_rounded = is_cast(node) and args(node)[0].meta["val"].dtype.is_floating_point
         if is_view(node) or node.target is aten.clone.default or is_rounded:
-            node = node.args[0]  # type: ignore[assignment]
+            node = args(node)[0]
         elif (kept := unmasked(node, indices)) is not None:
             node = kept
         else:

@@ -1,6 +1,7 @@
 """Writes a layer that was found as stages."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +13,10 @@ from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
 from inductor_passes.raising.views_of_rows import readers
-from moe_ops.arguments import (
-    BuildDispatch,
-    Combine,
-    GatedActivation,
-    GroupedGemm,
-    GroupedLinear,
-    Permute,
-    Placement,
-)
+from moe_ops import arguments
+
+record: Any = arguments
+"""Operators' arguments: of nodes here, which their types do not name."""
 
 
 def write(graph: Graph, layer: Experts) -> None:
@@ -54,7 +50,9 @@ def _expect_private(layer: Experts) -> None:
 
 def _stages(graph: Graph, layer: Experts) -> Node:
     like = layer.second.product.node
-    plan = call(graph, BuildDispatch(layer.indices.ids, Placement(), layer.indices.num_experts), like)
+    plan = call(
+        graph, record.BuildDispatch(layer.indices.ids, record.Placement(), layer.indices.num_experts), like
+    )
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     rows = _rows(graph, layer, sorted_slots, like)
     firsts = [_product(graph, rows, offsets, outcome, like) for outcome in layer.firsts]
@@ -63,13 +61,13 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     weights = layer.sum.topk_weights
     if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
-    combined = call(graph, Combine(expert_out, weights, inverse, None), like)
+    combined = call(graph, record.Combine(expert_out, weights, inverse, None), like)
     return _as(graph, combined, layer.sum.root)
 
 
 def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
     hidden_states, weights = layer.tokens
-    rows = call(graph, Permute(hidden_states, sorted_slots), like)
+    rows = call(graph, record.Permute(hidden_states, sorted_slots), like)
     if weights is None:
         return rows
     return written(graph, _weigh, (rows, weights, sorted_slots), like)
@@ -83,7 +81,7 @@ def _product(graph: Graph, rows: Node, offsets: Node, outcome: Outcome, like: No
     weight = outcome.product.weight
     if outcome.product.is_transposed:
         weight = written(graph, lambda stored: stored.transpose(1, 2), (weight,), like)
-    return call(graph, GroupedGemm(rows, GroupedLinear(weight, outcome.bias), offsets), like)
+    return call(graph, record.GroupedGemm(rows, record.GroupedLinear(weight, outcome.bias), offsets), like)
 
 
 def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
@@ -92,7 +90,7 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
     if len(firsts) == 1:
         activation = recognised(layer.gate, layer.firsts[0].node, layer.activated, layer.masks)
         if activation is not None:
-            return call(graph, GatedActivation(firsts[0], activation.spec), like)
+            return call(graph, record.GatedActivation(firsts[0], activation.spec), like)
     for mask in layer.masks:
         raise Refusal(like, f"the gate is none of ours and also reads {describe(mask)}")
     shown = [_in_shape_of(graph, new, old.node) for new, old in zip(firsts, layer.firsts, strict=True)]
@@ -137,7 +135,6 @@ def erase_unread(graph: Graph, node: Node) -> None:
         node = pending.pop()
         if node.op != "call_function" or node._erased or node.is_impure() or readers(node):
             continue
-        for user in list(node.users):
-            graph.erase_node(user)
-        pending.extend(node.all_input_nodes)
-        graph.erase_node(node)
+        for each in (*node.users, node):
+            pending.extend(each.all_input_nodes)
+            graph.erase_node(each)
