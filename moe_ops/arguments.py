@@ -195,6 +195,15 @@ class CombineBackward(NamedTuple):
 # Fusion targets
 
 
+class RouteAndRecord(NamedTuple):
+    """Of `route_and_record`: a `topk_routing`, and a `map_and_record` of what it chooses."""
+
+    router: Router
+    replicas: Replicas
+    record: LoadRecord
+    seed: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
+
+
 class RoutingDispatch(NamedTuple):
     """Of `routing_dispatch`."""
 

@@ -28,6 +28,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.BuildDispatch: dispatch.build_dispatch_program,
     of.MapReplicas: placement.map_replicas_program,
     of.MapAndRecord: placement.map_and_record_program,
+    of.RouteAndRecord: placement.route_and_record_program,
     of.Permute: permute.permute_program,
     of.PermuteBackward: permute.permute_backward_program,
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,

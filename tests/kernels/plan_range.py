@@ -226,6 +226,12 @@ def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
         yield from (replace(each, dtypes=each.dtypes | {"topk_ids": dtype}) for each in planned)
     chosen = program_of("map_replicas", *args[:3])
     yield from _programs("without load", torch.bfloat16, chosen)
+    for tokens, experts in itertools.product((64, 4096), (8, 128, 256, 512)):
+        logits, config = meta(tokens, experts, dtype=torch.float32), RoutingConfig(8)
+        args = logits, *replicas(meta(1, 1, dtype=torch.int32), experts, 4, experts + 32)[1:4]
+        yield from _programs(
+            f"T={tokens} E={experts}", torch.float32, program_of("route_and_record", *args, routing=config)
+        )
 
 
 FAMILIES = {
