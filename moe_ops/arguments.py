@@ -257,6 +257,13 @@ class FusedExpertsWithShared(NamedTuple):
     activation: str
 
 
+class SharedAlone(NamedTuple):
+    """Of no operator: what `fused_experts_with_shared` launches beside its routed experts."""
+
+    hidden_states: PerToken
+    shared: SharedExpert
+
+
 class FusedMoe(NamedTuple):
     """Of `fused_moe`."""
 

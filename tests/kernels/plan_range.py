@@ -19,7 +19,7 @@ from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels.by_name import program_of
-from tests.kernels.catalogue import TENSORS, meta, replicas
+from tests.kernels.catalogue import TENSORS, meta, replicas, shared_alone
 
 GPUS = {
     "sm_80": Gpu(80, 108, 163 * KIB),
@@ -234,7 +234,18 @@ def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
         )
 
 
+def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """A shared expert for a token or two."""
+    depths = (37, 512, 1000, 2048, 4096, 7168) if size is Range.WIDE else (37, 4096, 7168)
+    acts = ACTIVATIONS if size is Range.WIDE else (SITU, GPT_OSS)
+    for dtype, depth, act, tokens in itertools.product(FLOATS, depths, acts, (1, 2)):
+        w13 = meta(2 * 104 if act.is_gated else 104, depth, dtype=dtype)
+        x, w2, weights = meta(tokens, depth, dtype=dtype), meta(depth, 104, dtype=dtype), meta(tokens, 1)
+        program = shared_alone(x, w13, w2, weights, activation=act, gpu=gpu)
+        yield from _programs(f"{dtype} T={tokens} H={depth} {act.spec}", dtype, program)
+
+
 FAMILIES = {
     function.__name__: function
-    for function in (decode, products, batches, gradients, rows, routes, placements)
+    for function in (decode, products, batches, gradients, rows, routes, placements, shared)
 }
