@@ -19,6 +19,8 @@ from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import WORKLOADS, Cell, Inputs, make_inputs, make_weights
 from layers import EplbState, ExpertsConfig, FusedMoE, MoEConfig
 from moe_ops import RoutingConfig
+from moe_ops.arguments import LoadRecord, Replicas, Router
+from moe_ops.route_and_record import route_and_record
 
 Row = dict[str, object]
 MAX_RELATIVE_ERROR = 8e-3  # bfloat16
@@ -109,31 +111,38 @@ def _chosen(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
 
 def balancing(budget_ms: float) -> list[Row]:
     """Routing alone, and with logical to physical ids and the record of load, in microseconds."""
-    num_experts, redundant, top_k, rows = 256, 32, 8, []
-    state = EplbState.initial(1, num_experts, redundant, device="cuda")
-    load, places, counts = (tensor[0] for tensor in state)
-    real = torch.tensor(4096, device="cuda", dtype=torch.int32)
-    recording = torch.tensor(True, device="cuda")
-    record = partial(
-        moe_ops.map_replicas, logical_to_physical=places, replica_count=counts,
-        load=load, num_real_tokens=real, is_recording=recording,
-    )  # fmt: skip
-    routing = RoutingConfig(top_k, "sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum")
-    for tokens in (1, 64, 256, 1024, 4096):
-        logits = [torch.randn(tokens, num_experts, device="cuda") for _ in range(8)]
-        load.zero_()
-        physical = record(moe_ops.topk_routing(logits[0], routing)[1])
-        if not torch.equal(load.long(), physical.flatten().long().bincount(minlength=len(load))):
-            raise ValueError("load is not how often each expert was chosen")
-        calls: dict[str, list[Callable[[], object]]] = {
-            "routing": [partial(moe_ops.topk_routing, each, routing) for each in logits],
-            "with_balancing": [
-                lambda each=each: record(moe_ops.topk_routing(each, routing)[1]) for each in logits
-            ],
-        }
-        times = _timed(calls, budget_ms)
-        _tell(rows, tokens=tokens, **times, added=times["with_balancing"] - times["routing"])
+    rows: list[Row] = []
+    grouped = RoutingConfig(8, "sigmoid", num_groups=8, topk_groups=4, group_score="top2_sum")
+    for router, num_experts, routing in (
+        ("DeepSeek-V3", 256, grouped),
+        ("softmax", 256, RoutingConfig(8)),
+        ("Qwen3-30B-A3B", 128, RoutingConfig(8)),
+    ):
+        state = EplbState.initial(1, num_experts, 32, device="cuda")
+        load, *places = (tensor[0] for tensor in state)
+        real, recording = torch.tensor(4096, device="cuda"), torch.tensor(True, device="cuda")
+        record = LoadRecord(load, real, recording)
+        for tokens in (1, 64, 256, 1024, 2048, 4096):
+            logits = [torch.randn(tokens, num_experts, device="cuda") for _ in range(8)]
+            routers = [Router(each, None, routing.spec) for each in logits]
+            _expect_counted(routers[0], Replicas(*places), record)
+            calls: dict[str, list[Callable[[], object]]] = {
+                "routing": [partial(moe_ops.topk_routing, each, routing) for each in logits],
+                "with_balancing": [
+                    partial(route_and_record, each, Replicas(*places), record) for each in routers
+                ],
+            }
+            times = _timed(calls, budget_ms)
+            added = times["with_balancing"] - times["routing"]
+            _tell(rows, tokens=tokens, **times, added=added, router=router)
     return rows
+
+
+def _expect_counted(router: Router, replicas: Replicas, record: LoadRecord) -> None:
+    record.load.zero_()
+    *_, physical = route_and_record(router, replicas, record)
+    if not torch.equal(record.load.long(), physical.flatten().long().bincount(minlength=len(record.load))):
+        raise ValueError("load is not how often each expert was chosen")
 
 
 def chunks(budget_ms: float) -> list[Row]:

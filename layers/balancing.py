@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from layers._checks import expect_positive, expect_type
 from layers.placement import ExpertPlacement
 from moe_ops import map_replicas
+from moe_ops.arguments import LoadRecord, Replicas, Router
+from moe_ops.route_and_record import route_and_record
 
 
 class EplbState(NamedTuple):
@@ -115,6 +117,12 @@ class ExpertBalancing(nn.Module):
             num_real_tokens=self.num_real_tokens,
             is_recording=self.is_recording,
         )
+
+    def route(self, router: Router) -> tuple[Tensor, Tensor, Tensor]:
+        """`topk_routing`'s weights and ids [T, K], logical experts, and what `forward` makes of the ids, at once."""
+        replicas = Replicas(self.logical_to_physical, self.replica_count)
+        record = LoadRecord(self.load, self.num_real_tokens, self.is_recording)
+        return route_and_record(router, replicas, record, self.seed)
 
     def load_per_expert(self) -> Tensor:
         """[E] int64: the recorded load of each logical expert, over all its replicas."""

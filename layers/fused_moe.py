@@ -140,9 +140,12 @@ class FusedMoE(ExpertParameters):
             weights, ids = topk_routing(logits, self._routing, self.e_score_correction_bias)
         else:
             weights, ids = self._route_by(function, logits, hidden_states)
-        if self.expert_scale is not None:
-            weights = scaled(weights, ids, self.expert_scale)
-        return RouterOutput(logits, weights, ids)
+        return self._scaled(RouterOutput(logits, weights, ids))
+
+    def _scaled(self, routed: RouterOutput) -> RouterOutput:
+        if self.expert_scale is None:
+            return routed
+        return routed._replace(topk_weights=scaled(routed.topk_weights, routed.topk_ids, self.expert_scale))
 
     def _route_by(
         self, function: RoutingFunction, logits: Tensor, hidden_states: Tensor | None
@@ -182,13 +185,12 @@ class FusedMoE(ExpertParameters):
         addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
         chunk_size = config.experts.chunk_size
         if isinstance(router_logits, RouterOutput):
-            routed = router_logits
+            routed, ids = router_logits, self._physical(router_logits.topk_ids)
         else:
             logits = _rows("router_logits", router_logits, config.router_size)
             if not self._is_routed_apart() and not isinstance(addend, SharedExpert):
                 return in_chunks(self._run, chunk_size, tokens, logits, addend).reshape(hidden_states.shape)
-            routed = self.route(logits, tokens)
-        ids = self._physical(routed.topk_ids)
+            routed, ids = self._route_and_place(logits, tokens)
         output = in_chunks(self._run_routed, chunk_size, tokens, routed, ids, addend)
         return output.reshape(hidden_states.shape)
 
@@ -198,11 +200,25 @@ class FusedMoE(ExpertParameters):
             return True
         return self.capture is not None or self.balancing is not None
 
+    def _route_and_place(self, logits: Tensor, tokens: Tensor) -> tuple[RouterOutput, Tensor]:
+        """How tokens are routed, and where the chosen experts are: in one operator, where routing is ours."""
+        is_ours = self.routing_override is None and self.config.router.routing_function is None
+        if self.balancing is None or not is_ours:
+            routed = self.route(logits, tokens)
+            return routed, self._physical(routed.topk_ids)
+        router = Router(logits, self.e_score_correction_bias, self._routing.spec)
+        weights, topk_ids, ids = self.balancing.route(router)
+        self._captured(topk_ids)
+        return self._scaled(RouterOutput(logits, weights, topk_ids)), ids
+
     def _physical(self, topk_ids: Tensor) -> Tensor:
         """Where the chosen experts are: physical ids, where experts have replicas."""
+        self._captured(topk_ids)
+        return topk_ids if self.balancing is None else self.balancing(topk_ids)
+
+    def _captured(self, topk_ids: Tensor) -> None:
         if self.capture is not None:
             self.capture(topk_ids)
-        return topk_ids if self.balancing is None else self.balancing(topk_ids)
 
     def _experts(self) -> ExpertWeights:
         return ExpertWeights(

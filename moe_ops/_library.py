@@ -161,11 +161,11 @@ def launch(arguments: Any) -> Any:
     return plans.launch(arguments)
 
 
-def launch_with_shared(routed: Any, shared: Callable[[], Tensor]) -> Tensor:
-    """Runs a `FusedExperts` and, on a second stream where that is faster, what is added to its sum."""
+def launch_with_shared(routed: Any, alone: Any, products: Callable[[Any], Tensor]) -> Tensor:
+    """Runs a `FusedExperts` and, on a second stream where that is faster, the `SharedAlone` that joins its sum."""
     from moe_ops.kernels import plans
 
-    return plans.launch_with_shared(routed, shared)
+    return plans.launch_with_shared(routed, alone, products)
 
 
 def autocast(values: tuple[Any, ...]) -> tuple[Any, ...]:

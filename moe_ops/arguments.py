@@ -195,6 +195,15 @@ class CombineBackward(NamedTuple):
 # Fusion targets
 
 
+class RouteAndRecord(NamedTuple):
+    """Of `route_and_record`: a `topk_routing`, and a `map_and_record` of what it chooses."""
+
+    router: Router
+    replicas: Replicas
+    record: LoadRecord
+    seed: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
+
+
 class RoutingDispatch(NamedTuple):
     """Of `routing_dispatch`."""
 
@@ -246,6 +255,13 @@ class FusedExpertsWithShared(NamedTuple):
     placement: Placement
     shared: SharedExpert
     activation: str
+
+
+class SharedAlone(NamedTuple):
+    """Of no operator: what `fused_experts_with_shared` launches beside its routed experts."""
+
+    hidden_states: PerToken
+    shared: SharedExpert
 
 
 class FusedMoe(NamedTuple):

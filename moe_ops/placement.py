@@ -70,9 +70,19 @@ def map_replicas(
 
 
 def _check(args: MapReplicas) -> None:
-    (experts, counts), ids = args.replicas, args.topk_ids
-    _checks.expect_index("topk_ids", ids)
-    _checks.expect_shape("topk_ids", ids, ("T", "K"))
+    _checks.expect_index("topk_ids", args.topk_ids)
+    _checks.expect_shape("topk_ids", args.topk_ids, ("T", "K"))
+    check_replicas(args.replicas, args.seed, args.topk_ids.device, "topk_ids")
+
+
+def _check_recorded(args: MapAndRecord) -> None:
+    _check(args.choice)
+    check_record(args.record, args.choice.topk_ids.device, "topk_ids")
+
+
+def check_replicas(replicas: Replicas, seed: Tensor | None, device: torch.device, reference: str) -> None:
+    """The checks of replica maps and a seed, which are to be on `device`, that of the argument called `reference`."""
+    experts, counts = replicas
     _checks.expect_index("logical_to_physical", experts, (torch.int32,))
     _checks.expect_shape("logical_to_physical", experts, ("E", "R"))
     if 0 in experts.shape:
@@ -80,18 +90,18 @@ def _check(args: MapReplicas) -> None:
         value_error("logical_to_physical has shape {}: expected at least one replica of an expert", shape)
     _checks.expect_index("replica_count", counts, (torch.int32,))
     _checks.expect_shape("replica_count", counts, (experts.shape[0],))
-    _check_scalar("seed", args.seed, _checks.INDEX_DTYPES)
-    _checks.expect_same_device(ids.device, "topk_ids", seed=args.seed, **args.replicas._asdict())
+    _check_scalar("seed", seed, _checks.INDEX_DTYPES)
+    _checks.expect_same_device(device, reference, seed=seed, **replicas._asdict())
 
 
-def _check_recorded(args: MapAndRecord) -> None:
-    _check(args.choice)
-    load, num_real_tokens, is_recording = args.record
+def check_record(record: LoadRecord, device: torch.device, reference: str) -> None:
+    """The checks of where load is recorded; as in `check_replicas`."""
+    load, num_real_tokens, is_recording = record
     _checks.expect_index("load", load)
     _checks.expect_shape("load", load, ("P",))
     _check_scalar("num_real_tokens", num_real_tokens, _checks.INDEX_DTYPES)
     _check_scalar("is_recording", is_recording, (torch.bool,))
-    _checks.expect_same_device(args.choice.topk_ids.device, "topk_ids", **args.record._asdict())
+    _checks.expect_same_device(device, reference, **record._asdict())
 
 
 def _check_scalar(name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -110,7 +120,8 @@ def _reference(args: MapReplicas) -> Tensor:
     return physical.masked_fill(~known | (count == 0), -1).clamp(min=-1)
 
 
-def _reference_recorded(args: MapAndRecord) -> Tensor:
+def reference_recorded(args: MapAndRecord) -> Tensor:
+    """The definition of `map_and_record`, in plain PyTorch."""
     load, num_real_tokens, is_recording = args.record
     physical = _reference(args.choice)
     counts = (physical >= 0) & (physical < load.shape[0])
@@ -147,9 +158,14 @@ def _cuda(args: MapReplicas) -> Tensor:
 def _cuda_recorded(args: MapAndRecord) -> Tensor:
     if args.choice.topk_ids.numel() == 0:
         return _fake(args.choice)
-    if not args.record.load.is_inference():
-        torch.autograd.graph.increment_version(args.record.load)  # what a kernel writes autograd does not see
+    note_change(args.record.load)
     return _library.launch(args)
+
+
+def note_change(load: Tensor) -> None:
+    """Tells autograd what a kernel does to `load`, which it does not see."""
+    if not load.is_inference():
+        torch.autograd.graph.increment_version(load)
 
 
 def _fake(args: MapReplicas) -> Tensor:
@@ -165,7 +181,7 @@ _library.define(
     MapAndRecord,
     "Tensor",
     check=_check_recorded,
-    cpu=_reference_recorded,
+    cpu=reference_recorded,
     cuda=_cuda_recorded,
     fake=_fake_recorded,
 )

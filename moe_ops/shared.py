@@ -5,8 +5,9 @@
 
 On CUDA the shared expert, two dense products, runs on a second stream while the routed experts are on their way, and
 joins their sum in its last launch; but only with the few tokens for which that is faster (docs/PERFORMANCE.md has the
-figures), else it runs first. Fork and join lie inside the operator: a captured graph has them as edges, and no stream
-crosses its border. The idea is that of vLLM's auxiliary stream for shared experts.
+figures), else it runs first. With one token or two its products are kernels of ours. Fork and join lie inside the
+operator: a captured graph has them as edges, and no stream crosses its border. The idea is that of vLLM's auxiliary
+stream for shared experts.
 """
 
 from typing import Any
@@ -23,6 +24,7 @@ from moe_ops.arguments import (
     FusedExpertsWithShared,
     GroupedLinear,
     Placement,
+    SharedAlone,
     SharedExpert,
 )
 from moe_ops.dispatch import build_dispatch
@@ -119,21 +121,8 @@ def _reference(args: FusedExpertsWithShared) -> Tensor:
 def _cuda(args: FusedExpertsWithShared) -> Tensor:
     if args.hidden_states.shape[0] == 0:
         return fake(args)
-    return _library.launch_with_shared(
-        _routed(args), lambda: _launched_alone(args.hidden_states, args.shared)
-    )
-
-
-def _launched_alone(hidden_states: Tensor, shared: SharedExpert) -> Tensor:
-    """`_alone`. A single token takes it for a routed expert, whose kernels are faster than a product of one row."""
-    if hidden_states.shape[0] > 1:
-        return _alone(hidden_states, shared)
-    w13, w2, weights, activation = shared
-    experts = ExpertWeights(GroupedLinear(w13.unsqueeze(0)), GroupedLinear(w2.unsqueeze(0)))
-    ids = hidden_states.new_zeros((1, 1), dtype=torch.int32)
-    if weights is None:
-        weights = hidden_states.new_ones((1, 1), dtype=_checks.compute_dtype(hidden_states.dtype))
-    return _library.launch(FusedExperts(hidden_states, experts, weights, ids, Placement(), None, activation))
+    alone = SharedAlone(args.hidden_states, args.shared)
+    return _library.launch_with_shared(_routed(args), alone, lambda alone: _alone(*alone))
 
 
 _library.define(FusedExpertsWithShared, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=fake)

@@ -11,6 +11,52 @@ from moe_ops.kernels.common import apply_activation, local_expert, offset
 
 
 @triton.jit
+def _slot_and_column(features, BLOCK_N: tl.constexpr, TAKE_TURNS: tl.constexpr):
+    """(slot or token, first output column) of a program.
+
+    Where slots take turns at each block of columns, those that share an expert find its rows in the cache.
+    """
+    blocks = tl.cdiv(features, BLOCK_N)
+    if TAKE_TURNS:
+        num_slots = tl.num_programs(0) // blocks
+        slot, block = tl.program_id(0) % num_slots, tl.program_id(0) // num_slots
+    else:
+        slot, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    return slot, block * BLOCK_N
+
+
+@triton.jit
+def weight_rows(first, features, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(output column, row of the weight) of all rows that BLOCK_N output columns take: gate and up rows together."""
+    rows = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)
+    if not GATED:
+        column = first + rows
+        weight_row = column
+    elif INTERLEAVED:
+        column = first + rows // 2
+        weight_row = first * 2 + rows
+    else:
+        column = first + rows % BLOCK_N
+        weight_row = column + (rows // BLOCK_N) * features
+    return column, weight_row
+
+
+@triton.jit
+def activate_rows(
+    value, BLOCK_N: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The activation [BLOCK_N] of products with the rows of `weight_rows`."""
+    gate, up = value, value
+    if GATED and INTERLEAVED:
+        gate, up = tl.reshape(value, (BLOCK_N, 2)).split()
+    elif GATED:
+        gate, up = tl.reshape(value, (2, BLOCK_N)).permute(1, 0).split()
+    return apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+
+
+@triton.jit
 def gemv_activation_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
     top_k, num_ids, num_experts, features,
@@ -19,6 +65,7 @@ def gemv_activation_kernel(
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    TAKE_TURNS: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
 
@@ -26,23 +73,12 @@ def gemv_activation_kernel(
     """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    blocks = tl.cdiv(features, BLOCK_N)
-    slot = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * BLOCK_N
+    slot, first = _slot_and_column(features, BLOCK_N, TAKE_TURNS)
     expert = local_expert(
         ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
     if expert < num_experts:
-        rows = tl.arange(0, ROWS)
-        if not GATED:
-            column = first + rows
-            weight_row = column
-        elif INTERLEAVED:
-            column = first + rows // 2
-            weight_row = first * 2 + rows
-        else:
-            column = first + rows % BLOCK_N
-            weight_row = column + (rows // BLOCK_N) * features
+        column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED)
         inside = column < features
         x_row_ptr = x_ptr + offset(slot // top_k, x_stride_m)
         row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
@@ -66,14 +102,7 @@ def gemv_activation_kernel(
                 x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=inner < DEPTH - k, other=0.0)
                 sums += weight.to(ACC) * x.to(ACC)[None, :]
             value = tl.sum(sums, 1) + bias
-        if not GATED:
-            result = apply_activation(value, value, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
-        else:
-            if INTERLEAVED:
-                gate, up = tl.reshape(value, (BLOCK_N, 2)).split()
-            else:
-                gate, up = tl.reshape(value, (2, BLOCK_N)).permute(1, 0).split()
-            result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+        result = activate_rows(value, BLOCK_N, NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT)
         columns = first + tl.arange(0, BLOCK_N)
         out_row_ptr = out_ptr + slot.to(tl.int64) * features
         tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)
@@ -87,15 +116,14 @@ def gemv_combine_kernel(
     bias_stride_e, bias_stride_n, shared_stride_t, shared_stride_n,
     TOP_K: tl.constexpr, F64: tl.constexpr, DEPTH: tl.constexpr,
     ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    TAKE_TURNS: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (weight[expert] @ x[t * TOP_K + k] + bias[expert]) + shared[t].
 
     A program holds ROUTES * BLOCK_N rows: BLOCK_N output columns of every route of its token.
     """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
-    blocks = tl.cdiv(features, BLOCK_N)
-    token = tl.program_id(0) // blocks
-    first = (tl.program_id(0) % blocks) * BLOCK_N
+    token, first = _slot_and_column(features, BLOCK_N, TAKE_TURNS)
     rows = tl.arange(0, ROUTES * BLOCK_N)
     route = rows // BLOCK_N
     column = first + rows % BLOCK_N

@@ -17,8 +17,9 @@ from moe_ops.kernels.tma import is_transposed
 from moe_ops.types import Activation
 
 _MAX_TOKENS = 8
-# Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs.
-_DISTINCT_SHARE = 0.85
+# Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs;
+# and up to that one it saves some that slots take turns.
+_DISTINCT_SHARE, _TURNS_SHARE = 0.85, 0.95
 _BYTES_PER_THREAD = 256  # of weights; more only for rows that four warps cannot hold otherwise
 _MAX_WARPS = 4
 # A larger block of rows is read in a loop. Twice as much in one shot is for sm_90, where it was measured, and for few
@@ -49,26 +50,42 @@ def prefers_gemv(num_tokens: int, top_k: int, num_experts: int) -> bool:
     """Whether so few slots share an expert that reading each slot's weights separately costs little."""
     if num_tokens > _MAX_TOKENS or top_k > _MOST_ROWS:
         return False
+    return _distinct_share(num_tokens, top_k, num_experts) >= _DISTINCT_SHARE
+
+
+def _distinct_share(num_tokens: int, top_k: int, num_experts: int) -> float:
+    """How many experts the slots of these tokens hit, by slots, if all are chosen alike."""
     distinct = num_experts * (1.0 - (1.0 - min(top_k / num_experts, 1.0)) ** num_tokens)
-    return distinct >= _DISTINCT_SHARE * num_tokens * top_k
+    return distinct / (num_tokens * top_k)
+
+
+def takes_turns(args: Any) -> bool:
+    """Whether the slots of a `FusedExperts` take turns at blocks of columns.
+
+    With rows that lie together it pays where slots share experts, and beside a shared expert, whose weights are read at
+    the same time or just before; else neighbouring programs had better read neighbouring rows. All measured on an H200.
+    """
+    w13 = args.experts.w13.weight
+    share = _distinct_share(*args.topk_ids.shape, args.placement.num_ids(w13.shape[0]))
+    return not is_transposed(w13) and (args.shared is not None or share <= _TURNS_SHARE)
 
 
 def up_config(weight: TensorMeta, gated: bool, gpu: Gpu) -> GemvConfig:
     """Blocks for w13 [E, 2I or I, H], of which a program reads gate and up rows together."""
     if is_transposed(weight):
         return _column_config(weight, 2 if gated else 1, _UP_COLUMNS)
-    return _row_config(2 if gated else 1, weight, 8192, gpu)
+    return row_config(2 if gated else 1, weight, 8192, gpu)
 
 
 def down_config(weight: TensorMeta, top_k: int, gpu: Gpu) -> GemvConfig:
     """Blocks for w2 [E, H, I]: of every route of a token at once, or of one slot where columns lie together."""
     if is_transposed(weight):
         return _column_config(weight, 1, _DOWN_COLUMNS)
-    return _row_config(next_power_of_2(top_k), weight, 32768, gpu)
+    return row_config(next_power_of_2(top_k), weight, 32768, gpu)
 
 
-def _row_config(rows: int, weight: TensorMeta, target_bytes: int, gpu: Gpu) -> GemvConfig:
-    """For a program that reads `rows` weight rows per output column."""
+def row_config(rows: int, weight: TensorMeta, target_bytes: int, gpu: Gpu) -> GemvConfig:
+    """For a program that reads `rows` rows of the weight [E, B, A] per output column."""
     share = 1 if _loads_in_pieces(weight, weight.shape[2]) else _UNEVEN_SHARE
     itemsize, depth = weight.dtype.itemsize, next_power_of_2(weight.shape[2])
     row_bytes = rows * depth * itemsize
@@ -175,6 +192,7 @@ def _up_launch(args: Any, gpu: Gpu) -> Launch:
         "x_stride_m": x.strides[0],
         "x_stride_k": x.strides[1],
         "STAGES": config.stages,
+        "TAKE_TURNS": takes_turns(args),
     }
     grid = (num_tokens * top_k * cdiv(features, config.block_n),)
     return Launch(gemv_activation_kernel, grid, given, config.num_warps, 4)
@@ -188,6 +206,7 @@ def _down_launch(args: Any, config: GemvConfig) -> Launch:
         **_output_args(args),
         "x_ptr": Ref("activated"),
         "STAGES": config.stages,
+        "TAKE_TURNS": takes_turns(args),
     }
     grid = (args.topk_ids.shape[0] * cdiv(w2.meta.shape[1], config.block_n),)
     return Launch(gemv_combine_kernel, grid, given, config.num_warps, 4)

@@ -24,11 +24,6 @@ _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
 _MOST_BYTES_BESIDE = 1.5e9  # of weights read: from there on another stream's reads cost what they save (H200)
 
 
-def _buffer_meta(buffer: Buffer) -> TensorMeta:
-    rows, columns = buffer.shape
-    return TensorMeta((rows, columns), (columns, 1), buffer.dtype, True)
-
-
 def _up_gemm(hidden_states: TensorMeta, w13: Any, num_slots: int, activation: str, gpu: Gpu) -> Gemm:
     top_k, linear = num_slots // max(hidden_states.shape[0], 1), operands("w13", w13)
     x, formula = Operand("hidden_states", hidden_states), Activation.from_spec(activation)
@@ -42,9 +37,7 @@ def _down_gemm(x: Operand, w2: Any, gpu: Gpu) -> Gemm:
 def routing_dispatch_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.routing_dispatch`."""
     buffers, launches = routing_launches(args.router)
-    more_buffers, more_launches = dispatch_launches(
-        _buffer_meta(buffers[1]), args.placement, args.num_experts
-    )
+    more_buffers, more_launches = dispatch_launches(buffers[1].meta, args.placement, args.num_experts)
     outputs = ("topk_weights", "topk_ids", "sorted_slots", "inverse", "expert_offsets")
     return Program(buffers + more_buffers, launches + more_launches, outputs)
 
@@ -72,7 +65,7 @@ def fused_experts_program(args: Any, gpu: Gpu) -> Program:
 def fused_moe_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.fused_moe`."""
     buffers, launches = routing_launches(args.router)
-    topk_weights, topk_ids = map(_buffer_meta, buffers)
+    topk_weights, topk_ids = (buffer.meta for buffer in buffers)
     experts = FusedExperts(
         args.hidden_states, args.experts, topk_weights, topk_ids, args.placement, None, args.activation
     )
@@ -107,7 +100,7 @@ def _grouped_experts(args: Any, gpu: Gpu) -> _Plan:
     if sorts_rows_first(up):
         rows, permute = permute_launch(args.hidden_states, num_slots)
         buffers, launches = (*buffers, rows), (*launches, permute)
-        up = replace(up, x=Operand(rows.name, _buffer_meta(rows)), top_k=None)
+        up = replace(up, x=Operand(rows.name, rows.meta), top_k=None)
     down = _down_gemm(Operand(up.out, up.out_meta), w2, gpu)
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, args.topk_weights, args.shared)

@@ -1,7 +1,7 @@
 """Launch plans by the record of an operator's arguments: made once per metadata, then run."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from moe_ops.kernels import (
     activation,
     batched,
     combine,
+    dense,
     dispatch,
     fused,
     grouped_gemm,
@@ -28,6 +29,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.BuildDispatch: dispatch.build_dispatch_program,
     of.MapReplicas: placement.map_replicas_program,
     of.MapAndRecord: placement.map_and_record_program,
+    of.RouteAndRecord: placement.route_and_record_program,
     of.Permute: permute.permute_program,
     of.PermuteBackward: permute.permute_backward_program,
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,
@@ -42,6 +44,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.GemmCombine: fused.gemm_combine_program,
     of.FusedExperts: fused.fused_experts_program,
     of.FusedMoe: fused.fused_moe_program,
+    of.SharedAlone: dense.shared_alone_program,
 }
 
 
@@ -111,11 +114,16 @@ def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
     return plan.program(leaves, None), dict(zip(plan.names, leaves, strict=False))
 
 
-def launch_with_shared(routed: of.FusedExperts, shared: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`launch(routed._replace(shared=shared()))`, with both on their way at once where that is faster.
+def launch_with_shared(
+    routed: of.FusedExperts, alone: of.SharedAlone, products: Callable[[of.SharedAlone], torch.Tensor]
+) -> torch.Tensor:
+    """`launch(routed._replace(shared=...))` of `alone`'s output, with both on their way at once where that is faster.
 
-    What is shared runs on a second stream, forked from the caller's and joined before the first launch that reads it.
+    What is shared, launches of ours or `products`, runs on a second stream, forked from the caller's and joined before
+    the first launch that reads it.
     """
+    takes = dense.takes(records.transform(_described, alone), gpu_of(routed.hidden_states.device))
+    shared = partial(launch if takes else products, alone)
     if not fused.leaves_room(routed):
         return launch(routed._replace(shared=shared()))
     device = routed.hidden_states.device
@@ -133,6 +141,10 @@ def launch_with_shared(routed: of.FusedExperts, shared: Callable[[], torch.Tenso
         current.wait_stream(second)
         program.launch(values, after)
     return values[program.outputs[0]]
+
+
+def _described(leaf: Any) -> Any:
+    return describe(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 @lru_cache(maxsize=None)

@@ -27,11 +27,15 @@ class TensorSketch:
 
     def stride(self) -> tuple[int, ...]:
         """Strides in elements."""
-        return tuple(prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return _contiguous(self.shape)
 
     def storage_offset(self) -> int:
         """Where it starts."""
         return 0
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class TensorMeta(NamedTuple):
@@ -80,6 +84,11 @@ class Buffer:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def meta(self) -> TensorMeta:
+        """What a plan may know of it."""
+        return TensorMeta(self.shape, _contiguous(self.shape), self.dtype, True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

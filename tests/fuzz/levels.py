@@ -9,9 +9,11 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops import DispatchPlan
+from moe_ops.arguments import Router
 from moe_ops.reference import reference_routing
 from tests.fuzz import oracle
 from tests.fuzz.cases import Case
+from tests.fuzz.replicas import Recorded
 from tests.fuzz.tensors import Maker
 from tests.helpers import RELATIVE_NORM, weights_of
 from tests.kernels import oracles
@@ -187,11 +189,16 @@ def fused_experts(make: Maker) -> Problem:
 
 
 def topk_routing(make: Maker) -> Problem:
+    """And route_and_record."""
     routed, sizes = Routed(make), {}
+    recorded = Recorded(make, routed.ids)
 
     def run(t: Tensors) -> Tensor:
         weights, ids = moe_ops.topk_routing(t["router_logits"], make.case.routing, routed.correction)
         expect_equal("topk_ids", ids, routed.ids)
+        router = Router(t["router_logits"], routed.correction, make.case.routing.spec)
+        for name, pair in recorded.found_and_expected(router).items():
+            expect_equal(name, *pair)
         return weights
 
     expected = lambda t: routed.weights(t["router_logits"], sizes)  # noqa: E731
@@ -335,16 +342,7 @@ def gemm_combine(make: Maker) -> Problem:
 LEVELS: dict[str, Callable[[Maker], Problem]] = {
     level.__name__: level
     for level in (
-        *(
-            fused_moe,
-            fused_experts,
-            topk_routing,
-            build_dispatch,
-            permute,
-            grouped_gemm,
-            gated_activation,
-            batched_gemm,
-        ),
-        *(combine, routing_dispatch, gather_gemm_act, gemm_combine, compiled),
+        *(fused_moe, fused_experts, topk_routing, build_dispatch, permute, grouped_gemm, gated_activation),
+        *(batched_gemm, combine, routing_dispatch, gather_gemm_act, gemm_combine, compiled),
     )
 }

@@ -2,18 +2,20 @@
 
 import torch
 
-from moe_ops.arguments import GroupedLinear
+from moe_ops.arguments import GroupedLinear, SharedAlone, SharedExpert
 from moe_ops.kernels import (
     activation,
     batched,
     combine,
     decode,
     decode_columns,
+    dense,
     dispatch,
     gemm_generic,
     gemm_tma,
     permute,
     placement,
+    plans,
     routing,
     tiles,
 )
@@ -29,6 +31,7 @@ _MODULES = (
     combine,
     decode,
     decode_columns,
+    dense,
     dispatch,
     gemm_generic,
     gemm_tma,
@@ -45,6 +48,8 @@ TENSORS = {
     **dict.fromkeys(
         ("x", "weight", "bias", "grad", "gate_up", "expert_out", "router_logits"), torch.bfloat16
     ),
+    **dict.fromkeys(("shared_w13", "shared_w2"), torch.bfloat16),
+    "shared_weights": torch.float32,
     **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias"), torch.float32),
     **dict.fromkeys(
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
@@ -92,6 +97,13 @@ def replicas(ids: torch.Tensor, experts: int, most: int, physical: int) -> list[
     return [ids, _strided(experts, most, dtype=torch.int32), _index(experts), load, *scalars]
 
 
+def shared_alone(
+    x: torch.Tensor, *weights: torch.Tensor | None, activation: Activation = HALVES, gpu: Gpu = H200
+) -> Program:
+    """What runs a shared expert beside routed ones."""
+    return plans.program(SharedAlone(x, SharedExpert(*weights, activation.spec)), gpu)
+
+
 def _gemms(act: Activation) -> list[Program]:
     """gather_gemm_act with weights for the TMA kernel, both ways round, and with weights of any strides."""
     x, bias = _strided(512, 64), _strided(8, 128)
@@ -123,6 +135,10 @@ def programs() -> list[Program]:
         program_of("build_dispatch", ids, _index(16), 8),
         program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
         program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
+        program_of("route_and_record", logits, *replicas(ids, 8, 3, 24)[1:4], routing=_ROUTING),
+        shared_alone(
+            _strided(2, 64), meta(96, 96)[:, :64], meta(64, 96)[:, :48], _strided(2, 1, dtype=torch.float32)
+        ),
         program_of("grouped_gemm_weight_backward", _strided(1024, 128), rows, _index(9)),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),

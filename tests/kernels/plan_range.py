@@ -19,7 +19,7 @@ from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels.by_name import program_of
-from tests.kernels.catalogue import TENSORS, meta, replicas
+from tests.kernels.catalogue import TENSORS, meta, replicas, shared_alone
 
 GPUS = {
     "sm_80": Gpu(80, 108, 163 * KIB),
@@ -226,9 +226,26 @@ def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
         yield from (replace(each, dtypes=each.dtypes | {"topk_ids": dtype}) for each in planned)
     chosen = program_of("map_replicas", *args[:3])
     yield from _programs("without load", torch.bfloat16, chosen)
+    for tokens, experts in itertools.product((64, 4096), (8, 128, 256, 512)):
+        logits, config = meta(tokens, experts, dtype=torch.float32), RoutingConfig(8)
+        args = logits, *replicas(meta(1, 1, dtype=torch.int32), experts, 4, experts + 32)[1:4]
+        yield from _programs(
+            f"T={tokens} E={experts}", torch.float32, program_of("route_and_record", *args, routing=config)
+        )
+
+
+def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """A shared expert for a token or two."""
+    depths = (37, 512, 1000, 2048, 4096, 7168) if size is Range.WIDE else (37, 4096, 7168)
+    acts = ACTIVATIONS if size is Range.WIDE else (SITU, GPT_OSS)
+    for dtype, depth, act, tokens in itertools.product(FLOATS, depths, acts, (1, 2)):
+        w13 = meta(2 * 104 if act.is_gated else 104, depth, dtype=dtype)
+        x, w2, weights = meta(tokens, depth, dtype=dtype), meta(depth, 104, dtype=dtype), meta(tokens, 1)
+        program = shared_alone(x, w13, w2, weights, activation=act, gpu=gpu)
+        yield from _programs(f"{dtype} T={tokens} H={depth} {act.spec}", dtype, program)
 
 
 FAMILIES = {
     function.__name__: function
-    for function in (decode, products, batches, gradients, rows, routes, placements)
+    for function in (decode, products, batches, gradients, rows, routes, placements, shared)
 }

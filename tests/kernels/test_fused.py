@@ -7,12 +7,20 @@ import pytest
 import torch
 
 from moe_ops import routing as routing_definition
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement, Router
+from moe_ops.arguments import (
+    ExpertWeights,
+    FusedExperts,
+    GroupedLinear,
+    Placement,
+    Router,
+    SharedAlone,
+    SharedExpert,
+)
 from moe_ops.kernels import decode_plan, fused, plans
-from moe_ops.kernels.decode_plan import prefers_gemv
+from moe_ops.kernels.decode_plan import prefers_gemv, takes_turns
 from moe_ops.kernels.fused import leaves_room
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import Program
+from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
@@ -22,6 +30,7 @@ from tests.kernels.oracles import assert_close
 SIZES = {
     "T1": (1, 13, 3, 48, 40),
     "T7": (7, 13, 4, 48, 40),
+    "turns": (3, 41, 3, 72, 40),
     "T33": (33, 13, 4, 72, 24),
     "hot": (24, 2, 2, 64, 136),
 }
@@ -210,6 +219,26 @@ def test_where_another_stream_gets_in_between(tokens: int, size: int, room: bool
     assert leaves_room(args) == room
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k", "turns"),
+    [(1, 128, 8, False), (2, 128, 8, False), (4, 128, 8, True), (4, 128, 4, False), (2, 8, 2, True)],
+)
+def test_slots_take_turns_where_they_share_experts(
+    tokens: int, experts: int, top_k: int, turns: bool
+) -> None:
+    """Or beside a shared expert; and never where columns lie together."""
+
+    def args(w13: torch.Tensor, shared: bool) -> FusedExperts:
+        weights = ExpertWeights(GroupedLinear(describe(w13)), GroupedLinear(describe(meta(experts, 64, 48))))
+        routed = meta(tokens, top_k, dtype=torch.float32), describe(meta(tokens, top_k, dtype=torch.int32))
+        x = meta(tokens, 64)
+        return FusedExperts(x, weights, *routed, Placement(), x if shared else None, "silu")
+
+    plain, columns = meta(experts, 96, 64), meta(experts, 64, 96).transpose(1, 2)
+    assert takes_turns(args(plain, False)) == turns and takes_turns(args(plain, True))
+    assert not takes_turns(args(columns, False)) and not takes_turns(args(columns, True))
+
+
 def test_decode_path_counts_the_experts_of_the_map() -> None:
     """Eight local experts are few for 32 slots, but the slots of a token spread over all 128."""
 
@@ -253,11 +282,11 @@ def test_gather_gemm_act_zeroes_rows_of_dropped_slots(device: str) -> None:
     assert (out[kept:] == 0).all() and out[:kept].isfinite().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 16])
 def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second starts after what the first has done, and is waited for before the first launch that reads its output.
 
-    Where nothing overlaps that output is computed first.
+    Where nothing overlaps that output is computed first. A token's takes launches of ours.
     """
     events: list[str] = []
 
@@ -276,7 +305,7 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
         def __exit__(self, *_: object) -> None:
             events.append(f"off {self.name}")
 
-    def shared() -> torch.Tensor:
+    def shared(_: SharedAlone) -> torch.Tensor:
         events.append("shared")
         return torch.empty(tokens, 64, dtype=torch.bfloat16)
 
@@ -296,10 +325,12 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
     x, weights = torch.empty(tokens, 64).bfloat16(), torch.empty(tokens, 4)
     ids = torch.empty(tokens, 4, dtype=torch.int32)
     args = FusedExperts(x, ExpertWeights(w13, w2), weights, ids, Placement(), None, "silu")
-    plans.launch_with_shared(args, shared)
+    alone = SharedAlone(x, SharedExpert(torch.empty(96, 64).bfloat16(), w2.weight[0], None, "silu"))
+    plans.launch_with_shared(args, alone, shared)
     told = " | ".join(events)
-    if tokens == 1:
-        beside = "second waits for first | on second | shared | off second | kept for first"
+    if tokens < 16:
+        alone = "launch | launch" if tokens == 1 else "shared"
+        beside = f"second waits for first | on second | {alone} | off second | kept for first"
         assert told == f"{beside} | launch | first waits for second | reads"
     else:
         assert told.startswith("shared | launch") and told.endswith("launch | reads") and "waits" not in told

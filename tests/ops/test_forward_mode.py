@@ -7,6 +7,8 @@ from torch.func import hessian, jacfwd, jacrev, jvp, vmap
 
 import moe_ops
 from moe_ops import Activation, RoutingConfig
+from moe_ops.arguments import LoadRecord, Replicas, Router
+from moe_ops.route_and_record import route_and_record
 from tests.cases import MORE_ACTIVATIONS, ROUTINGS
 from tests.helpers import assert_same
 
@@ -17,6 +19,8 @@ OFFSETS = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
 COUNTS = torch.tensor([2, 0, 1], dtype=torch.int32)
 IDS = torch.tensor([[0, 2], [1, -1], [2, 0]], dtype=torch.int32)
 TOP2 = RoutingConfig(top_k=2)
+REPLICAS = Replicas(torch.tensor([[0, 3], [1, -1], [2, 4]], dtype=torch.int32), torch.tensor([2, 1, 2]).int())
+LOAD = LoadRecord(torch.zeros(5, dtype=torch.int32))
 
 
 def double(*shape):
@@ -62,6 +66,7 @@ CALLS = {
         lambda x, w, t, b, s: moe_ops.gemm_combine(x, w, t, PLAN, b, s),
         [(6, 5), W2, (3, 2), B2, (3, 4)],
     ),
+    "route_and_record": (lambda x: route_and_record(Router(x, None, TOP2.spec), REPLICAS, LOAD)[0], [(3, 3)]),
     "fused_experts": (
         lambda x, w13, w2, t, b13, b2, s: moe_ops.fused_experts(
             x, w13, w2, t, IDS, w13_bias=b13, w2_bias=b2, shared=s

@@ -73,7 +73,7 @@ def test_schema_is_small_functional_and_tagged(name):
     op = getattr(OPS, name).default
     assert len(op._schema.arguments) <= (13 if name == "fused_experts_with_shared" else 10)
     changed = [each.name for each in op._schema.arguments if each.alias_info is not None]
-    assert changed == (["load"] if name == "map_and_record" else [])
+    assert changed == (["load"] if name in ("map_and_record", "route_and_record") else [])
     assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(op.tags)
 
 

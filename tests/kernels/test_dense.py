@@ -1,0 +1,56 @@
+"""The products of a shared expert for a token or two, against the float64 oracle of one expert that everybody chose."""
+
+import pytest
+import torch
+
+from moe_ops.arguments import SharedAlone, SharedExpert
+from moe_ops.kernels import dense, plans
+from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.program import describe
+from moe_ops.types import Activation
+from tests.kernels import oracles
+from tests.kernels.catalogue import meta
+from tests.kernels.oracles import assert_close
+
+ACTIVATIONS = [
+    Activation("silu"),
+    Activation("relu2"),
+    Activation("swiglu_oai", interleaved=True),
+    Activation("situ", beta=1.5, linear_beta=2.0),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens, hidden, features", [(1, 72, 40), (2, 513, 37), (2, 64, 136)])
+def test_matches_the_oracle(
+    tokens: int, hidden: int, features: int, dtype: torch.dtype, activation: Activation, device: str
+) -> None:
+    """Strided tokens and weights, with a weight per token and without."""
+    rows = 2 * features if activation.is_gated else features
+    x = torch.randn(hidden, tokens).to(dtype).T
+    w13 = (torch.randn(rows, hidden + 5) / hidden**0.5).to(dtype)[:, 3:-2]
+    w2 = (torch.randn(hidden, features) / features**0.5).to(dtype)
+    none = torch.zeros(tokens, 1, dtype=torch.int32)
+    for weights in (None, torch.rand(1, tokens).T):
+        given = [t if t is None else t.to(device) for t in (x, w13, w2, weights)]
+        out = plans.launch(SharedAlone(given[0], SharedExpert(*given[1:], activation.spec)))
+        weight = torch.ones(tokens, 1) if weights is None else weights
+        one = w13.unsqueeze(0), w2.unsqueeze(0), weight, none
+        assert out.shape == x.shape and out.is_contiguous()
+        assert_close(out, oracles.experts(x, *one, None, None, None, None, activation))
+
+
+def _takes(tokens: int, w13: torch.Tensor, w2: torch.Tensor) -> bool:
+    shared = SharedExpert(describe(w13), describe(w2), None, "silu")
+    return dense.takes(SharedAlone(describe(meta(tokens, w13.shape[1])), shared), H200)
+
+
+def test_what_it_takes() -> None:
+    """Two tokens at most, rows that lie together, and no longer than registers hold."""
+    deep = meta(4096, 7168), meta(7168, 2048)
+    assert _takes(1, *deep) and _takes(2, *deep) and not _takes(3, *deep)
+    for turned in (0, 1):
+        assert not _takes(1, *(w.T.contiguous().T if i == turned else w for i, w in enumerate(deep)))
+    assert not _takes(1, meta(4096, 40000), meta(40000, 2048))
+    assert not _takes(1, meta(80000, 2048), meta(2048, 40000))
