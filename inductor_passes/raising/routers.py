@@ -202,9 +202,7 @@ def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
         for weighed in _weighed(config, trial, choice.cut):
             if _agrees(weighed, trial):
                 return weighed
-    raise Refusal(
-        choice.weights, "the router is no RoutingConfig: none gives its weights for the logits tried"
-    )
+    return None
 
 
 def _tried(choice: Choice, num_experts: int) -> _Trial:
