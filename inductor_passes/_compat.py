@@ -7,6 +7,7 @@ Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`
 
 import contextlib
 import copy
+import inspect
 import itertools
 import sys
 import types
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext, detect_fake_mode
@@ -38,6 +40,7 @@ __all__ = [
     "InferenceAwareGraphPass",
     "cache_hits",
     "call_when_compiled",
+    "called_op",
     "call_with_is_inference",
     "compile_fx",
     "compile_id",
@@ -49,13 +52,16 @@ __all__ = [
     "kernel_constants",
     "kernel_index",
     "kernel_name",
+    "maybe_mark_dynamic",
     "mode_table",
+    "op_body",
     "POST_GRAD_SLOT",
     "post_grad_backend",
     "post_grad_slot",
     "post_grad_slot_and_covered",
     "preserved_dynamo_state",
     "same_size",
+    "size_hint",
     "stable_topological_sort",
     "statically_known_true",
     "trace",
@@ -251,6 +257,31 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
     return backend
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """A size as it was in the call that was traced; None for one that only running tells. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    return size.node.hint if size.node.has_hint() else None
+
+
+def called_op(node: torch.fx.Node) -> Any:
+    """What a node calls; of an operator that changes its inputs, which AOTAutograd wraps, the operator."""
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+
+    return node.args[0] if node.target in (auto_functionalized, auto_functionalized_v2) else node.target
+
+
+def op_body(name: str) -> Callable[..., Any] | None:
+    """The Python function that a `torch.library.custom_op` runs on a GPU; torch keeps none of other operators."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition: Any = OPDEFS.get(name)
+    if definition is None:
+        return None
+    on_gpu = definition._backend_fns.get("cuda")  # registered for it alone, and wrapped
+    return inspect.getclosurevars(inspect.unwrap(on_gpu)).nonlocals["fn"] if on_gpu else definition._init_fn
 
 
 def uncompiled(function: Any) -> Any:

@@ -56,6 +56,8 @@ class PassLog:
     """What a lowering wrote out, and as what."""
     kept: list[Refused] = field(default_factory=list)
     """What a lowering left as an operator call, and why."""
+    raised: list[Fusion] = field(default_factory=list)
+    """What was plain PyTorch and became operators of ours."""
 
     def fuse(self, kind: str, anchor: torch.fx.Node, nodes: Iterable[torch.fx.Node]) -> None:
         """Records a fusion of `nodes`, whose last one is `anchor`."""

@@ -11,6 +11,9 @@ from layers import MoEBlock, MoEConfig, huggingface
 from tests.huggingface.families import tiny_config, tiny_model, tokens
 
 IDS = tokens(2, 12)
+# 24 tokens of 3 slots times 3 * 64 * 32 weights, two FLOPs each.
+COST_OF_ONE = "9 -> 6 kernels, 342 kB -> 268 kB, 885 kFLOP"
+COST_OF_TWELVE = "108 -> 72 kernels, 4.1 MB -> 3.21 MB, 10.6 MFLOP"
 
 
 def model_of(family, patched=True, **options):
@@ -30,7 +33,9 @@ def test_twelve_alike_layers_are_short():
     assert names(report) == [f"model.layers.{index}.mlp" for index in range(12)]
     assert str(report).splitlines() == [
         f"1 inference graph, 12 MoE layers, all fused (torch {torch.__version__})",
+        f"estimated for a GPU, all MoE layers: {COST_OF_TWELVE}",
         "model.layers.0-11.mlp (12 layers): 7 -> 1 operator calls",
+        f"  estimated for a GPU: {COST_OF_ONE}",
         "  fused: routing_dispatch, gather_gemm_act, gemm_combine, fused_moe",
         "graph breaks: none",
         "capture hazards: none",
