@@ -51,7 +51,9 @@ figure svg { max-width: 100%; height: auto; display: block }
 .events { list-style: none; margin: 12px 0 0; padding: 10px 14px; background: var(--card); border-radius: 8px;
   font-size: 13.5px } .events li { padding: 2px 0; overflow-wrap: anywhere }
 .events .no { color: var(--bad) } .events .kept { color: var(--warn) }
-.list { margin: 0; padding: 0; list-style: none } .list li { border: 1px solid var(--line); border-radius: 8px;
+.list { margin: 0; padding: 0; list-style: none }
+.list li, .remarks li, .facts { overflow-wrap: anywhere }
+.list li { border: 1px solid var(--line); border-radius: 8px;
   padding: 10px 14px; margin-bottom: 10px } .list pre { background: var(--card); border-radius: 6px; padding: 8px 12px;
   margin: 8px 0 0; white-space: pre-wrap; overflow-wrap: anywhere } .list .where { color: var(--soft); font-size: 13px }
 details { margin-top: 10px } summary { cursor: pointer; color: var(--soft); font-size: 13.5px }

@@ -61,38 +61,34 @@ def module_path(node: Node) -> str:
     return _readable(next(reversed(stack.values()))[0]) if stack else ""
 
 
-def write_names(graph: Graph, modules: Mapping[str, str]) -> None:
+def write_names(graph: Graph, modules: Mapping[str, str], start: str | None = None) -> None:
     """Puts the names that modules have in their model, by `str(id(module))`, in the place of Dynamo's sources.
 
-    A source starts where tracing did: behind a closure, or at a submodule after a graph break.
+    A source starts where tracing did: behind a closure, or at a submodule after a graph break. Dynamo does not note the
+    module `start`, in whose forward it began.
     """
+    began = {} if start is None else {start: (modules[start], None)}
     for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack")
-        if stack:
+        stack = node.meta.get("nn_module_stack") or began
+        if stack and node.op == "call_function":
             node.meta["nn_module_stack"] = {
                 key: (modules.get(str(key).partition("@")[0], path), kind)
                 for key, (path, kind) in stack.items()
             }
 
 
-def write_sources(graph: Graph, sources: Sequence[str]) -> None:
-    """Names the inputs of a post-grad graph after `sources`, those of the graph that Dynamo traced.
+def write_sources(graph: Graph, names: Sequence[str]) -> None:
+    """Gives the inputs of a post-grad graph the `names` of those of the graph that Dynamo traced.
 
     AOTAutograd renames and reorders inputs, and notes which one each was.
     """
     for node in graph.nodes:
         index = getattr(node.meta.get("desc"), "idx", None)
-        if node.op == "placeholder" and isinstance(index, int) and index < len(sources):
-            node.meta[_SOURCE_KEY] = sources[index]
+        if node.op == "placeholder" and isinstance(index, int) and index < len(names):
+            node.meta[_SOURCE_KEY] = names[index]
 
 
 _SOURCE_KEY = "moe_source"
-
-
-def sources_of(graph: Graph) -> list[str]:
-    """What each input of a graph of Dynamo's is in the user's code: a parameter's path, or "args[0]"."""
-    origins = (node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder")
-    return [_tensor_name(getattr(getattr(origin, "source", None), "name", "")) for origin in origins]
 
 
 def input_name(placeholder: Node) -> str:
@@ -100,11 +96,37 @@ def input_name(placeholder: Node) -> str:
     return placeholder.meta.get(_SOURCE_KEY) or placeholder.name
 
 
-def _tensor_name(source: str) -> str:
-    """A weight's path, and the expression of anything else: "args[0]", "hidden"."""
+@dataclass(frozen=True, slots=True)
+class TracedInputs:
+    """What the inputs of a graph of Dynamo's are in the user's model."""
+
+    names: tuple[str, ...]
+    """A parameter's path, or the expression of something else: "args[0]", "hidden"."""
+    start: str | None
+    """The path of the module whose forward was traced, None where that is no module's or has no weights."""
+
+    @classmethod
+    def of(cls, graph: Graph, weights: Mapping[int, str]) -> "TracedInputs":
+        """Reads a graph; `weights` are the paths of parameters and buffers by their `id`."""
+        origins = [node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder"]
+        sources = [getattr(getattr(origin, "source", None), "name", "") for origin in origins]
+        paths = [weights.get(id(getattr(origin, "example", None)), "") for origin in origins]
+        starts = (_start(*each) for each in zip(sources, paths, strict=True))
+        names = (path or _expression(source) for source, path in zip(sources, paths, strict=True))
+        return cls(tuple(names), next((start for start in starts if start is not None), None))
+
+
+def _start(source: str, path: str) -> str | None:
+    """The module called `self` in a forward that reads the weight `path` as `source`."""
+    inside = _readable(source)
+    is_own = source.startswith("L['self']") and inside and f".{path}".endswith(f".{inside}")
+    return path.removesuffix(inside).rstrip(".") if is_own else None
+
+
+def _expression(source: str) -> str:
+    """How the user's code writes an input that is no weight of a module we know."""
     in_module = re.search(r"\._(?:parameters|buffers)\[", source)
-    plain = re.sub(r"^[LG]\[['\"]([^'\"]*)['\"]\]", r"\1", source)
-    return _readable(source) if in_module else plain
+    return _readable(source) if in_module else re.sub(r"^[LG]\[['\"]([^'\"]*)['\"]\]", r"\1", source)
 
 
 def _stages_of(dispatch: Node) -> list[Node]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,11 @@ from inductor_passes.graph_tools import Part, is_moe_op, parts
 from inductor_passes.hazards import Hazard, capture_hazards
 from inductor_passes.naming import (
     LayerNames,
+    TracedInputs,
     is_within,
     module_path,
     modules_around,
     path_of,
-    sources_of,
     write_names,
     write_sources,
 )
@@ -42,29 +43,43 @@ class Recorder:
     hazards: list[Hazard] = field(default_factory=list)
     training: bool = False
     names: LayerNames = field(default_factory=LayerNames)
+    has_operators: bool = False
+    """Whether any of ours was traced."""
     modules_reached: set[str] = field(default_factory=set)
     """Ids of the modules that MoE operators were traced in."""
 
     def backend(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a graph of Dynamo's for show: it runs as it was traced."""
-        sources = sources_of(module.graph)
+        inputs = TracedInputs.of(module.graph, self.weights)
 
         def record(traced: GraphModule, _: Sequence[Any]) -> None:
-            write_sources(traced.graph, sources)
-            self.record(traced)
+            write_sources(traced.graph, inputs.names)
+            self.record(traced, inputs.start)
 
         return _compat.post_grad_backend(record)(module, example_inputs)
 
-    def record(self, module: GraphModule) -> None:
-        """Keeps a post-grad graph and its subgraphs."""
-        self.training = self.training or is_training(module.graph)
-        for part in parts(module):
-            self._record(part)
+    @cached_property
+    def weights(self) -> dict[int, str]:
+        """The path of each parameter and buffer, by its id."""
+        held = ((name, {**module._parameters, **module._buffers}) for name, module in self.modules)
+        return {
+            id(tensor): f"{name}.{own}".lstrip(".")
+            for name, tensors in held
+            for own, tensor in tensors.items()
+        }
 
-    def _record(self, part: Part) -> None:
+    def record(self, module: GraphModule, start: str | None = None) -> None:
+        """Keeps a post-grad graph and its subgraphs; `start` is the module in whose forward tracing began."""
+        self.training = self.training or is_training(module.graph)
+        ids = {name: str(id(module)) for name, module in self.modules}
+        began = None if start is None else ids.get(start)
+        for part in parts(module):
+            before = _copy(part.graph)
+            write_names(before, {key: name for name, key in ids.items()}, began)
+            self._record(part, before)
+
+    def _record(self, part: Part, before: Graph) -> None:
         log = PassLog()
-        before = _copy(part.graph)
-        write_names(before, {str(id(module)): name for name, module in self.modules})
         self.names.write(before, part.where)
         fused = _copy(before)
         run_passes(fused, _REWRITES, log)
@@ -83,6 +98,7 @@ class Recorder:
 
     def _reach(self, *graphs: Graph) -> None:
         for node in (node for graph in graphs for node in graph.nodes if is_moe_op(node)):
+            self.has_operators = True
             self.modules_reached.update(modules_around(node))
 
     def _stock(self, graph: Graph) -> dict[str, str]:
@@ -97,13 +113,14 @@ class Recorder:
 
     def _is_reached(self, name: str, module: nn.Module) -> bool:
         """Whether an operator of ours was traced in it. Dynamo does not note the module whose forward it starts in."""
-        is_start = name == "" and bool(self.names.taken)
+        is_start = name == "" and self.has_operators
         return is_start or any(str(id(inside)) in self.modules_reached for inside in module.modules())
 
     @property
     def layers(self) -> tuple[LayerGraph, ...]:
-        """The layers that run operators of ours."""
-        return tuple(each for each in self.sizes if each.name in self.names.taken)
+        """The layers that run operators of ours, and those that look like one to a pass but are no module's."""
+        unreached = dict(self._unreached())
+        return tuple(each for each in self.sizes if each.name not in unreached)
 
     def unfused(self) -> tuple[Unfused, ...]:
         """MoE modules that no operator of ours was traced in."""

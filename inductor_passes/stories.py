@@ -118,14 +118,19 @@ class Told:
     def outside(self) -> list[Entry]:
         """What happened to no layer."""
         known = {each.name for each in (*self.layers, *self.unfused)}
-        return [entry for entry in self.entries if entry.layer not in known]
+        return [entry for entry in self.entries if self._layer_of(entry) not in known]
+
+    def _layer_of(self, entry: Entry) -> str:
+        """The layer's name, or the MoE module it is in: a pass may know no more than the experts."""
+        path = path_of(entry.layer)
+        return next((each.name for each in self.unfused if is_within(path, each.name)), entry.layer)
 
     def _story(self, size: LayerGraph, kind: str) -> Story:
         name, path = size.name, path_of(size.name)
         return Story(
             size,
             kind,
-            tuple(each for each in self.entries if each.layer == name),
+            tuple(each for each in self.entries if self._layer_of(each) == name),
             tuple(each for each in self.hazards if is_within(each.module, path)),
             tuple(each for each in self.breaks if path in each.layers),
             tuple(node for graph in self.graphs for node in _with_inputs(name, graph.before)),

@@ -113,6 +113,7 @@ def test_graph_breaks_and_hazards(hidden):
         report = inductor_passes.explain(broken, hidden)
     assert len(report.graph_breaks) == 1 and "graph_break" in report.graph_breaks[0].reason
     assert report.graph_breaks[0].location == _line_of(broken, "graph_break()")
+    assert report.graph_breaks[0].source == "torch._dynamo.graph_break()"
     assert [each.reason for each in report.capture_hazards] == [
         "its output size is known only after running it"
     ]
@@ -222,6 +223,48 @@ def test_every_call_is_fresh(hidden):
     other = inductor_passes.explain(model, torch.randn(9, HIDDEN))  # not "dynamic by now"
     assert [len(r.fused) for r in (first, other, inductor_passes.explain(model, hidden))] == [8, 8, 8]
     assert "float32[9, 16]" in {node.detail for node in other.graphs[0].before}
+
+
+@torch.no_grad()
+def test_breaks_and_hazards_are_told_with_their_layer(hidden):
+    class Noisy(Block):
+        def forward(self, hidden):
+            print("here")
+            return super().forward(hidden * hidden.sum(0).nonzero().shape[0])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = inductor_passes.explain(nn.Sequential(Block(), Noisy()), hidden)
+    quiet, noisy = report.stories
+    assert (quiet.name, noisy.name) == ("0", "1") and not quiet.breaks and not quiet.hazards
+    ((broken,), (hazard,)) = noisy.breaks, noisy.hazards
+    assert broken.source == 'print("here")' and broken.layers == ("1",)
+    assert hazard.target == "aten.nonzero.default" and hazard in report.capture_hazards
+
+
+@torch.no_grad()
+def test_a_layer_has_its_costs(hidden):
+    for each in inductor_passes.explain(Model(), hidden).layers:
+        before, after = each.cost_before, each.cost_after
+        assert before.kernels > after.kernels > 0 and before.bytes > after.bytes > 0
+        assert before.flops == after.flops == 2 * 9 * 2 * 3 * HIDDEN * INTERMEDIATE
+
+
+@torch.no_grad()
+def test_weights_have_the_names_of_the_model_and_inputs_those_of_the_call(hidden):
+    model = Model()
+    (view,) = inductor_passes.explain(lambda x: model(x) * 1, hidden).graphs
+    inputs = {node.label for node in view.before if node.is_input}
+    assert inputs == {"args[0]", *(f"layers.{i}.{weight}" for i in range(2) for weight in ("w13", "w2"))}
+
+
+@torch.no_grad()
+def test_what_was_written_out_is_apart_from_what_was_fused(hidden):
+    (view,) = inductor_passes.explain(Block(), hidden[:2]).graphs  # so few slots become loops
+    labels = [
+        [node.label for node in nodes if node.layer] for nodes in (view.before, view.after, view.written)
+    ]
+    assert len(labels[0]) == 7 and labels[1] == ["moe.fused_moe"]
+    assert len(labels[2]) > 20 and not [label for label in labels[2] if label.startswith("moe.")]
 
 
 @torch.no_grad()
