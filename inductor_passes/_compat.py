@@ -259,13 +259,6 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
     return backend
 
 
-def size_hint(size: int | torch.SymInt) -> int | None:
-    """A size as it was in the call that was traced; None for one that only running tells. Adds no guard."""
-    if isinstance(size, int):
-        return size
-    return size.node.hint if size.node.has_hint() else None
-
-
 def called_op(node: torch.fx.Node) -> Any:
     """What a node calls; of an operator that changes its inputs, which AOTAutograd wraps, the operator."""
     from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
@@ -324,3 +317,10 @@ def fresh_code(function: types.FunctionType) -> types.FunctionType:
 
 
 _SERIAL = itertools.count()
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The number that a size had when it was traced; None for one that depends on data. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None

@@ -50,14 +50,14 @@ class PassLog:
 
     layers: dict[str, None] = field(default_factory=dict)
     """Names of the layers in the graph."""
+    raised: list[Fusion] = field(default_factory=list)
+    """What of a model that knows nothing of us became our operators."""
     fused: list[Fusion] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     lowered: list[Fusion] = field(default_factory=list)
     """What a lowering wrote out, and as what."""
     kept: list[Refused] = field(default_factory=list)
     """What a lowering left as an operator call, and why."""
-    raised: list[Fusion] = field(default_factory=list)
-    """What was plain PyTorch and became operators of ours."""
 
     def fuse(self, kind: str, anchor: torch.fx.Node, nodes: Iterable[torch.fx.Node]) -> None:
         """Records a fusion of `nodes`, whose last one is `anchor`."""
