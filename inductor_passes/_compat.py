@@ -29,6 +29,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAwareGraphPass
@@ -249,7 +250,8 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        on_graph(gm, example_inputs)
+        with _disable_current_modes():  # as Inductor does around the passes
+            on_graph(gm, example_inputs)
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +17,7 @@ from inductor_passes.html_style import STYLE
 from inductor_passes.naming import path_of
 from inductor_passes.ranges import count, name_ranges
 from inductor_passes.records import Break, Entry, NodeView
-from inductor_passes.stories import Story, Verdict, alike, shape
-
-if TYPE_CHECKING:
-    from inductor_passes.report import Report
+from inductor_passes.stories import Story, Told, Verdict, alike, shape
 
 _CELLS = {
     Verdict.FUSED: "fused-cell",
@@ -32,21 +28,21 @@ _CELLS = {
 }
 
 
-def page(report: "Report") -> str:
-    """The whole page."""
-    stories = report.stories
+def page(told: Told, whole_text: str) -> str:
+    """The whole page; `whole_text` is the report as it prints."""
+    stories = told.stories()
     groups = alike(stories)
-    subject = f"{report.subject}: " if report.subject else ""
+    subject = f"{told.subject}: " if told.subject else ""
     parts = [
         f"<h1>{escape(subject)}what the MoE passes did</h1>",
-        _verdict(report, stories),
-        _tiles(report, stories),
-        _remarks(report.remarks),
+        _verdict(told, stories),
+        _tiles(told, stories),
+        _remarks(told.remarks),
         _overview(groups),
         *(_layer(index, members) for index, members in enumerate(groups)),
-        _breaks(report.graph_breaks),
-        _lines("Capture hazards", text.hazard_lines(report.capture_hazards), len(report.capture_hazards)),
-        f"<details><summary>The report as text</summary><pre>{escape(str(report))}</pre></details>",
+        _breaks(told.breaks),
+        _lines("Capture hazards", text.hazard_lines(told.hazards), len(told.hazards)),
+        f"<details><summary>The report as text</summary><pre>{escape(whole_text)}</pre></details>",
     ]
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
@@ -57,19 +53,19 @@ def page(report: "Report") -> str:
     )
 
 
-def _verdict(report: "Report", stories: Sequence[Story]) -> str:
+def _verdict(told: Told, stories: Sequence[Story]) -> str:
     look, sentence = _judged(stories)
     hurdles = [
         count(number, thing)
         for number, thing in (
-            (len(report.graph_breaks), "graph break"),
-            (len(report.capture_hazards), "capture hazard"),
+            (len(told.breaks), "graph break"),
+            (len(told.hazards), "capture hazard"),
         )
         if number
     ]
     in_the_way = f"{' and '.join(hurdles)} in the way of one CUDA graph. " if hurdles else ""
     look = "warn" if look == "good" and hurdles else look
-    graphs = escape(report.headline().partition(",")[0])
+    graphs = text.graphs_told(told)
     return (
         f"<div class='verdict {look}'><strong>{sentence}</strong>{in_the_way}{graphs}, "
         f"torch {torch.__version__}.</div>"
@@ -89,15 +85,15 @@ def _judged(stories: Sequence[Story]) -> tuple[str, str]:
     return "warn", f"{fused} of {count(total, 'MoE layer')} fused{part}."
 
 
-def _tiles(report: "Report", stories: Sequence[Story]) -> str:
+def _tiles(told: Told, stories: Sequence[Story]) -> str:
     number = text.numbers(stories)
     before, after = of_run(story.size for story in stories)
     refused = sum(story.size.calls for story in stories if any(e.action == "refused" for e in story.entries))
     tiles = [
         _tile(f"{number[Verdict.FUSED]} / {number.total()}", "layers fused"),
         _tile(str(refused), "layers with refusals", refused),
-        _tile(str(len(report.graph_breaks)), "graph breaks", len(report.graph_breaks)),
-        _tile(str(len(report.capture_hazards)), "capture hazards", len(report.capture_hazards)),
+        _tile(str(len(told.breaks)), "graph breaks", len(told.breaks)),
+        _tile(str(len(told.hazards)), "capture hazards", len(told.hazards)),
     ]
     if before.kernels:
         launches, traffic = before.kernels - after.kernels, max(before.bytes - after.bytes, 0)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from inductor_passes import html, text
 from inductor_passes.base import Fusion, Refused
 from inductor_passes.hazards import Hazard
@@ -52,6 +50,9 @@ class Report:
 
     def _told(self) -> Told:
         return Told(
+            self.subject,
+            self.is_training,
+            self.remarks,
             self.layers,
             self.unfused,
             self.entries,
@@ -60,26 +61,11 @@ class Report:
             self.graphs,
         )
 
-    def headline(self) -> str:
-        """How many graphs and layers there are, and what became of these."""
-        num_graphs = sum(not view.where for view in self.graphs)
-        return text.headline(num_graphs, self.is_training, self.stories)
-
     def __str__(self) -> str:
-        told = self._told()
-        stories, breaks, hazards = told.stories(), self.graph_breaks, self.capture_hazards
-        lines = [
-            f"{self.headline()} (torch {torch.__version__})",
-            *text.saved_lines(stories),
-            *(f"note: {remark}" for remark in self.remarks),
-            *text.layer_lines(stories, told.outside()),
-            *text.section("graph breaks", text.break_lines(breaks), len(breaks)),
-            *text.section("capture hazards", text.hazard_lines(hazards), len(hazards)),
-        ]
-        return "\n".join(lines)
+        return "\n".join(text.lines(self._told()))
 
     def to_html(self, path: str | Path) -> Path:
         """Writes a page with this report and the layers drawn, which loads nothing from elsewhere; returns where."""
         target = Path(path)
-        target.write_text(html.page(self), encoding="utf-8")
+        target.write_text(html.page(self._told(), str(self)), encoding="utf-8")
         return target

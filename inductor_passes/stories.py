@@ -101,14 +101,22 @@ def entries_of(action: str, records: Iterable[Fusion | Refused]) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """The records of a report that stories are made of."""
+    """What a report holds, for those who tell it."""
 
+    subject: str
+    is_training: bool
+    remarks: Sequence[str]
     layers: Sequence[LayerGraph]
     unfused: Sequence[Unfused]
     entries: Sequence[Entry]
     hazards: Sequence[Hazard]
     breaks: Sequence[Break]
     graphs: Sequence[GraphView]
+
+    @property
+    def num_graphs(self) -> int:
+        """How many Dynamo traced, subgraphs aside."""
+        return sum(not graph.where for graph in self.graphs)
 
     def stories(self) -> list[Story]:
         """One for each layer, those that run no operator of ours last."""

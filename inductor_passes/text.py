@@ -3,25 +3,46 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from inductor_passes.costs import of_run
 from inductor_passes.hazards import Hazard
 from inductor_passes.ranges import count, counted, name_ranges, place_of, starred, unnumbered
 from inductor_passes.records import Break, Cost, Entry, LayerGraph, Unfused
-from inductor_passes.stories import Story, Verdict, alike
+from inductor_passes.stories import Story, Told, Verdict, alike
 
 # What the lists of a pass log are called; another one is called what it is.
 _ACTIONS = {"lowered": "written out", "kept": "kept as a call"}
 
 
-def headline(num_graphs: int, is_training: bool, stories: Sequence[Story]) -> str:
+def lines(told: Told) -> list[str]:
+    """The whole report."""
+    stories, breaks, hazards = told.stories(), told.breaks, told.hazards
+    return [
+        f"{headline(told, stories)} (torch {torch.__version__})",
+        *saved_lines(stories),
+        *(f"note: {remark}" for remark in told.remarks),
+        *layer_lines(stories, told.outside()),
+        *section("graph breaks", break_lines(breaks), len(breaks)),
+        *section("capture hazards", hazard_lines(hazards), len(hazards)),
+    ]
+
+
+def headline(told: Told, stories: Sequence[Story]) -> str:
     """How many graphs and layers there are, and what became of these."""
-    if not num_graphs:
-        return "no graph"
-    graphs = count(num_graphs, f"{'training' if is_training else 'inference'} graph")
+    graphs = graphs_told(told)
+    if not told.num_graphs:
+        return graphs
     total = sum(story.size.calls for story in stories)
     if not total:
         return f"{graphs}, 0 MoE layers"
     return f"{graphs}, {count(total, 'MoE layer')}, {outcome(stories)}{_inside(stories)}"
+
+
+def graphs_told(told: Told) -> str:
+    """How many graphs there are, and of which kind."""
+    kind = f"{'training' if told.is_training else 'inference'} graph"
+    return count(told.num_graphs, kind) if told.num_graphs else "no graph"
 
 
 def outcome(stories: Sequence[Story]) -> str:
