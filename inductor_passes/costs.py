@@ -29,7 +29,7 @@ def costs(graph: Graph, layers: Mapping[str, str]) -> dict[str, Cost]:
     found: dict[str, list[Cost]] = defaultdict(list)
     for node in graph.nodes:
         if node.name in layers and computes(node):
-            found[layers[node.name]].append(_Call(node).cost())
+            found[layers[node.name]].append(_Call(node, layers).cost())
     return {name: total(each) for name, each in found.items()}
 
 
@@ -52,6 +52,7 @@ def of_run(layers: Iterable[LayerGraph]) -> tuple[Cost, Cost]:
 @dataclass(frozen=True)
 class _Call:
     node: Node
+    layers: Mapping[str, str]
 
     def cost(self) -> Cost:
         program = self._program() if is_moe_op(self.node) else None
@@ -63,9 +64,11 @@ class _Call:
         return Cost(1, sum(map(self._bytes, moved)), self.flops)
 
     def _joins_its_input(self) -> bool:
-        """Whether Inductor computes it in the kernel of what it reads."""
+        """Whether Inductor computes it in the kernel of what it reads, as far as that is in the same layer."""
+        own = self.layers[self.node.name]
         inputs = map(past_bookkeeping, self.node.all_input_nodes)
-        return _is_pointwise(self.node) and any(map(_is_pointwise, inputs))
+        inside = [each for each in inputs if self.layers.get(each.name) == own]
+        return _is_pointwise(self.node) and any(map(_is_pointwise, inside))
 
     @cached_property
     def sketches(self) -> dict[Node, Any]:

@@ -168,7 +168,8 @@ def _replaced(before: Graph, after: Graph, log: PassLog) -> dict[str, str]:
 
     What was raised is in the records; what vanished with it was in the module of the layer.
     """
-    layers, left = layers_by_node(after), {node.name for node in after.nodes}
+    layers = layers_by_node(after)
+    left = {node.name for node in after.nodes}
     raised = {node: each.layer for each in log.raised for node in each.nodes if each.layer in layers.values()}
     paths = {path_of(layer): layer for layer in layers.values()}
     vanished = {
@@ -177,7 +178,7 @@ def _replaced(before: Graph, after: Graph, log: PassLog) -> dict[str, str]:
         for path, layer in paths.items()
         if node.name not in left and is_within(module_path(node), path)
     }
-    return {**vanished, **raised, **layers_by_node(before)}
+    return {**vanished, **raised, **layers, **layers_by_node(before)}
 
 
 def _copy(graph: Graph) -> Graph:

@@ -89,6 +89,16 @@ def test_symbolic_sizes_count_as_traced():
     assert static == dynamic and static.flops == FLOPS
 
 
+def test_a_kernel_is_in_one_layer():
+    graph = symbolic_trace(lambda x: torch.ops.aten.exp(torch.ops.aten.sin(x))).graph
+    for node in graph.nodes:
+        node.target = getattr(node.target, "default", node.target)
+    sine, exponential = [node.name for node in graph.nodes if node.op == "call_function"]
+    assert costs(graph, {sine: "a", exponential: "a"})["a"].kernels == 1
+    apart = costs(graph, {sine: "a", exponential: "b"})
+    assert (apart["a"].kernels, apart["b"].kernels) == (1, 1)
+
+
 def test_layers_apart_and_nothing_outside():
     graph = symbolic_trace(lambda x: (torch.exp(x), torch.sin(x), torch.cos(x))).graph
     names = [node.name for node in graph.nodes if node.op == "call_function"]
