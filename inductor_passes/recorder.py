@@ -172,11 +172,9 @@ def _replaced(before: Graph, after: Graph, log: PassLog) -> dict[str, str]:
     left = {node.name for node in after.nodes}
     raised = {node: each.layer for each in log.raised for node in each.nodes if each.layer in layers.values()}
     paths = {path_of(layer): layer for layer in layers.values()}
+    gone = [(node.name, module_path(node)) for node in before.nodes if node.name not in left]
     vanished = {
-        node.name: layer
-        for node in before.nodes
-        for path, layer in paths.items()
-        if node.name not in left and is_within(module_path(node), path)
+        name: layer for name, module in gone for path, layer in paths.items() if is_within(module, path)
     }
     return {**vanished, **raised, **layers, **layers_by_node(before)}
 
