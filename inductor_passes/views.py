@@ -48,7 +48,7 @@ def launches(graph: Graph, layers: Mapping[str, str]) -> Counter[str]:
 def view(graph: Graph, layers: Mapping[str, str]) -> tuple[NodeView, ...]:
     """Nodes of MoE layers and their neighbours; picking an output and views are drawn as an edge."""
     inside = [node for node in graph.nodes if node.name in layers and computes(node)]
-    sources = {node: tuple(dict.fromkeys(map(past_bookkeeping, node.all_input_nodes))) for node in inside}
+    sources = {node: _sources(node) for node in inside}
     aliases = defaultdict(list)
     for node in graph.nodes:
         if past_bookkeeping(node) is not node:
@@ -67,6 +67,12 @@ def view(graph: Graph, layers: Mapping[str, str]) -> tuple[NodeView, ...]:
         for node in graph.nodes
         if node in shown
     )
+
+
+def _sources(node: Node) -> tuple[Node, ...]:
+    """What a node reads, past bookkeeping; memory that was only allocated is not read."""
+    found = dict.fromkeys(map(past_bookkeeping, node.all_input_nodes))
+    return tuple(each for each in found if each.op != "call_function" or computes(each))
 
 
 def _is_launch(node: Node) -> bool:

@@ -78,6 +78,7 @@ def test_a_stock_layer_is_counted_and_drawn():
     for story in report.stories:
         labels = [node.label for node in story.before if node.layer]
         assert labels.count("aten._grouped_mm") == 2 and "aten.topk" in labels
+        assert "aten.empty" not in {node.label for node in story.before}
         assert story.verdict is Verdict.STOCK and story.size.before == len(labels)
         assert story.size.cost_before.flops == 2 * 72 * 3 * 64 * 32 + 2 * 24 * 64 * 8  # experts and router
         weights = {node.label.removeprefix(f"{story.name}.") for node in story.before if node.is_input}

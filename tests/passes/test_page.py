@@ -209,7 +209,8 @@ def test_breaks_have_their_line_and_hazards_their_reason(tmp_path):
     assert "in model.layers.0.mlp" in read.of("div", "where") and "print\nbecause <so>" in read.of("pre")
     assert any("its output is read on the host" in line for line in read.of("li"))
     assert "1 graph break and 1 capture hazard in the way" in text and "class='verdict warn'" in text
-    assert len(read.of("h3")) == 2  # what is in one layer only sets it apart
+    for alone in ({"graph_breaks": (broken,)}, {"capture_hazards": (hazard,)}):  # each sets its layer apart
+        assert len(page(report(2, **alone), tmp_path)[1].of("h3")) == 2
 
 
 def test_the_legend_has_every_colour_that_is_drawn(tmp_path):
