@@ -7,6 +7,8 @@ import torch
 import transformers
 
 import inductor_passes
+from inductor_passes import recorder
+from inductor_passes.pipeline import FUSIONS
 from inductor_passes.stories import Verdict, alike
 from layers import MoEBlock, MoEConfig, huggingface
 from tests.huggingface.families import tiny_config, tiny_model, tokens
@@ -71,7 +73,8 @@ def test_the_layers_a_patch_left_are_named():
 
 
 @torch.no_grad()
-def test_a_stock_layer_is_counted_and_drawn():
+def test_a_stock_layer_is_counted_and_drawn(monkeypatch):
+    monkeypatch.setattr(recorder, "_REWRITES", FUSIONS)  # whatever else finds stock layers
     model = model_of("qwen3_moe", patched=False, implementation="grouped_mm", dtype=torch.bfloat16)
     report = inductor_passes.explain(model, IDS)
     assert str(report).startswith("1 inference graph, 2 MoE layers, none fused, 2 stock (")
