@@ -88,6 +88,7 @@ class Recorder:
         stock = self._stock(before)
         lowered = _copy(fused)
         run_passes(lowered, LOWERINGS, log)
+        log.refused[:] = dict.fromkeys(log.refused)  # both parts may refuse a training graph
         traced = {**_replaced(before, fused, log), **stock}
         left, written = ({**stock, **layers_by_node(graph)} for graph in (fused, lowered))
         self.sizes += _sizes(part, (before, traced), (fused, left), launches(lowered, written))

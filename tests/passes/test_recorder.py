@@ -11,6 +11,7 @@ from inductor_passes.graph_tools import inherit_meta, replacement
 from inductor_passes.stories import Verdict
 from moe_ops import arguments as of
 from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs
+from tests.passes.test_explain import Model
 
 
 class PlainMoe(nn.Module):
@@ -147,6 +148,15 @@ def test_weights_are_told_by_their_whole_path_wherever_a_graph_begins(hidden):
     assert story.name == "1.moe"
     assert {"1.moe.w13", "1.moe.w2"} <= {node.label for node in story.before}
     assert {"moe.w13", "moe.w2"} <= {node.label for node in report.stories[0].before}
+
+
+def test_a_training_graph_is_refused_once(monkeypatch):
+    class ForInference:
+        name, requires, inference_only = "for_inference", ("fused_moe",), True
+
+    monkeypatch.setattr(recorder, "LOWERINGS", (ForInference(), *recorder.LOWERINGS))
+    report = inductor_passes.explain(Model(), inputs().hidden_states)
+    assert [each.layer for each in report.refused] == ["layers.0", "layers.1"]
 
 
 def test_rewrites_are_all_passes_but_the_lowerings():
