@@ -7,6 +7,7 @@ Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`
 
 import contextlib
 import copy
+import inspect
 import itertools
 import sys
 import types
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext, detect_fake_mode
@@ -28,6 +30,7 @@ from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAwareGraphPass
@@ -39,6 +42,7 @@ __all__ = [
     "InferenceAwareGraphPass",
     "cache_hits",
     "call_when_compiled",
+    "called_op",
     "call_with_is_inference",
     "compile_fx",
     "compile_id",
@@ -50,7 +54,9 @@ __all__ = [
     "kernel_constants",
     "kernel_index",
     "kernel_name",
+    "maybe_mark_dynamic",
     "mode_table",
+    "op_body",
     "POST_GRAD_SLOT",
     "post_grad_backend",
     "post_grad_slot",
@@ -246,7 +252,8 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        on_graph(gm, example_inputs)
+        with _disable_current_modes():  # as Inductor does around the passes
+            on_graph(gm, example_inputs)
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -254,6 +261,24 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
     return backend
+
+
+def called_op(node: torch.fx.Node) -> Any:
+    """What a node calls; of an operator that changes its inputs, which AOTAutograd wraps, the operator."""
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+
+    return node.args[0] if node.target in (auto_functionalized, auto_functionalized_v2) else node.target
+
+
+def op_body(name: str) -> Callable[..., Any] | None:
+    """The Python function that a `torch.library.custom_op` runs on a GPU; torch keeps none of other operators."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition: Any = OPDEFS.get(name)
+    if definition is None:
+        return None
+    on_gpu = definition._backend_fns.get("cuda")  # registered for it alone, and wrapped
+    return inspect.getclosurevars(inspect.unwrap(on_gpu)).nonlocals["fn"] if on_gpu else definition._init_fn
 
 
 def uncompiled(function: Any) -> Any:

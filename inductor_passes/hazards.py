@@ -1,16 +1,19 @@
 """What in a graph could not be captured in a CUDA graph.
 
-It reads the graph only: a host synchronisation inside an operator's implementation does not show here. Those of our
-operators are ruled out by a test over their sources and by captures on a GPU.
+It reads the graph, and the source of what a `torch.library.custom_op` runs: a host synchronisation in there shows in no
+graph. Those of our operators are ruled out by a test over their sources and by captures on a GPU.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _compat
+from inductor_passes.naming import module_path
+from inductor_passes.source_lint import waits
 
 _UNSAFE_TAGS = {
     torch.Tag.data_dependent_output: "its output is read on the host",
@@ -27,6 +30,8 @@ class Hazard:
     node: str
     target: str
     reason: str
+    module: str = ""
+    """Path of the module the node came from, where that is known."""
 
 
 def capture_hazards(graph: Graph) -> tuple[Hazard, ...]:
@@ -36,7 +41,7 @@ def capture_hazards(graph: Graph) -> tuple[Hazard, ...]:
     for node in graph.nodes:
         reason = next(_reasons(node, on_cuda), None)
         if reason is not None:
-            hazards.append(Hazard(node.name, str(node.target), reason))
+            hazards.append(Hazard(node.name, str(_compat.called_op(node)), reason, module_path(node)))
     return tuple(hazards)
 
 
@@ -45,17 +50,29 @@ def _reasons(node: Node, on_cuda: bool) -> Iterator[str]:
         yield "a CPU tensor in a CUDA graph"
     if node.op != "call_function":
         return
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        if node.target.name() in _STEERED:
+    target = _compat.called_op(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        if target.name() in _STEERED:
             yield "the host reads its condition"
         return
-    tags = getattr(node.target, "tags", ())
+    tags = getattr(target, "tags", ())
     yield from (reason for tag, reason in _UNSAFE_TAGS.items() if tag in tags)
     # Not by the tag dynamic_output_shape: `index` carries it for the sake of boolean masks only.
     if node.meta.get("unbacked_bindings"):
         yield "its output size is known only after running it"
     if _compat.is_cudagraph_unsafe_fx_node(node):
         yield "Inductor does not capture it"
+    yield from _waits_inside(target)
+
+
+def _waits_inside(target: Any) -> Iterator[str]:
+    """What the body of a user's operator waits for."""
+    body = _compat.op_body(target.name()) if isinstance(target, torch._ops.OpOverload) else None
+    if body is None or body.__module__.partition(".")[0] == "torch":
+        return
+    found = waits(body)
+    if found:
+        yield f"its body waits for the device: {'; '.join(found)}"
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:

@@ -1,102 +1,236 @@
-"""Draws a report: one self-contained page, plain SVG, nothing loaded from elsewhere."""
+"""A report as one self-contained page: the verdict, then each kind of layer once, before and after side by side.
 
+Plain HTML, CSS and SVG; nothing is loaded from elsewhere and no script runs.
+"""
+
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from inductor_passes.records import GraphView, NodeView
+import torch
 
-_WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 190, 40, 18, 34, 12
-_HUES = (210, 145, 35, 275, 0, 180, 320, 95)
+from inductor_passes import text
+from inductor_passes.costs import of_run
+from inductor_passes.drawing import KINDS, draw
+from inductor_passes.html_style import STYLE
+from inductor_passes.naming import path_of
+from inductor_passes.ranges import count, name_ranges
+from inductor_passes.records import Break, Entry, NodeView
+from inductor_passes.stories import Story, Told, Verdict, alike, shape
 
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem; color: #1c2530; background: #fff }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-pre { background: #f4f6f8; padding: 1rem; overflow-x: auto }
-.pair { display: flex; gap: 2rem; align-items: flex-start; overflow-x: auto }
-figure { margin: 0 } figcaption { font-weight: 600; margin-bottom: .5rem }
-text { font: 11px ui-monospace, monospace; text-anchor: middle } .detail { font-size: 9px; fill: #56616d }
-path { fill: none; stroke: #8a96a3 } .outside { fill: #f4f6f8; stroke: #c3cad1; stroke-dasharray: 3 2 }
-"""
+_CELLS = {
+    Verdict.FUSED: "fused-cell",
+    Verdict.PART: "part-cell",
+    Verdict.NONE: "none-cell",
+    Verdict.STOCK: "stock-cell",
+    Verdict.UNSEEN: "stock-cell",
+}
 
 
-def page(report: str, views: Sequence[GraphView]) -> str:
-    """The whole page: a report in words and its graphs drawn."""
-    graphs = "\n".join(_pair(index, view) for index, view in enumerate(views) if view.before)
+def page(told: Told, whole_text: str) -> str:
+    """The whole page; `whole_text` is the report as it prints."""
+    stories = told.stories()
+    groups = alike(stories)
+    subject = f"{told.subject}: " if told.subject else ""
+    parts = [
+        f"<h1>{escape(subject)}what the MoE passes did</h1>",
+        _verdict(told, stories),
+        _tiles(told, stories),
+        _remarks(told.remarks),
+        _overview(groups),
+        *(_layer(index, members) for index, members in enumerate(groups)),
+        _breaks(told.breaks),
+        _lines("Capture hazards", text.hazard_lines(told.hazards), len(told.hazards)),
+        f"<details><summary>The report as text</summary><pre>{escape(whole_text)}</pre></details>",
+    ]
     return (
-        f"<!doctype html>\n<html lang='en'><meta charset='utf-8'><title>MoE passes</title><style>{_STYLE}</style>\n"
-        f"<h1>What the passes did</h1>\n<pre>{escape(report)}</pre>\n"
-        f"{graphs or '<p>No MoE layer found.</p>'}\n</html>\n"
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{escape(subject)}MoE passes</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(filter(None, parts))
+        + "\n</body></html>\n"
     )
 
 
-def _pair(index: int, view: GraphView) -> str:
-    figures = (("before", view.before), ("after", view.after))
-    drawn = "".join(
-        f"<figure><figcaption>{name}: {_count(nodes)} calls</figcaption>{draw(nodes)}</figure>"
-        for name, nodes in figures
-    )
-    where = f", {escape(view.where)}" if view.where else ""
-    return f"<h2>Graph {index}{where}</h2>\n<div class='pair'>{drawn}</div>"
-
-
-def _count(nodes: Sequence[NodeView]) -> int:
-    return sum(bool(node.layer) for node in nodes)
-
-
-def draw(nodes: Sequence[NodeView]) -> str:
-    """The graph top to bottom: each node one row below the lowest of its inputs, colours by layer."""
-    places = _places(nodes)
-    hues = {
-        name: _HUES[i % len(_HUES)]
-        for i, name in enumerate(dict.fromkeys(node.layer for node in nodes if node.layer))
-    }
-    edges = [_edge(places[source], places[node.name]) for node in nodes for source in node.inputs]
-    boxes = [_box(node, places[node.name], hues) for node in nodes]
-    width = max((x for x, _ in places.values()), default=0) + _WIDTH + _MARGIN
-    height = max((y for _, y in places.values()), default=0) + _HEIGHT + _MARGIN
-    return f"<svg width='{width}' height='{height}' role='img'>{''.join(edges)}{''.join(boxes)}</svg>"
-
-
-def _places(nodes: Sequence[NodeView]) -> dict[str, tuple[int, int]]:
-    rows: dict[str, int] = {}
-    for node in nodes:
-        rows[node.name] = max((rows[source] + 1 for source in node.inputs), default=0)
-    _lower_inputs(nodes, rows)
-    filled: dict[int, int] = defaultdict(int)
-    places = {}
-    for node in nodes:
-        row = rows[node.name]
-        places[node.name] = (_MARGIN + filled[row] * (_WIDTH + _GAP_X), _MARGIN + row * (_HEIGHT + _GAP_Y))
-        filled[row] += 1
-    return places
-
-
-def _lower_inputs(nodes: Sequence[NodeView], rows: dict[str, int]) -> None:
-    """Puts what only feeds the graph (weights, logits) just above its first reader."""
-    for node in nodes:
-        if not node.inputs:
-            readers = [rows[other.name] for other in nodes if node.name in other.inputs]
-            rows[node.name] = max(min(readers, default=1) - 1, 0)
-
-
-def _edge(start: tuple[int, int], end: tuple[int, int]) -> str:
-    x0, y0, x1, y1 = start[0] + _WIDTH // 2, start[1] + _HEIGHT, end[0] + _WIDTH // 2, end[1]
-    middle = (y0 + y1) // 2
-    return f"<path d='M{x0} {y0} C{x0} {middle} {x1} {middle} {x1} {y1}'/>"
-
-
-def _box(node: NodeView, place: tuple[int, int], hues: dict[str, int]) -> str:
-    x, y = place
-    hue = hues.get(node.layer)
-    look = "class='outside'" if hue is None else f"fill='hsl({hue} 70% 93%)' stroke='hsl({hue} 55% 45%)'"
-    title = escape(f"{node.name}\n{node.detail}\n{node.layer}")
+def _verdict(told: Told, stories: Sequence[Story]) -> str:
+    look, sentence = _judged(stories)
+    hurdles = [
+        count(number, thing)
+        for number, thing in (
+            (len(told.breaks), "graph break"),
+            (len(told.hazards), "capture hazard"),
+        )
+        if number
+    ]
+    in_the_way = f"{' and '.join(hurdles)} in the way of one CUDA graph. " if hurdles else ""
+    look = "warn" if look == "good" and hurdles else look
+    graphs = text.graphs_told(told)
     return (
-        f"<g><title>{title}</title><rect x='{x}' y='{y}' width='{_WIDTH}' height='{_HEIGHT}' rx='5' {look}/>"
-        f"<text x='{x + _WIDTH // 2}' y='{y + 17}'>{escape(_fit(node.label, 29))}</text>"
-        f"<text class='detail' x='{x + _WIDTH // 2}' y='{y + 31}'>{escape(_fit(node.detail, 36))}</text></g>"
+        f"<div class='verdict {look}'><strong>{sentence}</strong>{in_the_way}{graphs}, "
+        f"torch {torch.__version__}.</div>"
     )
 
 
-def _fit(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
+def _judged(stories: Sequence[Story]) -> tuple[str, str]:
+    number = text.numbers(stories)
+    total, fused = number.total(), number[Verdict.FUSED]
+    if not total:
+        return "none", "No MoE layer was found."
+    if fused == total:
+        return "good", "The MoE layer is fused." if total == 1 else f"All {total} MoE layers are fused."
+    if not fused and not number[Verdict.PART]:
+        return "bad", f"None of the {count(total, 'MoE layer')} is fused."
+    part = f", {number[Verdict.PART]} in part" if number[Verdict.PART] else ""
+    return "warn", f"{fused} of {count(total, 'MoE layer')} fused{part}."
+
+
+def _tiles(told: Told, stories: Sequence[Story]) -> str:
+    number = text.numbers(stories)
+    before, after = of_run(story.size for story in stories)
+    refused = sum(story.size.calls for story in stories if any(e.action == "refused" for e in story.entries))
+    tiles = [
+        _tile(f"{number[Verdict.FUSED]} / {number.total()}", "layers fused"),
+        _tile(str(refused), "layers with refusals", refused),
+        _tile(str(len(told.breaks)), "graph breaks", len(told.breaks)),
+        _tile(str(len(told.hazards)), "capture hazards", len(told.hazards)),
+    ]
+    if before.kernels:
+        launches, traffic = before.kernels - after.kernels, max(before.bytes - after.bytes, 0)
+        whole = text.amount(before.bytes, "B")
+        tiles += [
+            _tile(str(launches), f"of {before.kernels} launches saved", part=launches / before.kernels),
+            _tile(
+                text.amount(traffic, "B"), f"of {whole} traffic saved", part=traffic / max(before.bytes, 1)
+            ),
+            _tile(text.amount(after.flops, "FLOP"), "in matrix products"),
+        ]
+    return f"<div class='tiles'>{''.join(tiles)}</div>"
+
+
+def _tile(value: str, label: str, alert: int = 0, part: float = 0) -> str:
+    percent = f" <small>{100 * part:.0f} %</small>" if part else ""
+    look = "tile alert" if alert else "tile"
+    return f"<div class='{look}'><b>{escape(value)}{percent}</b><span>{escape(label)}</span></div>"
+
+
+def _remarks(remarks: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(remark)}.</li>" for remark in remarks)
+    return f"<ul class='remarks'>{items}</ul>" if items else ""
+
+
+def _overview(groups: Sequence[Sequence[Story]]) -> str:
+    """A cell for each layer, in the order of their names, with the letter of what it is like; then the legend."""
+    cells = sorted(
+        ((_order(story.name), _cell(index, story)) for index, group in enumerate(groups) for story in group),
+        key=lambda cell: cell[0],
+    )
+    if not cells:
+        return ""
+    legend = "".join(f"<span><i class='{kind}'></i>{escape(what)}</span>" for kind, what in KINDS.items())
+    return (
+        f"<h2>MoE layers</h2><div class='strip'>{''.join(cell for _, cell in cells)}</div>"
+        f"<div class='legend'>{legend}<span><i class='is-refused'></i>a fusion was refused here</span>"
+        "<span>⊏ a weight or another input</span></div>"
+        "<p class='facts'>Kernels, bytes and FLOPs are estimates for one run on a GPU: the one here, or an H200.</p>"
+    )
+
+
+def _order(name: str) -> list[tuple[str, int]]:
+    return [(letters, int(number or 0)) for letters, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index) if index < 26 else str(index)
+
+
+def _cell(index: int, story: Story) -> str:
+    title = escape(f"{story.name}: {story.verdict.value}", quote=True)
+    return f"<a class='{_CELLS[story.verdict]}' href='#layers-{index}' title='{title}'>{_letter(index)}</a>"
+
+
+def _layer(index: int, members: Sequence[Story]) -> str:
+    story, badge = members[0], _CELLS[members[0].verdict]
+    return (
+        f"<section class='layer' id='layers-{index}'><header>"
+        f"<span class='badge {badge}'>{_letter(index)}: {story.verdict.value}</span>"
+        f"<h3>{escape(text.title(members))}</h3></header>"
+        f"<p class='facts'>{escape(_facts(members))}</p>{_pictures(story)}{_events(members)}</section>"
+    )
+
+
+def _facts(members: Sequence[Story]) -> str:
+    size = members[0].size
+    if not size.cost_after.kernels:
+        return text.size(members[0])
+    cost = text.cost_change(size.cost_before, size.cost_after)
+    each = ", each" if len(members) > 1 else ""
+    return f"{text.size(members[0])}; {cost}{each}".replace("->", "→")
+
+
+def _pictures(story: Story) -> str:
+    """What was traced and what became of it; one picture where that is the same, and what was written out folded."""
+    if not story.before:
+        return ""
+    notes = _notes(story)
+    if shape(story.before) == shape(story.after):
+        figures = _figure("as traced, and left", story.after, story, notes)
+    else:
+        left = {name for node in story.after for name in (node.name, *node.aliases)}
+        gone = {name: entries for name, entries in notes.items() if name not in left}
+        figures = _figure("before", story.before, story, gone) + _figure("after", story.after, story, notes)
+    return f"<div class='pair'>{figures}</div>{_written(story)}"
+
+
+def _notes(story: Story) -> dict[str, list[Entry]]:
+    """What was not done, by the node it was about."""
+    notes: dict[str, list[Entry]] = defaultdict(list)
+    for entry in story.entries:
+        if entry.reason:
+            notes[entry.nodes[0]].append(entry)
+    return notes
+
+
+def _written(story: Story) -> str:
+    if shape(story.written) == shape(story.after):
+        return ""
+    inside = sum(bool(node.layer) for node in story.written)
+    return (
+        f"<details><summary>written out for the compiler: {count(inside, 'call')}</summary>"
+        f"{draw(story.written, path_of(story.name), {})}</details>"
+    )
+
+
+def _figure(caption: str, nodes: Sequence[NodeView], story: Story, notes: dict[str, list[Entry]]) -> str:
+    inside = sum(bool(node.layer) for node in nodes)
+    caption = f"<figcaption>{caption}: {count(inside, 'call')}</figcaption>"
+    return f"<figure>{caption}{draw(nodes, path_of(story.name), notes)}</figure>"
+
+
+def _events(members: Sequence[Story]) -> str:
+    looks = {"refused": "no", "graph break": "no", "capture hazard": "no", "kept as a call": "kept"}
+    items = [
+        f"<li class='{looks.get(line.partition(':')[0], 'done')}'>{escape(line)}</li>"
+        for line in text.member_lines(members)
+        if not line.startswith("estimated")
+    ]
+    return f"<ul class='events'>{''.join(items)}</ul>" if items else ""
+
+
+def _breaks(breaks: Sequence[Break]) -> str:
+    items = "".join(
+        f"<li><b>{escape(headline)}</b>{_user_line(each)}"
+        f"{f'<div class=where>in {escape(name_ranges(each.layers))}</div>' if each.layers else ''}"
+        f"<details><summary>what torch says</summary><pre>{escape(each.reason.strip())}</pre></details></li>"
+        for each, headline in zip(breaks, text.break_headlines(breaks), strict=True)
+    )
+    return f"<h2>Graph breaks: {len(breaks) or 'none'}</h2><ul class='list'>{items}</ul>"
+
+
+def _user_line(each: Break) -> str:
+    return f"<pre>{escape(each.source)}</pre>" if each.source else ""
+
+
+def _lines(title: str, lines: Sequence[str], number: int) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<h2>{title}: {number or 'none'}</h2><ul class='list'>{items}</ul>"

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from inductor_passes import html, text
 from inductor_passes.base import Fusion, Refused
 from inductor_passes.hazards import Hazard
-from inductor_passes.records import Break, GraphView, LayerGraph, Unfused
+from inductor_passes.records import Break, Entry, GraphView, LayerGraph, Unfused
+from inductor_passes.stories import Story, Told, entries_of
 
-__all__ = ["Break", "LayerGraph", "Report", "Unfused"]
+__all__ = ["Break", "Entry", "LayerGraph", "Report", "Unfused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +32,40 @@ class Report:
     """MoE modules of the model that run none of our operators."""
     remarks: tuple[str, ...] = ()
     """What to know, and to do, in sentences."""
+    raised: tuple[Fusion, ...] = ()
+    """Plain PyTorch that became operators of ours."""
+    subject: str = ""
+    """What was explained: the class of a module, the name of a function."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything that the passes did and did not do."""
+        lists = ("raised", "fused", "refused", "lowered", "kept")
+        return tuple(entry for name in lists for entry in entries_of(name, getattr(self, name)))
+
+    @property
+    def stories(self) -> list[Story]:
+        """The same by layer."""
+        return self._told().stories()
+
+    def _told(self) -> Told:
+        return Told(
+            self.subject,
+            self.is_training,
+            self.remarks,
+            self.layers,
+            self.unfused,
+            self.entries,
+            self.capture_hazards,
+            self.graph_breaks,
+            self.graphs,
+        )
 
     def __str__(self) -> str:
-        events = text.Events(self.fused, self.refused, self.lowered, self.kept)
-        num_graphs = sum(not view.where for view in self.graphs)
-        lines = [
-            f"{text.headline(num_graphs, self.is_training, self.layers, events)} (torch {torch.__version__})",
-            *(f"note: {remark}" for remark in self.remarks),
-            *text.layer_lines(self.layers, events),
-            *text.section("graph breaks", text.break_lines(self.graph_breaks)),
-            *text.section(
-                "capture hazards", text.hazard_lines(self.capture_hazards), len(self.capture_hazards)
-            ),
-        ]
-        return "\n".join(lines)
+        return "\n".join(text.lines(self._told()))
 
     def to_html(self, path: str | Path) -> Path:
-        """Writes a self-contained page with this report and the graphs drawn; returns where."""
+        """Writes a page with this report and the layers drawn, which loads nothing from elsewhere; returns where."""
         target = Path(path)
-        target.write_text(html.page(str(self), self.graphs), encoding="utf-8")
+        target.write_text(html.page(self._told(), str(self)), encoding="utf-8")
         return target

@@ -1,6 +1,7 @@
 """What a call will run, seen from outside: its modules by name, those that are MoE layers, and what has no memory."""
 
 import functools
+import inspect
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,37 @@ def moe_modules(modules: Named) -> Named:
 
 def _looks_like_moe(module: nn.Module) -> bool:
     return "experts" in dict(module.named_children()) or bool(_MOE_CLASS.search(type(module).__name__))
+
+
+def modules_running(stack: Sequence[Any], modules: Named) -> tuple[str, ...]:
+    """Names of the `modules` in the code of which, or of a module inside, a frame of `stack` is.
+
+    A stack names no module: those of one class are told together.
+    """
+    return tuple(
+        name
+        for name, module in modules
+        if any(_holds(kind, frame) for kind in _own_classes(module) for frame in stack)
+    )
+
+
+def _own_classes(module: nn.Module) -> set[type[nn.Module]]:
+    """The classes in it that are not torch's."""
+    return {kind for kind in map(type, module.modules()) if not kind.__module__.startswith("torch.")}
+
+
+def _holds(kind: type[nn.Module], frame: Any) -> bool:
+    file, lines = _place(kind)
+    return frame.filename == file and frame.lineno in lines
+
+
+@functools.lru_cache(maxsize=256)
+def _place(kind: type[nn.Module]) -> tuple[str, range]:
+    try:
+        lines, first = inspect.getsourcelines(kind)
+        return inspect.getsourcefile(kind) or "", range(first, first + len(lines))
+    except (OSError, TypeError):
+        return "", range(0)
 
 
 def is_on_meta(modules: Named, *values: Any) -> bool:

@@ -7,7 +7,6 @@ annotations of arguments and functions and from what is computed of them; sizes,
 """
 
 import ast
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_type_hints
@@ -16,23 +15,13 @@ import pytest
 from torch import Tensor
 
 import moe_ops
+from inductor_passes.source_lint import Reader, synchronisations
 from moe_ops import arguments
 from moe_ops.records import is_record
 
 ROOT = Path(moe_ops.__file__).parent
 OPERATORS = sorted(path for path in ROOT.glob("*.py") if "_library.define(" in path.read_text())
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
-WAITING = {"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "masked_select", "unique", "cuda"}
-# Builtins that read a value off the device when they are given a tensor.
-READING = {
-    "int", "float", "bool", "complex", "range", "min", "max", "any", "all", "round", "str", "repr", "print",
-}  # fmt: skip
-METADATA = {
-    "shape", "dtype", "device", "ndim", "layout", "is_cuda", "itemsize", "nbytes", "names", "requires_grad", "size",
-    "stride", "dim", "numel", "storage_offset", "data_ptr", "element_size", "is_contiguous", "get_device",
-    "is_inference", "is_floating_point", "is_complex", "untyped_storage", "type", "nelement",
-}  # fmt: skip
-CREATING = {"empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "rand", "randn", "randint"}
 
 
 def _functions(tree):
@@ -88,25 +77,15 @@ def _is_kernel(function):
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def _means_tensor(annotation):
-    """Whether an annotation is a tensor's: `Tensor`, `torch.Tensor`, with `| None`, or a tuple of nothing else."""
-    text = ast.unparse(annotation).strip("'\"") if annotation is not None else ""
-    inner = text.removeprefix("tuple[").removesuffix("]")
-    parts = {part.strip().removeprefix("torch.") for part in re.split(r"[|,]", inner)}
-    return parts - {"None", "..."} == {"Tensor"}
-
-
 def _hints(record):
     """What the fields of a record of arguments are, in order; none for anything else."""
     return get_type_hints(record) if is_record(record) else {}
 
 
 @dataclass
-class Reader:
-    """Which expressions of one function are tensors, as far as annotations and records of arguments tell."""
+class RecordReader(Reader):
+    """Reads records of arguments as well, whose fields are annotated in `moe_ops.arguments`."""
 
-    scope: dict[str, tuple[Path, ast.FunctionDef]] = field(default_factory=dict)
-    tensors: set[str] = field(default_factory=set)
     records: dict[str, type] = field(default_factory=dict)
 
     def record(self, node) -> type | None:
@@ -125,69 +104,22 @@ class Reader:
 
     def is_tensor(self, node) -> bool:
         match node:
-            case ast.Name(id=name):
-                return name in self.tensors
-            case ast.Attribute(value=value, attr=name):
-                of_record = _hints(self.record(value)).get(name) in (Tensor, Tensor | None)
-                return of_record or (name not in METADATA and self.is_tensor(value))
-            case ast.Subscript(value=value) | ast.UnaryOp(op=ast.USub() | ast.Invert(), operand=value):
-                return self.is_tensor(value)
-            case ast.BinOp(left=left, right=right):
-                return self.is_tensor(left) or self.is_tensor(right)
-            case ast.IfExp(body=body, orelse=other):
-                return self.is_tensor(body) or self.is_tensor(other)
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                by_identity = all(isinstance(op, ast.Is | ast.IsNot) for op in ops)
-                return not by_identity and any(map(self.is_tensor, (left, *others)))
-            case ast.Call():
-                return self._gives_tensor(node)
-        return False
+            case ast.Attribute(value=value, attr=name) if self.record(value) is not None:
+                return _hints(self.record(value)).get(name) in (Tensor, Tensor | None)
+        return super().is_tensor(node)
 
-    def _gives_tensor(self, call) -> bool:
-        match call.func:
-            case ast.Name(id=name) if name in self.scope:
-                return _means_tensor(self.scope[name][1].returns)
-            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
-                given = (*call.args, *(keyword.value for keyword in call.keywords))
-                of_tensors = any(map(self.is_tensor, given)) and name not in METADATA
-                return name.removesuffix("_like") in CREATING or of_tensors
-            case ast.Attribute():
-                return self.is_tensor(call.func)
-        return False
+    def num_known(self) -> int:
+        return super().num_known() + len(self.records)
 
-    def learn(self, function) -> None:
-        """Adds the function's tensor arguments and, until there is no more, what it computes of tensors."""
-        known = -1
-        while known < len(self.tensors) + len(self.records):
-            known = len(self.tensors) + len(self.records)
-            self._learn_once(function)
+    def learn_from(self, node) -> None:
+        match node:
+            case ast.arg(arg=name, annotation=ast.Name(id=kind)) if is_record(getattr(arguments, kind, None)):
+                self.records[name] = getattr(arguments, kind)
+        super().learn_from(node)
 
-    def _learn_once(self, function) -> None:
-        for node in ast.walk(function):
-            match node:
-                case ast.arg(arg=name, annotation=annotation) if _means_tensor(annotation):
-                    self.tensors.add(name)
-                case ast.arg(arg=name, annotation=ast.Name(id=kind)) if is_record(
-                    getattr(arguments, kind, None)
-                ):
-                    self.records[name] = getattr(arguments, kind)
-                case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
-                    for target, value in zip(targets, values, strict=True):
-                        self._assign(target, value)
-                case ast.Assign(targets=targets, value=value):
-                    for target in targets:
-                        self._assign(target, value)
-                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation) if _means_tensor(
-                    annotation
-                ):
-                    self.tensors.add(name)
-                case ast.NamedExpr(target=ast.Name(id=name), value=value) if self.is_tensor(value):
-                    self.tensors.add(name)
-
-    def _assign(self, target, value) -> None:
-        if self.is_tensor(value):
-            self.tensors |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
-        elif self.record(value) is not None:
+    def assign(self, target, value) -> None:
+        super().assign(target, value)
+        if not self.is_tensor(value) and self.record(value) is not None:
             self._unpack(target, self.record(value))
 
     def _unpack(self, target, hint) -> None:
@@ -200,35 +132,11 @@ class Reader:
                 for part, inner in zip(parts, _hints(hint).values(), strict=False):
                     self._unpack(part, inner)
 
-    def reads(self, node) -> list:
-        """The tensors whose values `node` itself asks for."""
-        match node:
-            case ast.Call(func=ast.Name(id=name), args=args) if name in READING:
-                asked = args
-            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
-                asked = [test]
-            case ast.comprehension(ifs=asked) | ast.BoolOp(values=asked):
-                pass
-            case ast.UnaryOp(op=ast.Not(), operand=value) | ast.FormattedValue(value=value):
-                asked = [value]
-            case _:
-                asked = []
-        return [each for each in asked if self.is_tensor(each)]
-
 
 def _syncs(function, scope):
     """What in a function waits for the device, as text."""
-    reader = Reader(scope)
-    reader.learn(function)
-    found = []
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITING:
-            found.append(ast.unparse(node.func))
-        if reader.reads(node):
-            found.append(
-                ast.unparse(node.test if isinstance(node, ast.If | ast.While | ast.Assert) else node)
-            )
-    return [f"{function.name}: {text}" for text in found]
+    reader = RecordReader({name: each.returns for name, (_, each) in scope.items()})
+    return [f"{function.name}: {text}" for _, text in synchronisations(function, reader)]
 
 
 def test_there_is_something_to_read():
@@ -265,7 +173,7 @@ def _planted(body, signature="offsets: Tensor, bias: Tensor | None, count: int",
 @pytest.mark.parametrize(
     ("body", "found"),
     [
-        ("return offsets.sum().item()", "offsets.sum().item"),
+        ("return offsets.sum().item()", "offsets.sum().item()"),
         ("return int(offsets[-1])", "int(offsets[-1])"),
         ("total = offsets.sum() + 1\n    return float(total)", "float(total)"),
         ("last, *_ = offsets.unbind()\n    return bool(last)", "bool(last)"),

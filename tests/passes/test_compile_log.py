@@ -13,6 +13,7 @@ from torch._inductor.utils import fresh_cache
 import inductor_passes
 from inductor_passes import compile_log
 from inductor_passes.backend import moe_inductor
+from inductor_passes.base import Fusion, PassLog, Refused
 from inductor_passes.pipeline import TRAINING_REASON, MoEPasses
 from tests.passes.capture import post_grad
 from tests.passes.moe import inputs, layer
@@ -67,7 +68,8 @@ def test_subgraphs_are_told_in_the_line_of_their_graph(lines):
 
     with fresh_cache():
         found = lines(torch.compile(branches, options=inductor_passes.options()), *inputs())
-    assert found == ["2 MoE layers (moe_0): 2 fused_moe"]
+    hazard = "1 capture hazard: cond: the host reads its condition"
+    assert found == [f"2 MoE layers (moe_0): 2 fused_moe; {hazard}"]
 
 
 @torch.no_grad()
@@ -108,6 +110,20 @@ def test_outside_a_compile_the_line_comes_at_once(caplog):
     caplog.set_level(logging.INFO, "inductor_passes")
     MoEPasses(())(module.graph)
     assert [record.getMessage() for record in caplog.records] == ["1 MoE layer (moe_0): 1 fused_moe"]
+
+
+def test_what_was_raised_and_kept_is_told(caplog):
+    caplog.set_level(logging.INFO, "inductor_passes")
+    log = PassLog(dict.fromkeys(("l.0", "l.1")))
+    log.raised += [Fusion(f"l.{i}", kind, ()) for i in range(2) for kind in ("experts", "topk_routing")]
+    log.fused += [Fusion(f"l.{i}", "fused_moe", ()) for i in range(2)]
+    log.kept += [Refused(f"l.{i}", "fused_moe", "symbolic") for i in range(2)]
+    log.refused += [Refused("l.1", "add", "no"), Refused("?", "mul", "of no layer")]
+    compile_log.passes_ran(log, torch.fx.Graph())
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 MoE layers (l.0-1): 2 fused_moe; 2 raised from plain PyTorch; refused 1 time: no; "
+        "kept as a call 2 times: symbolic"
+    ]
 
 
 @torch.no_grad()

@@ -7,10 +7,16 @@ import torch
 import transformers
 
 import inductor_passes
+from inductor_passes import recorder
+from inductor_passes.pipeline import FUSIONS
+from inductor_passes.stories import Verdict, alike
 from layers import MoEBlock, MoEConfig, huggingface
 from tests.huggingface.families import tiny_config, tiny_model, tokens
 
 IDS = tokens(2, 12)
+# 24 tokens of 3 slots times 3 * 64 * 32 weights, two FLOPs each.
+COST_OF_ONE = "9 -> 6 kernels, 342 kB -> 268 kB, 885 kFLOP"
+COST_OF_TWELVE = "108 -> 72 kernels, 4.1 MB -> 3.21 MB, 10.6 MFLOP"
 
 
 def model_of(family, patched=True, **options):
@@ -30,7 +36,9 @@ def test_twelve_alike_layers_are_short():
     assert names(report) == [f"model.layers.{index}.mlp" for index in range(12)]
     assert str(report).splitlines() == [
         f"1 inference graph, 12 MoE layers, all fused (torch {torch.__version__})",
+        f"estimated for a GPU, all MoE layers: {COST_OF_TWELVE}",
         "model.layers.0-11.mlp (12 layers): 7 -> 1 operator calls",
+        f"  estimated for a GPU: {COST_OF_ONE}",
         "  fused: routing_dispatch, gather_gemm_act, gemm_combine, fused_moe",
         "graph breaks: none",
         "capture hazards: none",
@@ -49,6 +57,7 @@ def test_an_unpatched_model_is_told_what_to_call(family, implementation):
         ("model.layers.1.mlp", kind),
     ]
     assert f"model.layers.0-1.mlp ({kind})" in str(report)
+    assert "2 MoE layers, none fused, 2 " in str(report)
     assert "layers.huggingface.patch(model)" in str(report) and not report.layers
     assert all(".py:" in each.location for each in report.graph_breaks)
 
@@ -61,6 +70,35 @@ def test_the_layers_a_patch_left_are_named():
     report = inductor_passes.explain(model, IDS)
     assert names(report) == ["model.layers.0.mlp"]
     assert [each.name for each in report.unfused] == ["model.layers.1.mlp"]
+
+
+@torch.no_grad()
+def test_a_stock_layer_is_counted_and_drawn(monkeypatch):
+    monkeypatch.setattr(recorder, "_REWRITES", FUSIONS)  # whatever else finds stock layers
+    model = model_of("qwen3_moe", patched=False, implementation="grouped_mm", dtype=torch.bfloat16)
+    report = inductor_passes.explain(model, IDS)
+    assert str(report).startswith("1 inference graph, 2 MoE layers, none fused, 2 stock (")
+    for story in report.stories:
+        labels = [node.label for node in story.before if node.layer]
+        assert labels.count("aten._grouped_mm") == 2 and "aten.topk" in labels
+        assert "aten.empty" not in {node.label for node in story.before}
+        assert story.verdict is Verdict.STOCK and story.size.before == len(labels)
+        assert story.size.cost_before.flops == 2 * 72 * 3 * 64 * 32 + 2 * 24 * 64 * 8  # experts and router
+        weights = {node.label.removeprefix(f"{story.name}.") for node in story.before if node.is_input}
+        assert weights == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+    assert len(alike(report.stories)) == 1
+
+
+@torch.no_grad()
+def test_layers_that_run_the_code_of_another_are_not_called_stock():
+    """After a graph break Dynamo compiles each decoder layer alone, and alike ones share what it compiled."""
+    model = model_of("qwen3_moe", num_hidden_layers=3)
+    model.model.layers[2].mlp = Breaking(model.model.layers[2].mlp)
+    report = inductor_passes.explain(model, IDS)
+    unseen = [story.name for story in report.stories if story.verdict is Verdict.UNSEEN]
+    assert unseen == ["model.layers.1.mlp"] and "2 fused, 1 not traced" in str(report)
+    (remark,) = report.remarks
+    assert "in no graph: model.layers.1.mlp (Qwen3MoeSparseMoeBlock)" in remark and "patch" not in remark
 
 
 @torch.no_grad()

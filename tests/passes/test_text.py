@@ -6,7 +6,7 @@ import torch
 from inductor_passes import text
 from inductor_passes.base import Fusion, Refused
 from inductor_passes.hazards import Hazard
-from inductor_passes.records import Break, GraphView, LayerGraph, Unfused
+from inductor_passes.records import Break, Cost, GraphView, LayerGraph, Unfused
 from inductor_passes.report import Report
 
 
@@ -98,17 +98,20 @@ def test_the_whole_text():
         graphs=(GraphView((), ()), GraphView((), (), shared.where)),
         fused=(Fusion(shared.name, "fused_moe", ()), Fusion("l.12", "gemm_combine", ())),
         refused=(Refused("l.12", "grouped_gemm", "no"),),
-        graph_breaks=(Break("why\nmore", "a.py:3 in f"), Break("unplaced", "")),
+        graph_breaks=(
+            Break("why\nmore", "a.py:3 in f", "print(x)", ("l.12", "l.13")),
+            Break("unplaced", ""),
+        ),
         capture_hazards=(
-            *(Hazard(f"item_{i}", "aten.item", "read") for i in range(3)),
-            Hazard("c", "t", "r"),
+            *(Hazard(f"item_{i}", "aten.item", "read", f"head.{i}") for i in range(3)),
+            Hazard("c", "t", "r", "l.13.gate"),
         ),
         unfused=(Unfused("l.14", "Moe"),),
         remarks=("do this",),
     )
     head, *rest = str(report).splitlines()
     assert head == (
-        "1 inference graph, 14 MoE layers, 12 fused, 1 in part; 12 in sub0 of invoke_subgraph "
+        "1 inference graph, 15 MoE layers, 12 fused, 1 in part, 1 not traced; 12 in sub0 of invoke_subgraph "
         f"(torch {torch.__version__})"
     )
     assert rest == [
@@ -118,14 +121,55 @@ def test_the_whole_text():
         "l.12: 7 -> 5 operator calls",
         "  fused: gemm_combine",
         "  refused: grouped_gemm: no",
+        "  graph break: why (a.py:3 in f)",
         "l.13: 7 -> 7 operator calls",
+        "  graph break: why (a.py:3 in f)",
+        "  capture hazard: c (t): r",
+        "l.14 (Moe): not in a graph of its own",
         "graph breaks: 2",
         "  why (a.py:3 in f)",
+        "      print(x)",
+        "      in l.12-13",
         "  unplaced",
         "capture hazards: 4",
-        "  item_0 (aten.item): read, and 2 more like it",
-        "  c (t): r",
+        "  item_0 (aten.item): read, and 2 more like it, in head.0-2",
+        "  c (t): r, in l.13.gate",
     ]
+
+
+def test_what_was_raised_is_told_as_what_was_fused():
+    layers = [LayerGraph(f"l.{i}", 32, 1, 0) for i in range(2)]
+    raised = [Fusion(f"l.{i}", "fused_moe", (f"sort_{i}", f"_grouped_mm_{i}")) for i in range(2)]
+    refused = [Refused("l.2", "_grouped_mm_9", "its offsets come from nowhere")]
+    report = _report(layers, raised=raised, refused=refused, unfused=(Unfused("l.2", "Moe"),))
+    assert str(report).splitlines()[1:-2] == [
+        "l.0-1 (2 layers): 32 -> 1 operator calls",
+        "  raised: fused_moe",
+        "l.2 (Moe): not in a graph of its own",
+        "  refused: _grouped_mm_9: its offsets come from nowhere",
+    ]
+
+
+def test_costs_are_told_by_layer_and_in_all():
+    before, after = Cost(9, 1_500_000, 2_000), Cost(4, 999_900, 2_000)
+    layers = [LayerGraph(f"l.{i}", 7, 1, 0, "", 2, before, after) for i in range(3)]
+    lines = str(_report(layers)).splitlines()
+    assert lines[1] == "estimated for a GPU, all MoE layers: 54 -> 24 kernels, 9 MB -> 6 MB, 12 kFLOP"
+    assert lines[3] == "  estimated for a GPU: 9 -> 4 kernels, 1.5 MB -> 1 MB, 2 kFLOP"
+
+
+def test_what_costs_the_same_is_told_once():
+    same = Cost(3, 10, 0)
+    lines = str(_report([LayerGraph("l", 3, 3, 0, "", 1, same, same)])).splitlines()
+    assert lines[1:3] == ["l: 3 -> 3 operator calls", "  estimated for a GPU: 3 kernels, 10 B, 0 FLOP"]
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [(0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1234, "1.23 kB"), (5e16, "5e+04 TB")],
+)
+def test_amounts(number, told):
+    assert text.amount(number, "B") == told
 
 
 def test_modules_are_told_by_class():

@@ -1,0 +1,125 @@
+"""`python -m inductor_passes explain`: what a shell sees."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import inductor_passes
+from inductor_passes import __main__ as command
+from tests.huggingface.families import CONFIGS, tiny_config, tiny_model
+
+ROOT = Path(inductor_passes.__file__).parents[1]
+ALL_FUSED = "1 inference graph, 2 MoE layers, all fused"
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """A directory with a config and no weights."""
+
+    def make(family="mixtral", **options):
+        config = tiny_config(family, **options)
+        config.architectures = [f"{CONFIGS[family][0]}ForCausalLM"]
+        config.save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return make
+
+
+def told(capsys, *arguments):
+    """Exit status and what was printed."""
+    status = command.main(["explain", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def test_from_the_shell(configured, tmp_path):
+    page = tmp_path / "page.html"
+    arguments = ["explain", "--model", str(configured()), "--patch", "--html", str(page), "--tokens", "24"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "inductor_passes", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ALL_FUSED in done.stdout and "moe_ops: 2 experts and 2 routers patched" in done.stdout
+    assert done.stdout.endswith(f"page: {page}\n") and "All 2 MoE layers are fused." in page.read_text()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_families_without_weights(configured, capsys, family):
+    status, out = told(capsys, "--model", configured(family), "--patch", "--tokens", 24, "--check")
+    assert status == 0 and ALL_FUSED in out
+
+
+def test_weights_that_are_there_are_loaded(tmp_path, capsys, monkeypatch):
+    model = tiny_model("mixtral")
+    model.save_pretrained(tmp_path)
+    seen = []
+    monkeypatch.setattr(command, "explain", lambda model, ids: seen.append((model, ids)) or "told")
+    told(capsys, "--model", tmp_path, "--batch", 2, "--tokens", 5, "--dtype", "bfloat16")
+    ((loaded, ids),) = seen
+    assert ids.shape == (2, 5) and not loaded.training and loaded.dtype == torch.bfloat16
+    for (name, ours), (_, theirs) in zip(
+        model.state_dict().items(), loaded.state_dict().items(), strict=True
+    ):
+        assert torch.equal(ours.bfloat16(), theirs), name
+
+
+def test_options_reach_the_model(configured, capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "explain", lambda model, ids: seen.append(model) or "told")
+    folder = configured(num_hidden_layers=6)
+    told(capsys, "--model", folder, "--layers", 3, "--experts", "batched_mm", "--train")
+    (model,) = seen
+    assert len(model.model.layers) == 3 and model.training and not model.config.use_cache
+    assert model.config._experts_implementation == "batched_mm"
+
+
+def test_training_and_dynamic_graphs(configured, capsys):
+    _, out = told(capsys, "--model", configured(), "--patch", "--train", "--layers", 1)
+    assert out.splitlines()[3].startswith("1 training graph, 1 MoE layer, none fused")
+    _, out = told(capsys, "--model", configured(), "--patch", "--dynamic", "--layers", 1)
+    assert "1 MoE layer, all fused" in out
+
+
+def test_check_fails_where_something_is_not_fused(configured, capsys):
+    folder = configured()
+    arguments = ("--model", folder, "--patch", "--train", "--layers", 1)
+    assert told(capsys, *arguments)[0] == 0
+    assert told(capsys, *arguments, "--check")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--model", "nowhere"], "--model nowhere: expected a directory with a config.json"),
+        (["--model", ".", "--tokens", "0"], "'0': expected a whole number from 1 on"),
+        (["--model", ".", "--batch", "two"], "'two': expected a whole number from 1 on"),
+        (["--model", ".", "--dtype", "int4"], "invalid choice: 'int4'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, error, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["explain", *arguments])
+    assert stopped.value.code == 2 and error in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_names_the_way_out(configured, capsys, monkeypatch):
+    monkeypatch.setattr(command.os, "sysconf", lambda name: 100)
+    with pytest.raises(SystemExit):
+        command.main(["explain", "--model", str(configured())])
+    error = capsys.readouterr().err
+    assert "of weights, more than the 10 kB of cpu: expected fewer, as with --layers 2" in error
+
+
+def test_an_unknown_architecture_is_a_causal_language_model(configured, capsys):
+    config = transformers.AutoConfig.from_pretrained(configured())
+    config.architectures = None
+    config.save_pretrained(folder := configured())
+    assert ALL_FUSED in told(capsys, "--model", folder, "--patch", "--tokens", 24)[1]
