@@ -45,11 +45,20 @@ def test_twelve_alike_layers_are_short():
     ]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @torch.no_grad()
-def test_an_unpatched_model_is_told_what_to_call(family, implementation):
-    model = model_of(family, patched=False, implementation=implementation)
+def test_an_unpatched_model_is_raised(family, implementation):
+    report = inductor_passes.explain(model_of(family, patched=False, implementation=implementation), IDS)
+    assert names(report) == ["model.layers.0.mlp", "model.layers.1.mlp"] and not report.unfused
+    assert "2 MoE layers, all fused" in str(report)
+    assert "  raised: experts, topk_routing" in str(report).splitlines()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@torch.no_grad()
+def test_an_unpatched_model_that_loops_over_experts_is_told_what_to_call(family):
+    model = model_of(family, patched=False, implementation="eager")
     report = inductor_passes.explain(model, IDS)
     kind = type(model.model.layers[0].mlp).__name__
     assert [(each.name, each.kind) for each in report.unfused] == [
