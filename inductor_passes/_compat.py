@@ -29,7 +29,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
@@ -328,6 +328,20 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else None
+
+
+def is_symbol(size: int | torch.SymInt) -> bool:
+    """Whether a size is one symbol, which may be any number."""
+    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+
+
+def size_given(size: int | torch.SymInt, other: int | torch.SymInt, number: int) -> int | None:
+    """What a size is where `other` is this number; None where it does not follow from that."""
+    if isinstance(size, int):
+        return size
+    if not free_symbols(size) <= free_symbols(other):
+        return None
+    return int(size.node.expr.subs({other.node.expr: number})) if is_symbol(other) else size_hint(size)
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

@@ -45,19 +45,37 @@ def evaluate(nodes: Iterable[Node], values: Mapping[Node, Any]) -> dict[Node, An
     """The values of `nodes` and what they came from: on the CPU, in float64.
 
     Raises:
-        RuntimeError, ValueError, TypeError, IndexError: the nodes do not take these values.
+        RuntimeError, ValueError, TypeError, IndexError: the nodes do not take these values, or are not plain.
     """
     known = dict(values)
     with torch.no_grad():
         for node in nodes:
+            if not is_plain(node):
+                raise RuntimeError(f"{node.target} is not computed while compiling")
             args = map_aggregate(map_arg(node.args, known.__getitem__), _on_cpu_in_float64)
             kwargs = map_aggregate(map_arg(node.kwargs, known.__getitem__), _on_cpu_in_float64)
-            if (
-                node.target is torch.ops.aten.histc.default
-            ):  # counts integers on a GPU, only floating numbers here
-                args = (args[0].double(), *args[1:])  # type: ignore[union-attr,index]
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
+            known[node] = node.target(*_taken_here(node, args), **kwargs)  # type: ignore[operator,misc]
     return known
+
+
+def is_plain(node: Node) -> bool:
+    """Whether a call is one of PyTorch's own that gives the same whenever and wherever it runs.
+
+    Others draw random numbers, talk to other processes, or run branches and code of which nothing is known.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return not isinstance(target, torch._ops.HigherOrderOperator)
+    return target.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _taken_here(node: Node, args: Any) -> Any:
+    """The arguments with which an operator runs on a CPU and in one order."""
+    if node.target is torch.ops.aten.histc.default:  # counts integers on a GPU, only floating numbers here
+        return (args[0].double(), *args[1:])
+    if node.target is torch.ops.aten.topk.default:  # who asks for no order takes the sorted one, too
+        return args[:4]
+    return args
 
 
 def _on_cpu_in_float64(option: Any) -> Any:

@@ -106,7 +106,8 @@ def _is_in_gate(node: Node) -> bool:
 
 def _is_of_ids(node: Node) -> bool:
     """Whether a mask is of rows by their ids, rather than of numbers."""
-    return all(not each.meta["val"].dtype.is_floating_point for each in node.all_input_nodes)
+    values = (each.meta["val"] for each in node.all_input_nodes)
+    return not any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
 
 
 _SHAPES = frozenset(

@@ -18,6 +18,7 @@ from inductor_passes.raising.evaluation import concrete, cut, evaluate
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
 _MOST_SLOTS = 1 << 22
+_MANY_TOKENS = 4096
 
 Order = tuple[Tensor, ...]
 """For each sample [S]: the slot that each row stands for."""
@@ -37,19 +38,23 @@ class Indices:
         num_experts: E; ids lie in [0, E).
 
     Raises:
-        Refusal: T or K are not known, or there are too many slots to try.
+        Refusal: ids of another rank, T or K are zero or not known, or there are too many slots to try.
     """
 
     def __init__(self, ids: Node, num_experts: int) -> None:
         self.ids = ids
         self.num_experts = num_experts
-        tokens, self.top_k = (concrete(size) for size in ids.meta["val"].shape)
+        shape = ids.meta["val"].shape
+        tokens, self.top_k = map(concrete, shape) if len(shape) == 2 else (None, None)
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
-            raise Refusal(ids, f"expert ids of shape {list(ids.meta['val'].shape)} cannot be tried out")
+            raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
         count = max(_MIN_SAMPLES, -(-_MIN_ROWS // tokens))
         generator = torch.Generator().manual_seed(0)
         draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
         self.samples = [draw.topk(self.top_k).indices for draw in draws]
+        # All tokens at the same experts, and many where their number is open: a capacity would show.
+        many = max(2 * tokens, _MANY_TOKENS) if _compat.is_symbol(shape[0]) else tokens
+        self.samples.append(self.samples[0][:1].repeat(many, 1))
         self._known: list[dict[Node, Any]] = [{ids: sample} for sample in self.samples]
 
     @cached_property
@@ -60,12 +65,13 @@ class Indices:
     def values(self, node: Node) -> tuple[Tensor, ...] | None:
         """`node` for each sample of ids; None when it depends on anything else."""
         found = cut([node], lambda each: each is self.ids)
-        sizes = {leaf: concrete(leaf.meta["val"]) for leaf in found.leaves if _is_size(leaf)}
-        if any(leaf is not self.ids and sizes.get(leaf) is None for leaf in found.leaves):
+        sizes = [leaf for leaf in found.leaves if leaf is not self.ids]
+        if any(self._size(leaf, 1) is None for leaf in sizes):
             return None
         try:
             for known in self._known:
-                known.update(evaluate([each for each in found.nodes if each not in known], known | sizes))
+                known.update({leaf: self._size(leaf, len(known[self.ids])) for leaf in sizes})
+                known.update(evaluate([each for each in found.nodes if each not in known], known))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return None
         return tuple(known[node] for known in self._known)
@@ -110,6 +116,12 @@ class Indices:
             each.dtype == torch.bool and bool((each == value).all()) for each in values
         )
 
+    def _size(self, leaf: Node, tokens: int) -> int | None:
+        """A size with so many tokens; None for one that does not follow from T: it may differ from what was traced."""
+        if not _is_size(leaf):
+            return None
+        return _compat.size_given(leaf.meta["val"], self.ids.meta["val"].shape[0], tokens)
+
     def _is_sorted(self, order: Order) -> bool:
         return all(
             bool((sample.flatten()[rows].diff() >= 0).all())
@@ -136,7 +148,7 @@ def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> boo
 
 
 def _is_size(node: Node) -> bool:
-    return not isinstance(node.meta.get("val"), Tensor)
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:

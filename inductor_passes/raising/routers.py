@@ -26,7 +26,7 @@ from inductor_passes.graph_tools import (
     outputs,
     pick,
 )
-from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, numbers
+from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_plain, numbers
 from inductor_passes.raising.views_of_rows import args, aten
 from inductor_passes.raising.writing import erase_unread, record, written
 from moe_ops.arguments import Router
@@ -144,9 +144,8 @@ def _is_in_router(node: Node) -> bool:
     if target is aten.slice.Tensor:  # Inductor pads a product of odd sizes, and cuts the result to size
         return args(node)[0].target not in _PRODUCTS
     if target is operator.getitem:
-        return True
-    is_plain = isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
-    return is_plain and target not in _PRODUCTS
+        return _is_in_router(args(node)[0])
+    return node.op == "call_function" and is_plain(node) and target not in _PRODUCTS
 
 
 _PRODUCTS = (
@@ -161,7 +160,7 @@ _PRODUCTS = (
 def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
     """Which of what a router reads may be its logits, and which its bias: of one token both are E numbers."""
     found = cut([weights, ids], lambda node: not _is_in_router(node))
-    leaves = [leaf for leaf in found.leaves if isinstance(leaf.meta["val"], Tensor)]
+    leaves = [leaf for leaf in found.leaves if not _is_size(leaf)]
     tokens = ids.meta["val"].shape[0]
     choices = []
     for logits in leaves:
@@ -174,9 +173,13 @@ def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
     return choices
 
 
+def _is_size(leaf: Node) -> bool:
+    return isinstance(leaf.meta.get("val"), int | torch.SymInt)
+
+
 def _is_vector(leaf: Node) -> bool:
-    value = leaf.meta["val"]
-    return value.dtype.is_floating_point and leaf.op != "call_function"
+    value = leaf.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype.is_floating_point and leaf.op != "call_function"
 
 
 def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:
@@ -192,6 +195,8 @@ class _Trial(NamedTuple):
     bias: Tensor | None
     weights: Tensor
     """[R, E], zero where an expert was not chosen."""
+    ids: Tensor
+    """[R, K]: others may read weights and ids column by column."""
 
 
 def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
@@ -216,33 +221,32 @@ def _tried(choice: Choice, num_experts: int) -> _Trial:
     trials = [
         _run(choice, bias, tokens, num_experts, start, generator) for start in range(-(-_MIN_ROWS // tokens))
     ]
-    logits, weights = (torch.cat(each) for each in zip(*trials, strict=True))
-    return _Trial(logits, None if choice.bias is None else bias, weights)
+    logits, weights, ids = (torch.cat(each) for each in zip(*trials, strict=True))
+    return _Trial(logits, None if choice.bias is None else bias, weights, ids)
 
 
 def _run(
     choice: Choice, bias: Tensor, tokens: int, num_experts: int, start: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Logits [T, E] and the weights [T, E] that the router gives them."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [T, E], the weights [T, E] that the router gives them, and the ids [T, K]."""
     spreads = torch.tensor(
         [_SPREADS[(start + row) % len(_SPREADS)] for row in range(tokens)], dtype=torch.float64
     )
     logits = torch.randn(tokens, num_experts, generator=generator, dtype=torch.float64)
     logits = logits * spreads[:, :1] + spreads[:, 1:]
     values: dict[Node, Any] = {
-        leaf: concrete(leaf.meta["val"])
-        for leaf in choice.cut.leaves
-        if not isinstance(leaf.meta["val"], Tensor)
+        leaf: concrete(leaf.meta["val"]) for leaf in choice.cut.leaves if _is_size(leaf)
     }
     values[choice.logits] = logits
     if choice.bias is not None:
         values[choice.bias] = bias.view(choice.bias.meta["val"].shape)
     try:
         known = evaluate(choice.cut.nodes, values)
-        dense = torch.zeros_like(logits).scatter(1, known[choice.ids].long(), known[choice.weights].double())
+        ids = known[choice.ids].long()
+        dense = torch.zeros_like(logits).scatter(1, ids, known[choice.weights].double())
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise Refusal(choice.weights, f"the router cannot be tried out: {error}") from error
-    return logits, dense
+    return logits, dense, ids
 
 
 def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingConfig]:
@@ -296,9 +300,10 @@ def _simple(written: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _agrees(config: RoutingConfig, trial: _Trial) -> bool:
-    ours, decided = _dense(config, trial), _decided(config, trial)
+    (ours, ids), decided = _routed(config, trial), _decided(config, trial)
     close = (ours - trial.weights).abs() <= _CLOSE * trial.weights.abs()
-    return bool(close[decided].all()) and 2 * int(decided.sum()) >= len(decided)
+    same = torch.equal(ids[decided], trial.ids[decided])
+    return same and bool(close[decided].all()) and 2 * int(decided.sum()) >= len(decided)
 
 
 def _decided(config: RoutingConfig, trial: _Trial) -> Tensor:
@@ -309,5 +314,10 @@ def _decided(config: RoutingConfig, trial: _Trial) -> Tensor:
 
 
 def _dense(config: RoutingConfig, trial: _Trial) -> Tensor:
+    return _routed(config, trial)[0]
+
+
+def _routed(config: RoutingConfig, trial: _Trial) -> tuple[Tensor, Tensor]:
+    """The weights [R, E] and ids [R, K] of `config`."""
     weights, ids = reference(Router(trial.logits, trial.bias, config.spec))
-    return torch.zeros_like(trial.logits).scatter(1, ids.long(), weights)
+    return torch.zeros_like(trial.logits).scatter(1, ids.long(), weights), ids.long()

@@ -67,6 +67,25 @@ def rewrite(
     return result
 
 
+def computed(
+    function: Callable[..., Any], *args: Any, passes: tuple[Any, ...] = FUSIONS
+) -> tuple[Rewritten, Any]:
+    """What `rewrite` gives, and what the rewritten graph computes: operator by operator, no code is generated."""
+    results: list[Rewritten] = []
+
+    def rewritten(module: GraphModule, _: Any) -> None:
+        result = Rewritten(module, show(module.graph))
+        run_passes(module.graph, passes, result.log)
+        module.recompile()
+        results.append(result)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        out = torch.compile(function, backend=_compat.post_grad_backend(rewritten), fullgraph=True)(*args)
+    (result,) = results
+    return result, out
+
+
 def show(graph: Graph) -> str:
     """One line per node: name, operator, arguments, dtype and shape. Inputs come where they are first read, because
     their order differs between torch versions; names and symbols are numbered in order of appearance.

@@ -147,3 +147,74 @@ def oracle(inputs: Layer, style: Callable[..., Tensor]) -> Tensor:
         rows, after = (x * weight, (weight > 0)) if style is scattered else (x, weight)
         total += swiglu(rows @ w13[expert].T) @ w2[expert].T * after
     return total
+
+
+def added_by_index(out, inverse, x, order):
+    return torch.zeros_like(x, dtype=out.dtype).index_add(0, order // TOP_K, out).to(x.dtype)
+
+
+def weighed(out, weights, order):
+    return out * weights.reshape(-1)[order].unsqueeze(-1)
+
+
+def grouped_with(**parts):
+    """`grouped`, with some parts written differently."""
+
+    def order_of(ids):
+        return sorted_slots(ids)
+
+    def finish(out, inverse, x, order):
+        return out[inverse].view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)
+
+    part = {
+        "order": order_of,
+        "rows": lambda x, order: x[order // TOP_K],
+        "gate": lambda gate_up, rows: swiglu(gate_up),
+        "weigh": weighed,
+        "finish": finish,
+        "result": lambda result, gate_up, out: result,
+        **parts,
+    }
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        order, offsets = part["order"](ids)
+        rows = part["rows"](x, order)
+        gate_up = torch._grouped_mm(rows, w13.transpose(-2, -1), offsets)
+        out = torch._grouped_mm(part["gate"](gate_up, rows), w2.transpose(-2, -1), offsets)
+        rows = part["weigh"](out, weights, order)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel())
+        return part["result"](part["finish"](rows, inverse, x, order), gate_up, out)
+
+    return run
+
+
+def gathered_with(**parts):
+    """`batched`, with some parts written differently."""
+    part = {
+        "rows": lambda x, weights: x.unsqueeze(1).expand(-1, TOP_K, -1).reshape(-1, HIDDEN),
+        "experts": lambda experts: (experts, experts),
+        "activate": lambda gate_up: swiglu(gate_up.squeeze(-1)).unsqueeze(-1),
+        "sum": lambda out, weights: (out * weights.reshape(-1, 1)).view(-1, TOP_K, HIDDEN).sum(1),
+        **parts,
+    }
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        rows = part["rows"](x, weights).to(x.dtype)
+        first, second = part["experts"](ids.reshape(-1))
+        activated = part["activate"](torch.bmm(w13[first], rows.unsqueeze(-1)))
+        return part["sum"](torch.bmm(w2[second], activated).squeeze(-1), weights).to(x.dtype)
+
+    return run
+
+
+def behind(slots, last):
+    """Which rows come behind the last one."""
+    return (torch.arange(slots) >= last).unsqueeze(-1)
+
+
+def masked_gate(gate_up, rows, more=0.0):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).masked_fill(behind(rows.shape[0], rows.shape[0]), 0.0) * (up + more)

@@ -3,25 +3,29 @@
 import expecttest
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import inductor_passes
+from inductor_passes.graph_tools import parts
 from inductor_passes.pipeline import FUSIONS, RAISES
-from inductor_passes.raising import RaiseExperts
 from tests.helpers import assert_matches_oracle
 from tests.passes import stock
-from tests.passes.capture import post_grad, rewrite, show
+from tests.passes.capture import computed, post_grad, rewrite
 from tests.passes.stock import (
     EXPERTS,
     HIDDEN,
     STYLES,
     TOP_K,
+    added_by_index,
+    behind,
     grouped_experts,
+    grouped_with,
     layer,
+    masked_gate,
     oracle,
     softmax_router,
     swiglu,
+    weighed,
 )
 
 PIPELINE = (*RAISES, *FUSIONS)
@@ -60,22 +64,18 @@ return [%17]""",
         ]
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 33])
-@pytest.mark.parametrize("name", STYLES)
-def test_compiled_values(name, tokens):
-    inputs = layer(tokens)
+def test_compiled_values():
+    inputs = layer(7)
     with torch.no_grad():
-        out = torch.compile(STYLES[name], options=inductor_passes.options(), fullgraph=True)(*inputs)
-    assert_matches_oracle(out, oracle(inputs, STYLES[name]))
+        out = torch.compile(stock.grouped, options=inductor_passes.options(), fullgraph=True)(*inputs)
+    assert_matches_oracle(out, oracle(inputs, stock.grouped))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 33])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("tokens, dynamic", [(1, False), (33, False), (2, True)])
 @pytest.mark.parametrize("name", STYLES)
-def test_every_style_is_raised(name, dynamic, tokens):
-    if dynamic and tokens == 1:
-        pytest.skip("one token is never a symbol")
-    result = rewrite(STYLES[name], *layer(tokens, dynamic=dynamic), passes=PIPELINE)
+def test_every_style_is_raised(name, tokens, dynamic):
+    inputs = layer(tokens, dynamic=dynamic)
+    result, out = computed(STYLES[name], *inputs, passes=PIPELINE)
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
     whole = ["fused_moe"]
     apart = ["routing_dispatch", "permute", "grouped_gemm", "grouped_gemm", "gemm_combine"]
@@ -83,6 +83,7 @@ def test_every_style_is_raised(name, dynamic, tokens):
     assert not any(
         "bmm" in str(node.target) or "_grouped_mm" in str(node.target) for node in result.graph.nodes
     )
+    assert_matches_oracle(out, oracle(inputs, STYLES[name]))
 
 
 def test_raising_again_finds_nothing():
@@ -119,11 +120,8 @@ def _weights_of(x, router):
 
 
 def _run(function, *args):
-    """The graph with fusions, and what the compiled function gives."""
-    with torch.no_grad():
-        result = rewrite(function, *args, passes=PIPELINE)
-        torch._dynamo.reset()
-        return result, torch.compile(function, options=inductor_passes.options(), fullgraph=True)(*args)
+    """The graph with fusions, and what it computes."""
+    return computed(function, *args, passes=PIPELINE)
 
 
 def test_transposed_interleaved_weights_with_biases():
@@ -244,137 +242,92 @@ def _chosen_oracle(x, weights, ids, w13, w2):
     return total
 
 
-# What is left alone
+# Sums, orders and masks that mean the same
 
 
-def _left(function, *args):
-    """Why a layer stays; and that its graph does, to the letter."""
-    result = rewrite(function, *args, passes=(RaiseExperts(),))
-    assert result.after == result.before and not result.log.raised
-    return result.reasons
+def _put_by_index(out, inverse, x, order):
+    zeros = torch.zeros_like(x, dtype=out.dtype)
+    return zeros.index_put((order // TOP_K,), out, accumulate=True).to(x.dtype)
 
 
-def _experts_with(**parts):
-    """`grouped`, with one part written differently."""
-
-    def order_of(ids):
-        return stock.sorted_slots(ids)
-
-    def finish(out, inverse, x):
-        return out[inverse].view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)
-
-    part = {
-        "order": order_of,
-        "rows": lambda x, order: x[order // TOP_K],
-        "gate": lambda gate_up, rows: swiglu(gate_up),
-        "weigh": lambda out, weights, order: out * weights.reshape(-1)[order].unsqueeze(-1),
-        "finish": finish,
-        "result": lambda result, gate_up, out: result,
-        **parts,
-    }
-
-    def run(x, router, w13, w2):
-        weights, ids = _weights_of(x, router)
-        order, offsets = part["order"](ids)
-        rows = part["rows"](x, order)
-        gate_up = torch._grouped_mm(rows, w13.transpose(-2, -1), offsets)
-        out = torch._grouped_mm(part["gate"](gate_up, rows), w2.transpose(-2, -1), offsets)
-        weighed = part["weigh"](out, weights, order)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel())
-        return part["result"](part["finish"](weighed, inverse, x), gate_up, out)
-
-    return run
-
-
-OTHERS = {
-    "rows of other tokens": (
-        {"rows": lambda x, order: x[(order + 1) // TOP_K % x.shape[0]]},
-        "rows come from aten.index.Tensor, not from tokens in expert order",
-    ),
-    "rows in the order of slots": (
-        {"order": lambda ids: (torch.arange(ids.numel()), stock.sorted_slots(ids)[1])},
-        "not from tokens in expert order",
-    ),
-    "other offsets": (
-        {"order": lambda ids: (stock.sorted_slots(ids)[0], stock.sorted_slots(ids)[1] - 1)},
-        "aten.sub.Tensor gives rows to other experts than the ids of the layer",
-    ),
-    "a weight for each column": (
-        {"weigh": lambda out, weights, order: out * weights.reshape(-1)[:HIDDEN].sum()},
-        "is no weight for each slot",
-    ),
-    "weights of other slots": (
-        {"weigh": lambda out, weights, order: out * weights.reshape(-1)[order.flip(0)].unsqueeze(-1)},
-        "is no weight for each slot",
-    ),
-    "weighed twice": (
-        {
-            "weigh": lambda out, weights, order: (
-                (out * weights.reshape(-1)[order, None]) * weights.reshape(-1)[order, None]
-            )
-        },
-        "aten.mul.Tensor reads what experts give, not a weighted sum",
-    ),
-    "the largest, not the sum": (
-        {"finish": lambda out, inverse, x: out[inverse].view(-1, TOP_K, HIDDEN).amax(1).to(x.dtype)},
-        "aten.amax reads what experts give, not a weighted sum",
-    ),
-    "summed in another order": (
-        {"finish": lambda out, inverse, x: out[inverse.flip(0)].view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)},
-        "aten.index.Tensor reads what experts give, not a weighted sum",
-    ),
-    "summed over other rows": (
-        {"finish": lambda out, inverse, x: out[inverse].view(TOP_K, -1, HIDDEN).sum(1).to(x.dtype)},
-        "aten.sum.dim_IntList reads what experts give, not a weighted sum",
-    ),
-    "gate_up is a result too": (
-        {"result": lambda result, gate_up, out: (result, gate_up)},
-        "is also read by",
-    ),
-    "what experts give is a result too": (
-        {"result": lambda result, gate_up, out: (result, out)},
-        "what experts give is read by",
-    ),
-    "the gate reads the rows": (
-        {"gate": lambda gate_up, rows: swiglu(gate_up) * rows[:, : stock.INTERMEDIATE]},
-        "the gate also reads",
-    ),
+SAME = {
+    "as it is": {},
+    "index_add": {"finish": added_by_index},
+    "index_put": {"finish": _put_by_index},
+    "index_select": {"rows": lambda x, order: x.index_select(0, order // TOP_K)},
+    "an empty tail": {
+        "weigh": lambda out, weights, order: weighed(out, weights, order).masked_fill(
+            behind(order.numel(), order.numel()), 0.0
+        )
+    },
+    "a mask in the gate": {"gate": masked_gate},
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
-def test_what_is_something_else_stays(what):
-    parts, reason = OTHERS[what]
-    assert rewrite(_experts_with(), *layer(9), passes=PIPELINE).ops() == ["fused_moe"]
-    (found,) = _left(_experts_with(**parts), *layer(9))
-    assert reason in found
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("what", SAME)
+def test_what_means_the_same_is_raised(what, dynamic):
+    inputs = layer(9, dynamic=dynamic)
+    result, out = _run(grouped_with(**SAME[what]), *inputs)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.grouped))
 
 
-def test_nothing_that_looks_like_a_layer_is_not_mentioned():
-    def products(x, y):
-        return torch.bmm(x, y).softmax(-1)
+def test_batch_and_length_of_any_size():
+    def batches(x, router, w13, w2):
+        return stock.grouped(x.view(-1, HIDDEN), router, w13, w2).view(x.shape)
 
-    assert _left(products, torch.randn(4, 5, 6), torch.randn(4, 6, 7)) == []
-
-
-def test_a_layer_that_stays_compiles_to_the_same_code():
-    function, args = _experts_with(**OTHERS["weighed twice"][0]), layer(9)
-    with torch.no_grad(), torch._inductor.utils.fresh_inductor_cache():
-        _, (ours,) = run_and_get_code(torch.compile(function, options=inductor_passes.options()), *args)
-        torch._dynamo.reset()
-        _, (plain,) = run_and_get_code(torch.compile(function), *args)
-    assert _body(ours) == _body(plain)
+    inputs = layer(12)
+    x = inputs.hidden_states.view(3, 4, HIDDEN).clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+    result, out = _run(batches, x, *inputs[1:])
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out.view(-1, HIDDEN), oracle(inputs, stock.grouped))
 
 
-def _body(code):
-    return [line for line in code.splitlines() if line and not line.lstrip().startswith("#")]
+# Who reads a router, and where layers are
 
 
-def test_a_training_graph_stays_and_says_so():
-    args = [tensor.requires_grad_() for tensor in layer(9)]
-    forward, *_ = post_grad(stock.batched, *args)
-    before = show(forward.graph)
-    log = inductor_passes.pipeline.run_passes(forward.graph, RAISES)
-    assert show(forward.graph) == before
-    assert [each.reason for each in log.refused] == [inductor_passes.pipeline.TRAINING_REASON]
+def test_two_layers_of_one_router():
+    def both(x, router, w13, w2):
+        weights, ids = _weights_of(x, router)
+        return grouped_experts(x, weights, ids, w13, w2), grouped_experts(x, weights * 2, ids, w13, w2), ids
+
+    inputs = layer(9)
+    result, (one, other, ids) = _run(both, *inputs)
+    assert [each.kind for each in result.log.raised] == ["experts", "experts", "topk_routing"]
+    assert not any("topk.default" in str(node.target) for node in result.graph.nodes)
+    expected = oracle(inputs, stock.grouped)
+    assert_matches_oracle(one, expected)
+    assert_matches_oracle(other, 2 * expected)
+    assert torch.equal(ids, _weights_of(inputs.hidden_states, inputs.router_weight)[1])
+
+
+REGION = torch.compiler.nested_compile_region(stock.grouped)
+
+
+def _branches(*inputs):
+    return torch.cond(inputs[0].sum() > 0, stock.grouped, stock.batched, inputs)
+
+
+def _regions(x, *weights):
+    return REGION(x, *weights) + REGION(x + 1, *weights)
+
+
+@pytest.mark.parametrize("function, layers", [(_branches, 2), (_regions, 1)])
+def test_layers_of_subgraphs(function, layers):
+    with torch.no_grad():
+        (module,) = post_grad(function, *layer(9))
+    logs = [inductor_passes.pipeline.run_passes(part.graph, PIPELINE) for part in parts(module)]
+    assert [each.kind for log in logs for each in log.raised] == ["experts", "topk_routing"] * layers
+    assert not any(log.refused for log in logs)
+
+
+def test_tokens_that_are_no_numbers_change_no_others():
+    inputs, poisoned = layer(9), layer(9)
+    poisoned.hidden_states[2], poisoned.hidden_states[5] = float("nan"), float("inf")
+    _, out = _run(stock.grouped, *poisoned)
+    others = [0, 1, 3, 4, 6, 7, 8]
+    assert_matches_oracle(out[others], oracle(inputs, stock.grouped)[others])
+    assert not out[[2, 5]].isfinite().any()

@@ -1,0 +1,178 @@
+"""RaiseRouters: what only looks like a router of ours, or cannot be tried out, stays as it was written."""
+
+import re
+
+import pytest
+import torch
+
+import moe_ops
+from inductor_passes.pipeline import RAISES
+from tests.passes.capture import rewrite
+from tests.passes.stock import TOP_K
+from tests.passes.test_raise_routers import EXPERTS, args_of, deepseek_v3, logits, routed, softmax, top
+
+
+def hotter(x):
+    return top((x / 1.5).softmax(-1))
+
+
+def squared(x):
+    weights, ids = softmax(x)
+    return weights.square(), ids
+
+
+def softmax_of_others(x):
+    ids = x.topk(TOP_K).indices
+    return x.flip(-1).softmax(-1).gather(1, ids), ids
+
+
+def lowest(x):
+    return x.softmax(-1).topk(TOP_K, largest=False)
+
+
+def not_by_the_sum(x):
+    weights, ids = softmax(x)
+    return weights / weights.amax(-1, keepdim=True), ids
+
+
+def of_the_token_before(x):
+    weights, ids = softmax(x)
+    return weights.roll(1, 0), ids
+
+
+def almost_scaled(x):
+    weights, ids = softmax(x)
+    return weights * torch.linspace(1, 1.0001, TOP_K), ids
+
+
+def other_experts_at_the_edge(x):
+    """Right for logits below 6, and only there."""
+    return top(x.clamp(max=6.0).softmax(-1))
+
+
+def reversed_and_scaled(x):
+    """Scaled column by column: its columns are not ours, which begin with the best."""
+    scores = x.softmax(-1)
+    ids = scores.topk(TOP_K).indices.flip(-1)
+    return scores.gather(1, ids) * torch.arange(1, TOP_K + 1), ids
+
+
+OTHERS = (
+    hotter,
+    softmax_of_others,
+    lowest,
+    other_experts_at_the_edge,
+    reversed_and_scaled,
+)
+SCALED_FURTHER = (squared, not_by_the_sum, of_the_token_before, almost_scaled)
+
+
+@pytest.mark.parametrize("router", OTHERS, ids=lambda router: router.__name__)
+def test_what_is_no_config_stays(router):
+    result = routed(router, logits())
+    assert not result.log.raised and result.after == result.before
+    (reason,) = result.reasons
+    assert reason == "the router is no RoutingConfig: none gives its weights for the logits tried"
+
+
+@pytest.mark.parametrize("router", SCALED_FURTHER, ids=lambda router: router.__name__)
+def test_what_is_made_of_weights_is_made_of_ours(router):
+    """The inner router is one of ours; what a model makes of its weights stays as it is."""
+    result = routed(router, logits())
+    assert [each.kind for each in result.log.raised] == ["topk_routing"]
+    assert "topk.default" not in result.after and "'top_k=3;renormalize=False'" in result.after
+    experts = next(node for node in result.graph.nodes if str(node.target) == "moe.combine.default")
+    assert str(experts.args[1].target).startswith("aten.")
+
+
+def test_weights_that_others_read_have_the_dtype_they_had():
+    def router(x):
+        weights, ids = top(x.softmax(-1))
+        return weights.bfloat16(), ids, ids.float().mean()
+
+    def layer(x):
+        weights, ids, mean = router(x)
+        eye = torch.eye(EXPERTS).expand(EXPERTS, -1, -1)
+        hidden = torch.ones(weights.shape[0], EXPERTS)
+        return moe_ops.fused_experts(hidden, eye, eye, weights, ids, activation="relu2"), mean, ids
+
+    result = rewrite(layer, logits(), passes=RAISES)
+    assert [each.kind for each in result.log.raised] == ["topk_routing"]
+    *_, ids = next(node for node in result.graph.nodes if node.op == "output").args[0]
+    assert ids.meta["val"].dtype == torch.int64
+
+
+def test_two_logits_are_no_router():
+    def router(x, y):
+        weights, ids = top(x.softmax(-1) + y.softmax(-1))
+        return weights, ids
+
+    result = routed(router, logits(), logits(dynamic=False) + 1)
+    (reason,) = result.reasons
+    assert "not logits and a bias" in reason
+
+
+def test_a_branch_is_no_logits():
+    def router(x, flag):
+        more = torch.cond(flag > 0, lambda x: x + 1, lambda x: x - 1, (x[0],))
+        return top((x + more).softmax(-1))
+
+    (reason,) = routed(router, logits(), torch.ones(())).reasons
+    assert "the router reads" in reason and "output 0 of cond" in reason and "not logits and a bias" in reason
+
+
+def test_logits_out_of_a_branch():
+    def router(x, flag):
+        return softmax(torch.cond(flag > 0, lambda x: x + 1, lambda x: x - 1, (x,)))
+
+    assert routed(router, logits(), torch.ones(())).log.raised
+
+
+def test_logits_of_a_padded_product():
+    """On a GPU Inductor pads products of sizes that are no multiples of 8."""
+
+    def router(x):
+        return softmax((x @ torch.ones(EXPERTS, EXPERTS + 3).cumsum(1).cos())[:, :EXPERTS])
+
+    result = routed(router, logits())
+    assert [each.kind for each in result.log.raised] == ["topk_routing"]
+    assert "topk.default" not in result.after
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_noise_is_not_drawn(fallback):
+    def router(x):
+        return softmax(x + torch.rand_like(x) / 100)
+
+    with torch._inductor.config.patch(fallback_random=fallback):
+        (reason,) = routed(router, logits()).reasons
+    assert re.search(r"the router reads .*(rand|seed).*, not logits and a bias", reason)
+
+
+def test_halves_of_numbers_cannot_be_tried_out():
+    """Where a float32 has two halves, a float64 has four."""
+
+    def router(x):
+        return top(x.view(torch.int16)[:, 1::2].float().softmax(-1))
+
+    (reason,) = routed(router, logits()).reasons
+    assert "the router cannot be tried out" in reason
+
+
+def test_no_tokens():
+    (reason,) = routed(softmax, logits(0)).reasons
+    assert reason == "expert ids of shape [0, 3] cannot be tried out"
+
+
+def test_ids_from_outside_are_not_mentioned():
+    def router(x, ids):
+        return x[:, :TOP_K].softmax(-1), ids
+
+    result = routed(router, logits(), torch.zeros(7, TOP_K, dtype=torch.long))
+    assert not result.reasons and not result.log.raised
+
+
+def test_random_logits_leave_the_generator_alone():
+    before = torch.random.get_rng_state()
+    assert routed(deepseek_v3, *args_of(deepseek_v3)).log.raised
+    assert torch.equal(before, torch.random.get_rng_state())

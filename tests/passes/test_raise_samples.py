@@ -1,0 +1,90 @@
+"""RaiseExperts knows rows by what random ids make of them: what the ids tried do not show is not taken for granted."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from inductor_passes.pipeline import RAISES
+from tests.passes import stock
+from tests.passes.capture import rewrite
+from tests.passes.stock import (
+    EXPERTS,
+    TOP_K,
+    added_by_index,
+    behind,
+    grouped_with,
+    layer,
+    swiglu,
+    weighed,
+)
+from tests.passes.test_raise_refusals import left
+
+
+def _with_capacity(rows):
+    """Each expert has so many rows; the others of its tokens count as nothing."""
+
+    def run(*inputs):
+        known = {}
+
+        def order_of(ids):
+            of_expert = F.one_hot(ids.reshape(-1), EXPERTS)
+            known["too many"] = ((of_expert.cumsum(0) - 1) * of_expert).sum(-1) >= rows
+            return stock.sorted_slots(ids)
+
+        def weigh(out, weights, order):
+            return weighed(out, weights, order).masked_fill(known["too many"][order].unsqueeze(-1), 0.0)
+
+        return grouped_with(order=order_of, weigh=weigh, finish=added_by_index)(*inputs)
+
+    return run
+
+
+@pytest.mark.parametrize("tokens, dynamic, rows", [(30, False, 20), (300, False, 110), (9, True, 64)])
+def test_a_capacity_that_random_ids_do_not_reach_stays(tokens, dynamic, rows):
+    assert (
+        "aten.where.self reads what experts give"
+        in left(_with_capacity(rows), *layer(tokens, dynamic=dynamic))[0]
+    )
+
+
+def test_a_capacity_of_all_tokens_is_none():
+    assert rewrite(_with_capacity(30), *layer(30), passes=RAISES).log.raised
+
+
+def test_a_tail_behind_another_size_stays():
+    """That is 20 when it is traced, and so behind every slot; it may be less when the code runs."""
+
+    def tailed(x, router, w13, w2, other):
+        def gate(gate_up, rows):
+            return swiglu(gate_up.masked_fill(behind(rows.shape[0], TOP_K * other.shape[0]), 0.0))
+
+        return grouped_with(gate=gate)(x, router, w13, w2)
+
+    other = torch.zeros(20)
+    torch._dynamo.mark_dynamic(other, 0)
+    (reason,) = left(tailed, *layer(9, dynamic=True), other)
+    assert "the gate also reads aten.ge.Scalar" in reason or "the gate also reads aten.unsqueeze" in reason
+
+
+def test_what_depends_on_a_branch_is_not_computed():
+    def steered(x, router, w13, w2, flag):
+        def gate(gate_up, rows):
+            (steps,) = torch.cond(flag > 0, lambda: (torch.ones(27, 1),), lambda: (torch.zeros(27, 1),), ())
+            return swiglu(gate_up) * steps.to(x.dtype)
+
+        return grouped_with(gate=gate)(x, router, w13, w2)
+
+    (reason,) = left(steered, *layer(9), torch.ones(()))
+    assert "the gate also reads cond" in reason
+
+
+def test_rows_that_depend_on_a_branch_stay():
+    def steered(x, router, w13, w2, flag):
+        def rows(x, order):
+            shift = torch.cond(flag > 0, lambda order: order + 1, lambda order: order - 1, (order,))
+            return x[shift % x.shape[0]]
+
+        return grouped_with(rows=rows)(x, router, w13, w2)
+
+    (reason,) = left(steered, *layer(9), torch.ones(()))
+    assert "not from tokens in expert order" in reason
