@@ -158,6 +158,24 @@ def test_transposed_interleaved_weights_with_biases():
     assert_matches_oracle(out, expected)
 
 
+def test_square_weights_that_are_gathered_turned():
+    """[E, H, 2I] with as many rows as columns: only strides tell which are summed."""
+    inputs = layer(9)
+    assert inputs.w13.shape[1] == inputs.w13.shape[2]
+    turned = [weight.transpose(1, 2).contiguous() for weight in inputs[2:]]
+
+    def gathered(x, router, w13, w2):
+        weights, ids = _weights_of(x, router)
+        rows, experts = x.unsqueeze(1).expand(-1, TOP_K, -1).reshape(-1, 1, HIDDEN), ids.reshape(-1)
+        activated = swiglu(torch.bmm(rows, w13[experts]).squeeze(1)).unsqueeze(1)
+        out = torch.bmm(activated, w2[experts]).squeeze(1)
+        return (out * weights.reshape(-1, 1)).view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)
+
+    result, out = _run(gathered, *inputs[:2], *turned)
+    assert len(result.log.raised) == 2
+    assert_matches_oracle(out, oracle(inputs, stock.batched))
+
+
 GATES = {
     "silu": swiglu,
     "gelu_tanh": lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],

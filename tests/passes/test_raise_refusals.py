@@ -280,6 +280,44 @@ def test_no_experts_for_a_token():
     assert len(left(_from_ids, x, *_ids(9, 1), w13, w2)) == 1  # one expert for a token: nothing is repeated
 
 
+def test_a_bias_of_other_rows_stays():
+    def biased(*inputs):
+        known = {}
+
+        def order_of(ids):
+            known["bias"] = torch.ones(EXPERTS, 2 * stock.INTERMEDIATE).cumsum(0).bfloat16()[ids.reshape(-1)]
+            return stock.sorted_slots(ids)
+
+        return grouped_with(order=order_of, gate=lambda gate_up, rows: swiglu(gate_up + known["bias"]))(
+            *inputs
+        )
+
+    assert left(biased, *layer(9)) == ["the gate also reads aten.index.Tensor"]
+
+
+NO_SUMS = {
+    "index_add to what is there": lambda into, tokens, out: (into + 1).index_add(0, tokens, out),
+    "index_add to other tokens": lambda into, tokens, out: into.index_add(0, (tokens + 1) % 9, out),
+    "index_put to what is there": lambda into, tokens, out: (into + 1).index_put((tokens,), out, True),
+    "index_put of the last": lambda into, tokens, out: into.index_put((tokens,), out),
+    "scatter_add to what is there": lambda into, tokens, out: (into + 1).scatter_add(
+        0, tokens[:, None].expand(-1, HIDDEN), out
+    ),
+    "scatter_add to other tokens": lambda into, tokens, out: into.scatter_add(
+        0, ((tokens + 1) % 9)[:, None].expand(-1, HIDDEN), out
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_SUMS)
+def test_a_sum_that_is_none_stays(what):
+    def finish(out, inverse, x, order):
+        return NO_SUMS[what](torch.zeros_like(x, dtype=out.dtype), order // TOP_K, out)
+
+    (reason,) = left(grouped_with(finish=finish), *layer(9))
+    assert "reads what experts give, not a weighted sum" in reason
+
+
 def test_nothing_that_looks_like_a_layer_is_not_mentioned():
     def products(x, y):
         return torch.bmm(x, y).softmax(-1)

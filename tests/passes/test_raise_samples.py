@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import RAISES
+from inductor_passes.raising import indices
 from tests.passes import stock
 from tests.passes.capture import rewrite
 from tests.passes.stock import (
@@ -88,3 +89,29 @@ def test_rows_that_depend_on_a_branch_stay():
 
     (reason,) = left(steered, *layer(9), torch.ones(()))
     assert "not from tokens in expert order" in reason
+
+
+def test_an_operator_of_others_is_not_run():
+    """It may talk to other processes, which run no such thing while this one compiles."""
+    calls = []
+
+    @torch.library.custom_op("raise_samples::order_of", mutates_args=())
+    def order_of(ids: torch.Tensor) -> torch.Tensor:
+        calls.append(ids.shape)
+        return ids.argsort()
+
+    order_of.register_fake(torch.empty_like)
+
+    def layer_of(*inputs):
+        return grouped_with(
+            order=lambda ids: (order_of(ids.reshape(-1)), stock.sorted_slots(ids)[1]), finish=added_by_index
+        )(*inputs)
+
+    (reason,) = left(layer_of, *layer(9))
+    assert "not from tokens in expert order" in reason
+    assert len(calls) == 1  # by the graph itself
+
+
+def test_too_many_slots_are_not_tried(monkeypatch):
+    monkeypatch.setattr(indices, "_MOST_SLOTS", 26)
+    assert left(stock.grouped, *layer(9)) == ["expert ids of shape [9, 3] cannot be tried out"]
