@@ -7,6 +7,7 @@ import torch
 
 import inductor_passes
 from inductor_passes import _compat
+from inductor_passes.backend import moe_inductor
 from inductor_passes.base import PassLog
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from tests.helpers import relative_error
@@ -88,7 +89,7 @@ def test_the_backend_alone_generates_the_same_tokens():
     """From first to last: the registered backend, Inductor's code, generation."""
     model = tiny_model("qwen3_moe", torch.float32, "grouped_mm")
     stock = model.generate(tokens(2, 7), max_new_tokens=4, do_sample=False)
-    model.forward = torch.compile(model.forward, backend="moe_inductor")
+    model.forward = torch.compile(model.forward, backend=moe_inductor)
     assert torch.equal(model.generate(tokens(2, 7), max_new_tokens=4, do_sample=False), stock)
 
 
@@ -104,7 +105,9 @@ def test_any_length_is_one_graph():
 @torch.no_grad()
 def test_router_logits_are_still_there():
     model, log = tiny_model("mixtral", torch.float32, "grouped_mm", use_cache=False), Log()
-    stock = model(tokens(1, 9), output_router_logits=True)  # first: it installs its hooks, which Dynamo cannot
+    stock = model(
+        tokens(1, 9), output_router_logits=True
+    )  # first: it installs its hooks, which Dynamo cannot
     ours = raised(model, log)(tokens(1, 9), output_router_logits=True)
     for one, other in zip(ours.router_logits, stock.router_logits, strict=True):
         torch.testing.assert_close(one, other)
