@@ -19,7 +19,7 @@ from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
 from inductor_passes.graph_tools import find, is_moe_op
-from inductor_passes.lowerings import ExpandFewSlots, ExpandPointwise, LaunchPrograms
+from inductor_passes.lowerings import ExpandFewSlots, ExpandOnCpu, ExpandPointwise, LaunchPrograms
 from inductor_passes.naming import LayerNames
 
 FUSIONS: tuple[MoEPass, ...] = (
@@ -28,7 +28,7 @@ FUSIONS: tuple[MoEPass, ...] = (
     FuseGemmCombine(),
     CollapseMoE(),
 )
-LOWERINGS: tuple[MoEPass, ...] = (ExpandFewSlots(), ExpandPointwise(), LaunchPrograms())
+LOWERINGS: tuple[MoEPass, ...] = (ExpandFewSlots(), ExpandOnCpu(), ExpandPointwise(), LaunchPrograms())
 PIPELINE: tuple[MoEPass, ...] = FUSIONS + LOWERINGS
 
 TRAINING_REASON = "training graph: the backward reads what a fusion would hide"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
@@ -18,6 +19,7 @@ from inductor_passes.graph_tools import (
     expect_same_value,
     find,
     inherit_meta,
+    is_moe_op,
     operator_name,
     rewrite_each,
 )
@@ -25,7 +27,7 @@ from moe_ops import records
 from moe_ops.activation import reference as gated_activation
 from moe_ops.arguments import Combine, Permute
 
-_MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
+MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
 
 
 class ExpandPointwise:
@@ -68,7 +70,7 @@ def _expect_static(stage: Node, args: Any) -> None:
         return
     if not isinstance(top_k, int):
         raise Refusal(stage, "the number of experts per token is symbolic; it stays an operator call")
-    if not 1 <= top_k <= _MAX_UNROLLED_EXPERTS:
+    if not 1 <= top_k <= MAX_UNROLLED_EXPERTS:
         raise Refusal(
             stage, f"{top_k} experts per token are too many to write out; it stays an operator call"
         )
@@ -77,18 +79,20 @@ def _expect_static(stage: Node, args: Any) -> None:
 def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.SymInt:
     """K, a plain int wherever S = K*T is known symbolically; any K is right for no tokens."""
     slots, tokens = sorted_slots.shape[0], hidden_states.shape[0]
-    for top_k in range(1, _MAX_UNROLLED_EXPERTS + 1):
+    for top_k in range(1, MAX_UNROLLED_EXPERTS + 1):
         if _compat.statically_known_true(slots == top_k * tokens):
             return top_k
     return slots // tokens
 
 
-def _permute(args: Permute) -> Tensor:
+def gather_rows(args: Permute) -> Tensor:
+    """`permute`."""
     top_k = slots_per_token(args.sorted_slots, args.hidden_states)
     return args.hidden_states.index_select(0, args.sorted_slots // top_k)
 
 
-def _combine(args: Combine) -> Tensor:
+def weighted_sum(args: Combine) -> Tensor:
+    """`combine`."""
     expert_out, topk_weights, inverse, shared = args
     dtype = torch.float64 if expert_out.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=expert_out.device)
@@ -103,9 +107,9 @@ def _combine(args: Combine) -> Tensor:
 
 
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "permute": _permute,
+    "permute": gather_rows,
     "gated_activation": gated_activation,
-    "combine": _combine,
+    "combine": weighted_sum,
 }
 
 
@@ -125,4 +129,8 @@ def inline(
             if node.op == "call_function":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 inherit_meta(copies[node], stage)
+                if is_moe_op(node):
+                    copies[node].meta["eager_input_vals"] = map_arg(
+                        (node.args, node.kwargs), lambda arg: arg.meta["val"]
+                    )
     return [copies[result] for result in computed]

@@ -237,7 +237,8 @@ def test_html_draws_both_graphs_and_loads_nothing(hidden, tmp_path):
     text = path.read_text()
     assert "http" not in text and "<script" not in text and "src=" not in text
     before, after = [ElementTree.fromstring(svg) for svg in _svgs(text)]
-    assert _labels(before).count("moe.grouped_gemm") == 4 and _labels(after).count("moe.fused_moe") == 2
+    assert _labels(before).count("moe.combine") == 2 and "moe.combine" not in _labels(after)
+    assert _labels(before).count("moe.grouped_gemm") == _labels(after).count("moe.grouped_gemm") == 4
     assert len(before.findall("path")) > len(after.findall("path")) > 0
 
 

@@ -32,6 +32,7 @@ def test_twelve_alike_layers_are_short():
         f"1 inference graph, 12 MoE layers, all fused (torch {torch.__version__})",
         "model.layers.0-11.mlp (12 layers): 7 -> 1 operator calls",
         "  fused: routing_dispatch, gather_gemm_act, gemm_combine, fused_moe",
+        "  written out: fused_moe_default as ATen",
         "graph breaks: none",
         "capture hazards: none",
     ]
