@@ -3,20 +3,14 @@
 import torch
 from torch import Tensor
 
-from inductor_passes._compat import statically_known_true
 from moe_ops import routing
 from moe_ops.arguments import BuildDispatch, RoutingDispatch, TopkRouting
 from moe_ops.dispatch import local_experts
 
 
 def route(args: TopkRouting) -> tuple[Tensor, Tensor]:
-    """`topk_routing`. Clones: a row cut out of a longer one counts as contiguous, and has other strides."""
-    weights, ids = routing.reference(args.router, largest_in_turns)
-    return _rows(weights), _rows(ids)
-
-
-def _rows(output: Tensor) -> Tensor:
-    return output.clone(memory_format=torch.contiguous_format)
+    """`topk_routing`."""
+    return routing.reference(args.router, largest_in_turns)
 
 
 def largest_in_turns(scores: Tensor, count: int) -> Tensor:
@@ -45,9 +39,6 @@ def plan(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
 def sort_by_expert(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
     """[S] each: the expert of each row, its slot, and the row of each slot, -1 for a dropped one."""
     expert = local_experts(args.topk_ids.flatten(), args.placement, args.num_experts)
-    if statically_known_true(args.topk_ids.shape[0] == 1):  # no expert comes twice
-        order = torch.arange(expert.shape[0])
-        return expert, order, order.masked_fill(expert == args.num_experts, -1)
     ranked, order = expert.sort(stable=True)
     rows = torch.arange(order.shape[0], dtype=torch.int32).masked_fill(ranked == args.num_experts, -1)
     return ranked, order, torch.empty_like(rows).scatter(0, order, rows)

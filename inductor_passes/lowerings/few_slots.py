@@ -20,6 +20,7 @@ from inductor_passes.lowerings.pointwise import weighted_sum
 from moe_ops._checks import compute_dtype
 from moe_ops.activation import apply_activation, gate_times_up, split_gate_up
 from moe_ops.arguments import BuildDispatch, Combine, FusedExperts, FusedMoe, GroupedLinear, TopkRouting
+from moe_ops.dispatch import local_experts
 from moe_ops.types import Activation, RoutingConfig
 
 _FEW_SLOTS, _MOST_SLOTS, _SLOTS_PER_EXPERT = 16, 64, 2
@@ -73,12 +74,21 @@ def few_slots(args: FusedExperts) -> Tensor:
     """`fused_experts` with one row for each slot, in the compute dtype to the end."""
     x, (w13, w2), topk_weights, topk_ids, placement, shared, activation = args
     num_experts, top_k = w13.weight.shape[0], topk_ids.shape[1]
-    ranked, slots, inverse = sort_by_expert(BuildDispatch(topk_ids, placement, num_experts))
-    chosen = ranked.masked_fill(ranked == num_experts, 0)  # [S]
+    expert, slots, inverse = _rows(BuildDispatch(topk_ids, placement, num_experts))
+    chosen = expert.masked_fill(expert == num_experts, 0)  # [S]
     rows = x.to(compute_dtype(x.dtype)).index_select(0, slots // top_k)  # [S, H]
     activated = _gate_up(rows, w13, chosen, Activation.from_spec(activation))
     expert_out = _product(activated, w2, chosen)
     return weighted_sum(Combine(expert_out, topk_weights, inverse, shared)).to(x.dtype)
+
+
+def _rows(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sort_by_expert`; one token's slots stay as they are, for hardly an expert comes twice."""
+    if args.topk_ids.shape[0] > 1:
+        return sort_by_expert(args)
+    expert = local_experts(args.topk_ids.flatten(), args.placement, args.num_experts)
+    slots = torch.arange(expert.shape[0])
+    return expert, slots, slots.masked_fill(expert == args.num_experts, -1)
 
 
 def _gate_up(rows: Tensor, w13: GroupedLinear, chosen: Tensor, activation: Activation) -> Tensor:

@@ -75,16 +75,20 @@ def expected_product(x, weight, bias, sizes):
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 2, 4], [7, 9, 0, 8], [40, 30, 0, 35], [0, 0, 1, 0]], ids=str)
+@pytest.mark.parametrize("shape", [(5, 11), (8, 16)], ids=["odd", "aligned"])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values(sizes, padded, bias, transposed, dtype, monkeypatch):
+def test_values(sizes, shape, padded, bias, transposed, dtype, monkeypatch):
     """Padded or not, with rows that no expert has."""
     monkeypatch.setattr(_cpu_products, "_rows_to_pad_to", lambda *_: max(sizes) if padded else None)
-    weight = torch.randn(4, 5, 11, dtype=torch.float64).to(dtype)
+    weight = torch.randn(4, *shape, dtype=torch.float64).to(dtype)
     weight = weight.mT.contiguous().mT if transposed else weight
-    x, given = torch.randn(sum(sizes) + 2, 11).to(dtype), torch.randn(4, 5).to(dtype) if bias else None
+    x, given = (
+        torch.randn(sum(sizes) + 2, shape[1]).to(dtype),
+        torch.randn(4, shape[0]).to(dtype) if bias else None,
+    )
     offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
     out = _cpu_products.grouped_product(x, GroupedLinear(weight, given), offsets)
     assert_matches_oracle(out, expected_product(x, weight, given, sizes))
@@ -130,7 +134,7 @@ def test_skewed_values(hot, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x, w13, w2 = torch.randn(40, 8), torch.randn(E, 12, 8), torch.randn(E, 8, 6)
     ids = torch.tensor(hot)[torch.randint(len(hot), (40, 2))]
-    ids[::7, 1] = torch.randint(-1, E, (6,))
+    ids[::7, 1] = torch.tensor([-1, E, 0, 5, -1, E - 1])
     weights = torch.rand(40, 2)
     out = moe_ops.fused_experts(x, w13, w2, weights, ids)
     doubles = [tensor.double() for tensor in (x, w13, w2, weights)]
