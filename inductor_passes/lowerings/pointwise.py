@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
@@ -19,7 +18,6 @@ from inductor_passes.graph_tools import (
     expect_same_value,
     find,
     inherit_meta,
-    is_moe_op,
     operator_name,
     rewrite_each,
 )
@@ -129,8 +127,4 @@ def inline(
             if node.op == "call_function":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
                 inherit_meta(copies[node], stage)
-                if is_moe_op(node):
-                    copies[node].meta["eager_input_vals"] = map_arg(
-                        (node.args, node.kwargs), lambda arg: arg.meta["val"]
-                    )
     return [copies[result] for result in computed]
