@@ -1,12 +1,17 @@
-"""The experts of one MoE layer on a CPU: fused_experts beside transformers' eager loop and grouped_mm.
+"""The experts of one MoE layer on a CPU: ours beside transformers' ways, eager and under torch.compile.
 
-Ways are timed in turns, so that a busy moment of the machine falls on all of them; medians are printed.
+On one core and on all, alone and beside a process that loads one core. Ways are timed in turns, so that a busy moment
+of the machine falls on all of them; medians are printed. Nothing is timed before its result is checked.
 """
 
 import argparse
+import contextlib
+import copy
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +21,10 @@ from benchmarks.report import machine, table
 
 TOKEN_COUNTS = (1, 16, 256)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-WAYS = ("eager", "grouped_mm", "fused_experts")
+EAGER = ("eager", "grouped_mm", "fused_experts")
+COMPILED = ("compiled grouped_mm", "compiled batched_mm", "compiled fused_experts")
 MAX_RELATIVE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+LOADS = ("idle", "loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +41,65 @@ class Layer:
 class CpuResult:
     """Median milliseconds of each way in one dtype at one token count."""
 
+    threads: int
+    load: str
     dtype: str
     tokens: int
     ms: dict[str, float]
 
-    @property
-    def speedup(self) -> float:
-        """The better of transformers' two over ours."""
-        return min(self.ms["eager"], self.ms["grouped_mm"]) / self.ms["fused_experts"]
+    def speedup(self, ways: tuple[str, ...]) -> float:
+        """The best of the others over ours, which is the last."""
+        *others, ours = (self.ms[way] for way in ways)
+        return min(others) / ours
+
+    def row(self) -> tuple[object, ...]:
+        """Of the table."""
+        times = (
+            (*(f"{self.ms[way]:.3f}" for way in ways), f"{self.speedup(ways):.2f}")
+            for ways in (EAGER, COMPILED)
+        )
+        return (
+            self.dtype,
+            self.tokens,
+            self.threads,
+            self.load,
+            *(cell for cells in times for cell in cells),
+        )
+
+
+HEADER = ("dtype", "T", "threads", "machine", *EAGER, "ratio", *COMPILED, "ratio")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks cpu`."""
     parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
     parser.add_argument("--seconds", type=float, default=3.0, help="per cell, all ways together")
+    all_cores = torch.get_num_threads()
+    threads = ",".join(map(str, dict.fromkeys((1, all_cores))))
+    parser.add_argument("--threads", default=threads, help=f"comma list, default {threads}")
+    parser.add_argument("--loads", default=",".join(LOADS), help="idle, loaded or both")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the table; the status is 1 when ours is slower than the better of transformers' two anywhere."""
+    """Prints the table; the status is 1 when ours is slower than the best of the others anywhere."""
     print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
-    counts = [int(count) for count in arguments.ts.split(",")]
-    results = [measure(dtype, count, arguments.seconds) for dtype in DTYPES for count in counts]
-    header = ("dtype", "T", *(f"{way} ms" for way in WAYS), "best other / ours")
-    rows = [(r.dtype, r.tokens, *(f"{r.ms[way]:.3f}" for way in WAYS), f"{r.speedup:.2f}") for r in results]
-    print(table(header, rows))
-    return int(any(result.speedup < 1.0 for result in results))
+    results: list[CpuResult] = []
+    for threads in map(int, arguments.threads.split(",")):
+        torch.set_num_threads(threads)
+        for dtype in DTYPES:
+            for tokens in map(int, arguments.ts.split(",")):
+                results += measure(dtype, tokens, arguments.loads.split(","), arguments.seconds)
+    print(table(HEADER, [result.row() for result in results]))
+    return int(any(result.speedup(ways) < 1.0 for result in results for ways in (EAGER, COMPILED)))
 
 
-@torch.inference_mode()
-def measure(dtype: str, tokens: int, seconds: float, layer: Layer = Layer()) -> CpuResult:
-    """Checks every way against a float64 reference, then times them in turns."""
+@torch.no_grad()
+def measure(
+    dtype: str, tokens: int, loads: list[str], seconds: float, layer: Layer = Layer()
+) -> list[CpuResult]:
+    """Checks every way against a float64 reference, then times them in turns, once for each load."""
     torch.manual_seed(0)
+    torch.compiler.reset()
     experts = make_experts(layer, DTYPES[dtype])
     hidden = torch.randn(tokens, layer.hidden_size, dtype=DTYPES[dtype])
     topk_weights, topk_ids = torch.randn(tokens, layer.num_experts).softmax(-1).topk(layer.top_k)
@@ -74,7 +109,27 @@ def measure(dtype: str, tokens: int, seconds: float, layer: Layer = Layer()) -> 
         error = float((call().double() - expected).norm() / expected.norm())
         if not error <= MAX_RELATIVE_ERROR[DTYPES[dtype]]:
             raise AssertionError(f"{way}, {dtype}, T={tokens}: relative error {error:.1e}")
-    return CpuResult(dtype, tokens, _time_in_turns(calls, seconds))
+    results = []
+    for load in loads:
+        with other_process(load):
+            times = _time_in_turns(calls, seconds)
+        results.append(CpuResult(torch.get_num_threads(), load, dtype, tokens, times))
+    return results
+
+
+@contextlib.contextmanager
+def other_process(load: str) -> Iterator[None]:
+    """Beside a process that keeps one core busy when `load` is "loaded". Raises ValueError for an unknown one."""
+    if load not in LOADS:
+        raise ValueError(f"load {load!r}: expected one of {', '.join(LOADS)}")
+    if load == "idle":
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def make_experts(layer: Layer, dtype: torch.dtype) -> nn.Module:
@@ -98,19 +153,32 @@ def ways(
     experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
     """The calls that are timed, by name."""
+    import inductor_passes
     import moe_ops
 
-    def stock(implementation: str) -> Callable[[], Tensor]:
-        def call() -> Tensor:
-            experts.config._experts_implementation = implementation
-            return experts(hidden, topk_ids, topk_weights)
-
-        return call
-
-    def ours() -> Tensor:
+    def ours(hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         return moe_ops.fused_experts(hidden, experts.gate_up_proj, experts.down_proj, topk_weights, topk_ids)
 
-    return {"eager": stock("eager"), "grouped_mm": stock("grouped_mm"), "fused_experts": ours}
+    stock = {way: _with_implementation(experts, way) for way in ("eager", "grouped_mm", "batched_mm")}
+    fixed = {"fullgraph": True, "dynamic": False}
+    functions = {
+        "eager": stock["eager"],
+        "grouped_mm": stock["grouped_mm"],
+        "fused_experts": ours,
+        "compiled grouped_mm": torch.compile(stock["grouped_mm"], **fixed),
+        "compiled batched_mm": torch.compile(stock["batched_mm"], **fixed),
+        "compiled fused_experts": torch.compile(ours, options=inductor_passes.options(), **fixed),
+    }
+    inputs = (hidden, topk_ids, topk_weights)
+    return {way: lambda function=function: function(*inputs) for way, function in functions.items()}
+
+
+def _with_implementation(experts: nn.Module, implementation: str) -> nn.Module:
+    """The same weights, run another way."""
+    twin = copy.copy(experts)
+    twin.config = copy.copy(experts.config)
+    twin.config._experts_implementation = implementation
+    return twin
 
 
 def _reference(experts: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

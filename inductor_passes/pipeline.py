@@ -19,7 +19,13 @@ from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
 from inductor_passes.graph_tools import find
-from inductor_passes.lowerings import ExpandFewSlots, ExpandPointwise, LaunchPrograms, MultiplyHalves
+from inductor_passes.lowerings import (
+    ExpandFewSlots,
+    ExpandOnCpu,
+    ExpandPointwise,
+    LaunchPrograms,
+    MultiplyHalves,
+)
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
 
@@ -30,7 +36,13 @@ FUSIONS: tuple[MoEPass, ...] = (
     FuseGemmCombine(),
     CollapseMoE(),
 )
-LOWERINGS: tuple[MoEPass, ...] = (MultiplyHalves(), ExpandFewSlots(), ExpandPointwise(), LaunchPrograms())
+LOWERINGS: tuple[MoEPass, ...] = (
+    MultiplyHalves(),
+    ExpandFewSlots(),
+    ExpandOnCpu(),
+    ExpandPointwise(),
+    LaunchPrograms(),
+)
 PIPELINE: tuple[MoEPass, ...] = RAISES + FUSIONS + LOWERINGS
 
 TRAINING_REASON = "training graph: the backward reads what a fusion would hide"

@@ -77,12 +77,16 @@ def apply_activation(gate_up: Tensor, activation: Activation) -> Tensor:
     """The formula, in gate_up's own dtype, out of place."""
     if not activation.is_gated:
         return _gate(gate_up, activation)
-    gate, up = split_gate_up(gate_up, activation)
+    return gate_times_up(*split_gate_up(gate_up, activation), activation)
+
+
+def gate_times_up(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """The formula of a gated activation, of any shape."""
     return _gate(gate, activation) * _up(up, activation)
 
 
 def split_gate_up(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Gate and up columns as views [S, I]."""
+    """Gate and up columns as views: [S, 2I] to [S, I], or the rows of weights [E, 2I, H] that make them."""
     if activation.interleaved:
         return gate_up[:, ::2], gate_up[:, 1::2]
     gate, up = gate_up.chunk(2, dim=1)

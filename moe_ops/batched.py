@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops._cpu_products import expert_linear
 from moe_ops.arguments import BatchedGemm, GroupedLinear
-from moe_ops.grouped_gemm import check_linear, expert_linear, linear_gradient, product_flops
+from moe_ops.grouped_gemm import check_linear, linear_gradient, product_flops
 from moe_ops.records import partial
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library, records
+from moe_ops._cpu_products import grouped_product
 from moe_ops.arguments import GroupedGemm, GroupedGemmWeightBackward, GroupedLinear
 from moe_ops.records import partial
 
@@ -86,63 +86,15 @@ def check_offsets(expert_offsets: Tensor, linear: GroupedLinear, like: str, x: T
     _checks.expect_same_device(x.device, like, expert_offsets=expert_offsets)
 
 
-_FEW_ROWS = 4
-"""Up to so many rows an expert, our own loop beats torch's on the CPU; see `_expert_product`."""
-
-
 def _group_sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
     """Rows of each expert, then the rows no expert has. CPU only: it reads the offsets."""
     ends = [*expert_offsets.tolist(), num_rows]
     return [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[m, B] = x [m, A] @ weight [B, A].T + bias [B] on the CPU, of any strides, accumulated in float32 or float64.
-
-    A few float32 rows are faster column-major: 53 against 96 us at 2 rows and 512 x 512 on one core, and one row
-    is a matrix-vector product. float16 goes through float32, whose kernel is ~50 times faster.
-    """
-    if x.dtype == torch.float16:
-        product = torch.mm(x.float(), weight.t().float()).half()
-    elif x.dtype != torch.float32 or x.shape[0] > _FEW_ROWS:
-        product = F.linear(x, weight)
-    elif x.shape[0] == 1:
-        product = torch.mv(weight, x[0]).unsqueeze(0)
-    else:
-        product = torch.mm(weight, x.t()).t()
-    return product if bias is None else product.add_(bias)
-
-
 def reference(args: GroupedGemm) -> Tensor:
     """The definition of `grouped_gemm`, in plain PyTorch."""
-    x, (weight, bias), expert_offsets = args
-    if _suits_torch_grouped_mm(x, weight):
-        out = F.grouped_mm(x, weight.transpose(1, 2), offs=expert_offsets[1:])
-    else:
-        out = x.new_empty((x.shape[0], weight.shape[1]))
-        sizes = _group_sizes(expert_offsets, x.shape[0])
-        for rows, expert, rows_out in zip(x.split(sizes), weight.unbind(0), out.split(sizes), strict=False):
-            if rows.shape[0]:
-                rows_out.copy_(expert_linear(rows, expert, None))
-    if bias is not None:
-        row_groups = out.split(_group_sizes(expert_offsets, x.shape[0]))
-        for expert_bias, rows_out in zip(bias.unbind(0), row_groups, strict=False):
-            rows_out += expert_bias
-    out[int(expert_offsets[-1]) :].zero_()
-    return out
-
-
-def _suits_torch_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    # The same loop over experts in C++. It wants strides in multiples of 16 bytes, and float32 only pays past a few
-    # rows an expert.
-    if x.dtype != torch.bfloat16 and not (
-        x.dtype == torch.float32 and x.shape[0] > _FEW_ROWS * weight.shape[0]
-    ):
-        return False
-    lanes = 16 // x.element_size()
-    aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0 and weight.numel() > 0
-    dense = weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
-    return aligned and dense and x.is_contiguous() and x.shape[0] > 0
+    return grouped_product(args.x, args.weight, args.expert_offsets)
 
 
 def _cuda(args: GroupedGemm) -> Tensor:

@@ -13,6 +13,7 @@ zero sum divides by 1. Sources: Mixtral and Qwen-MoE (softmax, renormalised), gp
 consume the result. Static output shapes, no host sync.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,8 +109,17 @@ def check_router(router: Router) -> None:
     _checks.expect_routing(RoutingConfig.from_spec(routing), num_experts)
 
 
-def reference(router: Router) -> tuple[Tensor, Tensor]:
-    """The definition of `topk_routing`, in plain PyTorch."""
+def largest_by_sorting(scores: Tensor, count: int) -> Tensor:
+    """[T, count] int64: the columns of the largest of scores [T, N] in each row, descending, ties to the lowest."""
+    # A stable sort, not topk: ties must go to the lowest.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+Largest = Callable[[Tensor, int], Tensor]
+
+
+def reference(router: Router, largest: Largest = largest_by_sorting) -> tuple[Tensor, Tensor]:
+    """The definition of `topk_routing`, in plain PyTorch. No score that `largest` sees is NaN or +inf."""
     config = RoutingConfig.from_spec(router.routing)
     scores = _scores(_computed(router.router_logits), config)
     bias = router.correction_bias
@@ -117,10 +127,9 @@ def reference(router: Router) -> tuple[Tensor, Tensor]:
     unusable = ~selection.isfinite()
     selection = selection.masked_fill(unusable, _NEG_INF)
     if config.num_groups > 1:  # A finite group_fill must not make an unusable score usable.
-        selection = _keep_best_groups(selection, config).masked_fill(unusable, _NEG_INF)
-    # A stable sort, not topk: ties must go to the lowest id.
-    ranked, ids = selection.sort(dim=-1, descending=True, stable=True)
-    ids, valid = ids[:, : config.top_k], ranked[:, : config.top_k].isfinite()
+        selection = _keep_best_groups(selection, config, largest).masked_fill(unusable, _NEG_INF)
+    ids = largest(selection, config.top_k)
+    valid = selection.gather(1, ids).isfinite()
     return _weigh(scores.gather(1, ids), valid, config), ids.to(torch.int32)
 
 
@@ -159,11 +168,10 @@ def _root_and_decay(logits: Tensor) -> tuple[Tensor, Tensor]:
     return root, torch.exp(-torch.relu(_LOWEST - logits) / 2)
 
 
-def _keep_best_groups(selection: Tensor, config: RoutingConfig) -> Tensor:
+def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest) -> Tensor:
     grouped = selection.unflatten(-1, (config.num_groups, -1))
     best = grouped.amax(-1) if config.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    order = best.sort(dim=-1, descending=True, stable=True).indices
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order[:, : config.topk_groups], True)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, largest(best, config.topk_groups), True)
     return grouped.masked_fill(~kept.unsqueeze(-1), config.group_fill).flatten(-2)
 
 

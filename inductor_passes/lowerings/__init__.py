@@ -2,17 +2,19 @@
 
 0. `MultiplyHalves`: on CUDA, float32 logits of half-precision tensors are multiplied without casts.
 1. `ExpandFewSlots`: routers and layers of few slots on a CPU become ATen, which Inductor makes into C++ loops.
-2. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
-3. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
-4. Everything else stays one operator call, which picks its kernels at run time.
+2. `ExpandOnCpu`: on a CPU everything else but products becomes ATen as well, for any number of tokens.
+3. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
+4. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
+5. Everything else stays one operator call, which picks its kernels at run time.
 
 They rewrite the graph of our compile. Nothing is registered globally, so a plain `torch.compile` in the same
 process never sees them.
 """
 
+from inductor_passes.lowerings.cpu_stages import ExpandOnCpu
 from inductor_passes.lowerings.few_slots import ExpandFewSlots
 from inductor_passes.lowerings.logits import MultiplyHalves
 from inductor_passes.lowerings.pointwise import ExpandPointwise
 from inductor_passes.lowerings.programs import LaunchPrograms
 
-__all__ = ["ExpandFewSlots", "ExpandPointwise", "LaunchPrograms", "MultiplyHalves"]
+__all__ = ["ExpandFewSlots", "ExpandOnCpu", "ExpandPointwise", "LaunchPrograms", "MultiplyHalves"]

@@ -24,7 +24,7 @@ from moe_ops import records
 from moe_ops.activation import reference as gated_activation
 from moe_ops.arguments import Combine, Permute
 
-_MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
+MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
 
 
 class ExpandPointwise:
@@ -67,7 +67,7 @@ def _expect_static(stage: Node, args: Any) -> None:
         return
     if not isinstance(top_k, int):
         raise Refusal(stage, "the number of experts per token is symbolic; it stays an operator call")
-    if not 1 <= top_k <= _MAX_UNROLLED_EXPERTS:
+    if not 1 <= top_k <= MAX_UNROLLED_EXPERTS:
         raise Refusal(
             stage, f"{top_k} experts per token are too many to write out; it stays an operator call"
         )
@@ -76,18 +76,20 @@ def _expect_static(stage: Node, args: Any) -> None:
 def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.SymInt:
     """K, a plain int wherever S = K*T is known symbolically; any K is right for no tokens."""
     slots, tokens = sorted_slots.shape[0], hidden_states.shape[0]
-    for top_k in range(1, _MAX_UNROLLED_EXPERTS + 1):
+    for top_k in range(1, MAX_UNROLLED_EXPERTS + 1):
         if _compat.statically_known_true(slots == top_k * tokens):
             return top_k
     return slots // tokens
 
 
-def _permute(args: Permute) -> Tensor:
+def gather_rows(args: Permute) -> Tensor:
+    """`permute`."""
     top_k = slots_per_token(args.sorted_slots, args.hidden_states)
     return args.hidden_states.index_select(0, args.sorted_slots // top_k)
 
 
-def _combine(args: Combine) -> Tensor:
+def weighted_sum(args: Combine) -> Tensor:
+    """`combine`."""
     expert_out, topk_weights, inverse, shared = args
     dtype = torch.float64 if expert_out.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=expert_out.device)
@@ -102,9 +104,9 @@ def _combine(args: Combine) -> Tensor:
 
 
 _FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "permute": _permute,
+    "permute": gather_rows,
     "gated_activation": gated_activation,
-    "combine": _combine,
+    "combine": weighted_sum,
 }
 
 

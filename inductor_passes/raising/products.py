@@ -80,13 +80,13 @@ def _grouped(node: Node) -> Product | None:
 
 
 def _gathered(node: Node) -> Product | None:
-    """`bmm(rows [S, 1, A], weight [S, A, B])`, or the other way round, transposed."""
-    if node.target is not aten.bmm.default:
+    """`bmm(rows [S, 1, A], weight [S, A, B])`, or the other way round, transposed; of one row Inductor makes `mm`."""
+    if node.target not in (aten.bmm.default, aten.mm.default):
         return None
     left, right = args(node)
-    if is_one(size(left, 1)) and (found := _read(right, (0, 1, 2))) is not None:
+    if is_one(size(left, -2)) and (found := _read(right, (0, 1, 2))) is not None:
         return _gathered_product(node, left, found)
-    if is_one(size(right, 2)) and (found := _read(left, (0, 2, 1))) is not None:
+    if is_one(size(right, -1)) and (found := _read(left, (0, 2, 1))) is not None:
         return _gathered_product(node, right, found)
     return None
 
@@ -102,11 +102,12 @@ class _Read(NamedTuple):
 
 
 def _gathered_product(node: Node, rows: Node, read: _Read) -> Product | None:
-    out: Node | None = node
-    if read.kind == "shared":  # [T, K * B] is [T, K, B]: how else its columns are read does not matter
-        out = only_user(node)
-        if out is None or not is_view(out) or features(out.meta["val"]) != read.columns:
+    out = node
+    while read.kind == "shared" and features(out.meta["val"]) != read.columns:
+        user = only_user(out)  # [T, K * B] is [T, K, B]: nobody may see it otherwise
+        if user is None or not is_view(user):
             return None
+        out = user
     return Product(out, rows, read.weight, read.is_transposed, read.experts, read.kind)
 
 
@@ -119,6 +120,8 @@ def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     if source is None or rank(source[0]) != 3 or rank(source[1]) > 2 or not is_integral(source[1]):
         return None
     shown = seen_from(gathered, operand)
+    if shown is not None and shown.dim() == 2:
+        shown = shown.unsqueeze(0)
     layout = None if shown is None else _layout(shown.permute(dims), gathered)
     if layout is None:
         return None

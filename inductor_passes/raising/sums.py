@@ -96,8 +96,9 @@ def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_state
     shown, product = rows, user
     while is_reshape(product) and (reader := only_user(product)) is not None:
         shown, product = product, reader
-    if product.target is aten.bmm.default:
-        is_left = args(product)[0] is shown
+    is_left = args(product)[0] is shown
+    # Of one token Inductor makes `mm`; what that gives on the left is [H, 1], not a row.
+    if product.target is aten.bmm.default or (product.target is aten.mm.default and not is_left):
         weights = chosen(args(product)[is_left], indices)
         if weights is not None and _shows_slots(shown, rows, is_left, indices):
             return WeightedSum(weights, _rounded(product, hidden_states))
@@ -110,6 +111,7 @@ def _shows_slots(shown: Node, rows: Node, is_left: bool, indices: Indices) -> bo
     columns = concrete(features(rows.meta["val"]))
     if view is None or columns is None:
         return False
+    view = view if view.dim() == 3 else view.unsqueeze(0)
     if is_left:
         return has_layout(view, (tokens, columns, top_k), (top_k * columns, 1, columns))
     return has_layout(view, (tokens, top_k, columns), (top_k * columns, columns, 1))

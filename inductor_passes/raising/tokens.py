@@ -8,7 +8,15 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens
 from inductor_passes.raising.products import Product
-from inductor_passes.raising.views_of_rows import args, aten, indexed, is_cast, is_view, rank, without_views
+from inductor_passes.raising.views_of_rows import (
+    args,
+    aten,
+    indexed,
+    is_cast,
+    is_view_of_rows,
+    rank,
+    without_views,
+)
 from inductor_passes.raising.weights import weights_of_rows
 
 
@@ -28,12 +36,16 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
 
 
 def _flat(rows: Node) -> Node:
-    """[T, H] that `rows` [T, 1, H] shows."""
-    while rank(rows) != 2 and is_view(rows):
-        rows = args(rows)[0]
-    if rank(rows) == 2:
-        return rows
-    raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
+    """The innermost [T, H] that `rows` shows."""
+    found, node = None, rows
+    while True:
+        found = node if rank(node) == 2 else found
+        if not is_view_of_rows(node) or is_cast(node):
+            break
+        node = args(node)[0]
+    if found is None:
+        raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
+    return found
 
 
 def _unrounded(node: Node) -> Node:

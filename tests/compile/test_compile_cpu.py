@@ -1,6 +1,7 @@
 """torch.compile on CPU end to end: values, gradients, modes, chained passes, recompiles, plain compile."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -38,13 +39,21 @@ class Spy:
         )
 
 
+def called(code):
+    """Our operators that generated code calls, in order."""
+    return re.findall(r"= torch\.ops\.moe\.(\w+)\.default\(", code)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_values_of_one_fused_call(dtype):
+def test_values_of_a_layer_with_two_calls(dtype):
+    given = inputs(dtype=dtype)
     compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options())
-    actual, (code,) = run_and_get_code(compiled, *inputs(dtype=dtype))
-    assert code.count("torch.ops.moe.fused_moe.default(") == 1
-    torch.testing.assert_close(actual, layer(*inputs(dtype=dtype)))
+    actual, (code,) = run_and_get_code(compiled, *given)
+    assert called(code) == ["grouped_gemm", "grouped_gemm"]
+    hidden, logits, w13, w2 = (tensor.double() for tensor in given)
+    routed = reference_routing(logits, ROUTING)
+    assert_matches_oracle(actual, reference_experts(hidden, w13, w2, *routed, moe_ops.Activation()))
 
 
 @torch.no_grad()
@@ -60,8 +69,8 @@ def test_values_with_a_gate_between_the_stages():
 
     compiled = torch.compile(custom, fullgraph=True, options=inductor_passes.options())
     actual, (code,) = run_and_get_code(compiled, *inputs())
-    # Gather, gate and sum are C++ now; router with dispatch and the two GEMMs are calls.
-    assert "torch.ops.moe.combine" not in code and code.count("torch.ops.moe.grouped_gemm.default(") == 1
+    # Routing, dispatch, gather, gate and sum are C++ now, the two GEMMs are calls.
+    assert called(code) == ["grouped_gemm", "grouped_gemm"]
     torch.testing.assert_close(actual, custom(*inputs()))
 
 
@@ -130,7 +139,7 @@ def test_modes(mode, form):
     else:
         compiled = torch.compile(layer, fullgraph=True, backend=moe_inductor, mode=mode)
     actual, (code,) = run_and_get_code(compiled, *inputs())
-    assert code.count("torch.ops.moe.fused_moe.default(") == 1
+    assert code.count("torch.ops.moe.grouped_gemm.default(") == 2
     torch.testing.assert_close(actual, layer(*inputs()))
 
 
@@ -155,7 +164,7 @@ def test_a_users_pass_runs_once_after_ours(place):
             "both forms": {"backend": moe_inductor, "options": made},
         }[place]
         torch.testing.assert_close(torch.compile(layer, **form)(*inputs()), layer(*inputs()))
-    assert spy.seen == [["fused_moe"]]
+    assert spy.seen == [["grouped_gemm", "grouped_gemm"]]
 
 
 @torch.no_grad()
@@ -233,5 +242,7 @@ def test_gpt_oss_layout_copies_no_weight():
     stored = given.w13.transpose(1, 2).contiguous(), given.w2.transpose(1, 2).contiguous()
     compiled = torch.compile(gpt_oss, fullgraph=True, options=inductor_passes.options())
     actual, (code,) = run_and_get_code(compiled, *given[:2], *stored)
-    assert "fused_moe.default(" in code and "empty_strided_cpu(" not in code
+    sizes = (eval(size) for size in re.findall(r"empty_strided_cpu\((\([^)]*\))", code))
+    assert "grouped_gemm.default(" in code
+    assert all(torch.Size(size).numel() < given.w2.numel() for size in sizes)
     torch.testing.assert_close(actual, gpt_oss(*given[:2], *stored))

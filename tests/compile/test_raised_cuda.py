@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import moe_ops
+from inductor_passes.base import PassLog
+from inductor_passes.pipeline import RAISES, run_passes
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.passes import stock
 from tests.passes.stock import HIDDEN, INTERMEDIATE, TOP_K
@@ -48,6 +50,15 @@ def _batched(x, router, w13, w2):
     return out.view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)
 
 
+def _einsums(x, router, w13, w2):
+    weights, ids = stock.softmax_router(torch.nn.functional.linear(x, router))
+    w1, w3 = w13.chunk(2, dim=1)
+    gate = torch.nn.functional.silu(torch.einsum("th,teih->tei", x, _rows(w1, ids)))
+    up = torch.einsum("th,teih->tei", x, _rows(w3, ids))
+    out = torch.einsum("tei,tehi->teh", gate * up, _rows(w2, ids))
+    return torch.einsum("teh,te->th", out, weights.to(x.dtype))
+
+
 STYLES = [_grouped, _batched]
 
 
@@ -74,3 +85,10 @@ def test_a_symbolic_token_count_gets_one_call_and_no_guard(style):
     compiled = compile_for_h200(style, _inputs, symbolic=True)
     assert body(compiled.code).count("torch.ops.moe.fused_moe.default(") == 1
     assert compiled.guards <= compile_for_h200(style, _inputs, symbolic=True, graph_pass=None).guards
+
+
+def test_products_of_one_token():
+    """Inductor makes `mm` of a `bmm` with one matrix."""
+    log = PassLog()
+    compile_for_h200(_einsums, _inputs, tokens=1, graph_pass=lambda graph: run_passes(graph, RAISES, log))
+    assert [each.kind for each in log.raised] == ["experts", "topk_routing"]

@@ -1,10 +1,13 @@
-"""How the CPU groups experts: padding and idle weights stay bounded, however skewed the routing."""
+"""Which products the CPU makes of a layer: padding stays bounded however skewed the routing, and values are right."""
+
+from itertools import accumulate
 
 import pytest
 import torch
 
 import moe_ops
-from moe_ops import _cpu_experts
+from moe_ops import _compat, _cpu_products
+from moe_ops.arguments import GroupedLinear
 from moe_ops.reference import reference_experts
 from moe_ops.types import Activation
 from tests.helpers import assert_matches_oracle
@@ -13,41 +16,125 @@ E = 64
 SKEWED = {
     "one hot": [0] * 20 + [4096] + [0] * 43,
     "hot among few": [1] * 20 + [4096] + [2] * 43,
-    "two hot neighbours": [0] * 20 + [2048, 2048] + [0] * 42,
     "falling": [int(4096 / (rank + 1)) for rank in range(E)],
-    "even": [64] * E,
     "few rows, one busy": [0] * 63 + [16],
     "few rows, every fourth busy": [16, 0, 0, 0] * 16,
-    "few rows, all busy": [3] * E,
 }
+SMALL, LARGE = (128, 64), (512, 512)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 32, 128])
-@pytest.mark.parametrize("name", SKEWED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_padding_and_idle_experts_are_bounded(name, threads, dtype, monkeypatch):
-    counts = SKEWED[name]
+def offsets_of(sizes):
+    return [0, *accumulate(sizes)]
+
+
+def rows_to_pad_to(sizes, shape=SMALL, dtype=torch.bfloat16, threads=2, monkeypatch=None):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    batches = _cpu_experts._batches(counts, torch.empty(E, 8, 8, dtype=dtype))
-    covered = [expert for batch in batches for expert in range(batch.first, batch.first + batch.experts)]
-    assert len(covered) == len(set(covered))
-    assert {expert for expert, rows in enumerate(counts) if rows} <= set(covered)
-    assert all(batch.rows == max(counts[batch.first : batch.first + batch.experts]) for batch in batches)
-    busy = sum(rows > 0 for rows in counts)
-    assert len(covered) <= 2 * busy or max(counts) > 16
-    padded = sum(batch.rows * batch.experts for batch in batches)
-    assert padded <= (2 * sum(counts) if max(counts) > 16 else 16 * 2 * busy)
-    if name == "even":
-        assert len(batches) == max(E // threads, 1)
+    weight = torch.empty(len(sizes), *shape, dtype=dtype, device="meta")
+    return _cpu_products._rows_to_pad_to(offsets_of(sizes), weight)
 
 
-@pytest.mark.parametrize("threads", [2, 64])
-@pytest.mark.parametrize("hot", [[3], [3, 4], [0, 63], [10, 30, 31]], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", SKEWED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_skewed_rows_are_not_padded(name, shape, threads, dtype, monkeypatch):
+    assert rows_to_pad_to(SKEWED[name], shape, dtype, threads, monkeypatch) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "dtype", "threads", "pays"),
+    [
+        ([12, 16, 9, 14] * 4, SMALL, torch.bfloat16, 1, True),
+        ([12, 16, 9, 14] * 4, SMALL, torch.float32, 2, True),
+        ([12, 16, 9, 14] * 4, SMALL, torch.float32, 1, False),
+        ([2, 3, 1, 4] * 8, LARGE, torch.bfloat16, 1, True),
+        ([30, 44, 20, 28] * 8, LARGE, torch.bfloat16, 1, True),
+        ([20, 49, 20, 20] * 8, LARGE, torch.bfloat16, 1, False),
+        ([20, 49, 20, 20] * 8, LARGE, torch.bfloat16, 2, True),
+        ([30, 30, 30, 30] * 8, LARGE, torch.float32, 4, False),
+        ([30, 30, 30, 30] * 8, LARGE, torch.float32, 32, True),
+        ([12, 16, 9, 14] * 4, SMALL, torch.float64, 8, False),
+        ([5, 5, 5, 0, 0] * 4, SMALL, torch.bfloat16, 1, True),
+        ([5, 5, 0, 0, 0] * 4, SMALL, torch.bfloat16, 1, False),
+        ([0] * 16, SMALL, torch.bfloat16, 1, False),
+    ],
+)
+def test_padding_where_it_costs_less_than_calls(sizes, shape, dtype, threads, pays, monkeypatch):
+    found = rows_to_pad_to(sizes, shape, dtype, threads, monkeypatch)
+    assert found == (max(sizes) if pays else None)
+
+
+def expected_product(x, weight, bias, sizes):
+    expert = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    rows = x.double()[: len(expert)]
+    out = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.float64)
+    out[: len(expert)] = torch.einsum("sa,sba->sb", rows, weight.double()[expert])
+    if bias is not None:
+        out[: len(expert)] += bias.double()[expert]
+    return out
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 2, 4], [7, 9, 0, 8], [40, 30, 0, 35], [0, 0, 1, 0]], ids=str)
+@pytest.mark.parametrize("shape", [(5, 11), (8, 16)], ids=["odd", "aligned"])
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values(sizes, shape, padded, bias, transposed, dtype, monkeypatch):
+    """Padded or not, with rows that no expert has."""
+    monkeypatch.setattr(_cpu_products, "_rows_to_pad_to", lambda *_: max(sizes) if padded else None)
+    weight = torch.randn(4, *shape, dtype=torch.float64).to(dtype)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    x, given = (
+        torch.randn(sum(sizes) + 2, shape[1]).to(dtype),
+        torch.randn(4, shape[0]).to(dtype) if bias else None,
+    )
+    offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
+    out = _cpu_products.grouped_product(x, GroupedLinear(weight, given), offsets)
+    assert_matches_oracle(out, expected_product(x, weight, given, sizes))
+    assert not out[-2:].any()
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_large_float32_experts_go_through_onednn(transposed, monkeypatch):
+    called = []
+    linear = _compat.onednn_linear
+    monkeypatch.setattr(_compat, "has_onednn", lambda: True)
+    monkeypatch.setattr(_compat, "onednn_linear", lambda x, w: called.append(len(x)) or linear(x, w))
+    weight = torch.randn(3, 401, 333)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    x, bias, sizes = torch.randn(29, 333), torch.randn(3, 401), [5, 4, 20]
+    offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
+    out = _cpu_products.grouped_product(x, GroupedLinear(weight, bias), offsets)
+    assert called == [5, 20]  # four rows go column-major
+    assert_matches_oracle(out, expected_product(x, weight, bias, sizes))
+
+
+def test_onednn_is_asked_for_only_where_it_is_on():
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not _compat.has_onednn()
+    assert _compat.has_onednn() == torch.backends.mkldnn.is_available()
+
+
+def test_padding_reads_no_row_of_another_expert():
+    """A row that is NaN stays alone, also in what is padded with it."""
+    x, weight = torch.randn(40, 16).bfloat16(), torch.randn(4, 8, 16).bfloat16()
+    offsets = torch.tensor([0, 9, 20, 28, 40], dtype=torch.int32)
+    clean = moe_ops.grouped_gemm(x, weight, offsets)
+    x[0] = float("nan")
+    out = moe_ops.grouped_gemm(x, weight, offsets)
+    assert out[0].isnan().all() and torch.equal(out[1:], clean[1:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 64])
+@pytest.mark.parametrize(
+    "hot", [[3], [3, 4], [0, 63], [10, 30, 31], list(range(64))], ids=lambda hot: str(hot)[:12]
+)
 def test_skewed_values(hot, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x, w13, w2 = torch.randn(40, 8), torch.randn(E, 12, 8), torch.randn(E, 8, 6)
     ids = torch.tensor(hot)[torch.randint(len(hot), (40, 2))]
-    ids[::7, 1] = torch.randint(-1, E, (6,))
+    ids[::7, 1] = torch.tensor([-1, E, 0, 5, -1, E - 1])
     weights = torch.rand(40, 2)
     out = moe_ops.fused_experts(x, w13, w2, weights, ids)
     doubles = [tensor.double() for tensor in (x, w13, w2, weights)]

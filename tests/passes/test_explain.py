@@ -279,8 +279,9 @@ def test_html_draws_both_graphs_and_loads_nothing(hidden, tmp_path):
     path = inductor_passes.explain(Model(), hidden).to_html(tmp_path / "report.html")
     text = path.read_text()
     assert "http" not in text and "<script" not in text and "src=" not in text
-    before, after = [ElementTree.fromstring(svg) for svg in _svgs(text)]  # the two layers are alike
+    before, after, written = [ElementTree.fromstring(svg) for svg in _svgs(text)]  # the two layers are alike
     assert _labels(before).count("moe.grouped_gemm") == 2 and _labels(after).count("moe.fused_moe") == 1
+    assert _labels(written).count("moe.grouped_gemm") == 2 and "moe.fused_moe" not in _labels(written)
     assert len(before.findall("path")) > len(after.findall("path")) > 0
 
 

@@ -40,6 +40,7 @@ def test_twelve_alike_layers_are_short():
         "model.layers.0-11.mlp (12 layers): 7 -> 1 operator calls",
         f"  estimated for a GPU: {COST_OF_ONE}",
         "  fused: routing_dispatch, gather_gemm_act, gemm_combine, fused_moe",
+        "  written out: fused_moe_default as ATen",
         "graph breaks: none",
         "capture hazards: none",
     ]

@@ -1,12 +1,13 @@
 """The benchmark harness itself: what it compares with, what it refuses to time, and the demo's verdicts."""
 
 import argparse
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import demo, loading, moe_bench, options_bench, peers
+from benchmarks import cpu_bench, demo, loading, moe_bench, options_bench, peers
 from benchmarks.checkpoints import UnsupportedCheckpoint, load, moe_blocks, write_small_checkpoint
 from benchmarks.demo_graph import BlockFacts
 from benchmarks.demo_run import Run
@@ -203,3 +204,49 @@ def test_a_wrong_option_is_not_timed(factor: float) -> None:
     options_bench._expect_close(expected * 1.001, expected)
     with pytest.raises(ValueError, match="relative error"):
         options_bench._expect_close(expected * factor, expected)
+
+
+TINY = cpu_bench.Layer(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+
+
+def test_the_cpu_bench_times_every_way_once_for_each_load() -> None:
+    alone, beside = cpu_bench.measure("float32", 3, ["idle", "loaded"], 0.01, TINY)
+    assert (alone.load, beside.load) == cpu_bench.LOADS
+    for result in (alone, beside):
+        assert set(result.ms) == {*cpu_bench.EAGER, *cpu_bench.COMPILED}
+        assert all(ms > 0 for ms in result.ms.values())
+        assert len(result.row()) == len(cpu_bench.HEADER)
+
+
+def test_a_wrong_cpu_way_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(experts, hidden, topk_ids, topk_weights):
+        return {"ours": lambda: experts(hidden, topk_ids, topk_weights) * 1.001}
+
+    monkeypatch.setattr(cpu_bench, "ways", wrong)
+    monkeypatch.setattr(cpu_bench, "_time_in_turns", lambda *_: pytest.fail("timed"))
+    with pytest.raises(AssertionError, match=r"ours, float32, T=3: relative error 1\.0e-03"):
+        cpu_bench.measure("float32", 3, ["idle"], 0.01, TINY)
+
+
+def test_the_cpu_bench_compares_with_the_best_of_the_others() -> None:
+    ms = dict(zip((*cpu_bench.EAGER, *cpu_bench.COMPILED), (9.0, 4.0, 2.0, 3.0, 6.0, 4.0), strict=True))
+    result = cpu_bench.CpuResult(1, "idle", "float32", 16, ms)
+    assert result.speedup(cpu_bench.EAGER) == 2.0 and result.speedup(cpu_bench.COMPILED) == 0.75
+
+
+def test_the_other_process_is_there_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    with pytest.raises(ValueError, match="load 'half': expected one of idle, loaded"):
+        cpu_bench.other_process("half").__enter__()
+    with cpu_bench.other_process("idle"):
+        assert not started
+    with cpu_bench.other_process("loaded"):
+        assert started[0].poll() is None
+    assert started[0].returncode is not None

@@ -1,0 +1,50 @@
+"""Routing and dispatch as ATen that Inductor turns into C++ loops."""
+
+import torch
+from torch import Tensor
+
+from moe_ops import routing
+from moe_ops.arguments import BuildDispatch, RoutingDispatch, TopkRouting
+from moe_ops.dispatch import local_experts
+
+
+def route(args: TopkRouting) -> tuple[Tensor, Tensor]:
+    """`topk_routing`."""
+    return routing.reference(args.router, largest_in_turns)
+
+
+def largest_in_turns(scores: Tensor, count: int) -> Tensor:
+    """`largest_by_sorting`, one column after the other: reductions of a row, where a sort is a call.
+
+    What is left for a turn is what comes after the last winner in the order of the sort.
+    """
+    columns = torch.arange(scores.shape[1], dtype=scores.dtype)  # reductions of integers are not vectorised
+    is_left, winners = torch.ones_like(scores, dtype=torch.bool), []
+    for _ in range(count):
+        best = scores.where(is_left, -torch.inf).amax(1, keepdim=True)
+        winner = columns.where(is_left & (scores == best), scores.shape[1]).amin(1, keepdim=True)
+        is_left = (scores < best) | ((scores == best) & (columns > winner))
+        winners.append(winner)
+    return torch.cat(winners, 1).long()
+
+
+def plan(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
+    """`build_dispatch`."""
+    num_experts = args.num_experts
+    ranked, order, inverse = sort_by_expert(args)
+    offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1), out_int32=True)
+    return order.to(torch.int32), inverse, offsets
+
+
+def sort_by_expert(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
+    """[S] each: the expert of each row, its slot, and the row of each slot, -1 for a dropped one."""
+    expert = local_experts(args.topk_ids.flatten(), args.placement, args.num_experts)
+    ranked, order = expert.sort(stable=True)
+    rows = torch.arange(order.shape[0], dtype=torch.int32).masked_fill(ranked == args.num_experts, -1)
+    return ranked, order, torch.empty_like(rows).scatter(0, order, rows)
+
+
+def route_and_plan(args: RoutingDispatch) -> tuple[Tensor, ...]:
+    """`routing_dispatch`."""
+    weights, ids = route(TopkRouting(args.router))
+    return weights, ids, *plan(BuildDispatch(ids, args.placement, args.num_experts))

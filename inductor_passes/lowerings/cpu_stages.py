@@ -1,0 +1,128 @@
+"""ExpandOnCpu: on a CPU all of a layer but its two products becomes ATen, which Inductor turns into C++ loops.
+
+An operator call is a Python function there, and what it does besides products is many small ATen calls. Written out,
+routing, dispatch, gathers, gates and weighted sums melt into loops; `grouped_gemm` stays a call, since how many rows
+an expert has is known at run time only. Any number of tokens, also a symbolic one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes.base import PassLog, Refusal
+from inductor_passes.graph_tools import arguments, erase_dead, find, operator_name, pick, rewrite_each
+from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan
+from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_rows, inline, weighted_sum
+from moe_ops import records
+from moe_ops.activation import reference as gated_activation
+from moe_ops.arguments import (
+    BuildDispatch,
+    Combine,
+    FusedExperts,
+    FusedMoe,
+    GatedActivation,
+    GatherGemmAct,
+    GemmCombine,
+    Permute,
+    TopkRouting,
+)
+from moe_ops.grouped_gemm import product
+from moe_ops.types import RoutingConfig
+
+
+class ExpandOnCpu:
+    """Routers, dispatches, halves of layers and layers on a CPU become ATen around grouped_gemm."""
+
+    name = "expand_on_cpu"
+    requires: tuple[str, ...] = (
+        "topk_routing",
+        "build_dispatch",
+        "routing_dispatch",
+        "gather_gemm_act",
+        "gemm_combine",
+        "fused_experts",
+        "fused_moe",
+    )
+    inference_only = False
+
+    def run(self, graph: Graph, log: PassLog) -> None:
+        """Writes out every stage and layer on a CPU."""
+        stages = [node for node in find(graph, *self.requires) if _device(node).type == "cpu"]
+        rewrite_each(graph, stages, _rewrite, log, log.keep)
+
+
+def _device(stage: Node) -> torch.device:
+    value = stage.meta["val"]
+    return (value if isinstance(value, Tensor) else value[0]).device
+
+
+def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
+    args, formula = arguments(stage), _FORMULAS[operator_name(stage)]
+    top_k = _top_k(args)
+    if not isinstance(top_k, int) or top_k > MAX_UNROLLED_EXPERTS:
+        raise Refusal(
+            stage, f"{top_k} experts per token are too many to write out; it stays an operator call"
+        )
+    expand(graph, stage, args, formula)
+    log.lower("ATen", stage)
+
+
+def _top_k(args: Any) -> int | torch.SymInt:
+    """Experts per token, 1 where they do not matter."""
+    if hasattr(args, "router"):
+        return RoutingConfig.from_spec(args.router.routing).top_k
+    return args.topk_weights.meta["val"].shape[1] if hasattr(args, "topk_weights") else 1
+
+
+def expand(graph: Graph, stage: Node, args: Any, formula: Callable[[Any], Any]) -> None:
+    """Writes the ATen graph of `formula(args)` in the place of `stage`."""
+    nodes = list(dict.fromkeys(leaf for leaf in records.flatten(args) if isinstance(leaf, Node)))
+
+    def written(*tensors: Tensor) -> Any:
+        values = dict(zip(nodes, tensors, strict=True))
+        return formula(records.transform(lambda leaf: values.get(leaf, leaf), args))
+
+    value = stage.meta["val"]
+    results = [stage] if isinstance(value, Tensor) else [pick(graph, stage, i) for i in range(len(value))]
+    for old, new in zip(results, inline(graph, written, nodes, stage, results), strict=True):
+        old.replace_all_uses_with(new)
+    erase_dead(graph, [stage])
+
+
+def _first_half(args: GatherGemmAct) -> Tensor:
+    rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
+    gate_up = product(rows, args.w13, args.expert_offsets)
+    return gated_activation(GatedActivation(gate_up, args.activation))
+
+
+def _second_half(args: GemmCombine) -> Tensor:
+    expert_out = product(args.x, args.w2, args.expert_offsets)
+    return weighted_sum(Combine(expert_out, args.topk_weights, args.inverse, args.shared))
+
+
+def _experts(args: FusedExperts) -> Tensor:
+    (w13, w2), x = args.experts, args.hidden_states
+    slots, inverse, offsets = plan(BuildDispatch(args.topk_ids, args.placement, w13.weight.shape[0]))
+    activated = _first_half(GatherGemmAct(x, w13, slots, offsets, args.activation))
+    return _second_half(GemmCombine(activated, w2, offsets, args.topk_weights, inverse, args.shared))
+
+
+def _layer(args: FusedMoe) -> Tensor:
+    weights, ids = route(TopkRouting(args.router))
+    return _experts(
+        FusedExperts(args.hidden_states, args.experts, weights, ids, args.placement, None, args.activation)
+    )
+
+
+_FORMULAS: dict[str, Callable[[Any], Any]] = {
+    "topk_routing": route,
+    "build_dispatch": plan,
+    "routing_dispatch": route_and_plan,
+    "gather_gemm_act": _first_half,
+    "gemm_combine": _second_half,
+    "fused_experts": _experts,
+    "fused_moe": _layer,
+}
