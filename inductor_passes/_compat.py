@@ -337,11 +337,11 @@ def is_symbol(size: int | torch.SymInt) -> bool:
 
 def size_given(size: int | torch.SymInt, other: int | torch.SymInt, number: int) -> int | None:
     """What a size is where `other` is this number; None where it does not follow from that."""
-    if isinstance(size, int):
-        return size
     if not free_symbols(size) <= free_symbols(other):
         return None
-    return int(size.node.expr.subs({other.node.expr: number})) if is_symbol(other) else size_hint(size)
+    if isinstance(size, int) or isinstance(other, int) or not is_symbol(other):
+        return size_hint(size)
+    return int(size.node.expr.subs({other.node.expr: number}))
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

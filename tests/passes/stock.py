@@ -212,7 +212,7 @@ def gathered_with(**parts):
 
 def behind(slots, last):
     """Which rows come behind the last one."""
-    return (torch.arange(slots) >= last).unsqueeze(-1)
+    return torch.arange(slots).unsqueeze(-1) >= last
 
 
 def masked_gate(gate_up, rows, more=0.0):

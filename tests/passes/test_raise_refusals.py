@@ -257,7 +257,7 @@ ELSEWHERE = {
     "another gate with a mask": (
         grouped_with(gate=lambda gate_up, rows: masked_gate(gate_up, rows, more=1e-6)),
         layer(9),
-        "the gate is none of ours and also reads aten.unsqueeze",
+        "the gate is none of ours and also reads aten.ge.Scalar",
     ),
     "a bias of another dtype": (
         _bias_of_another_dtype,
