@@ -68,7 +68,8 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
         return len(shape) == 3 and dims in ([1], [-2]) and _is(shape[1], indices.top_k) and not keeps_dim
     if user.target is aten.index_add.default:
         into, dim, index, added = args(user)[:4]
-        return dim == 0 and added is rows and _is_zero(into) and indices.are_tokens(index, order)
+        is_plain = dim == 0 and added is rows and not user.kwargs
+        return is_plain and _is_zero(into) and indices.are_tokens(index, order)
     if user.target is aten.scatter_add.default:
         into, dim, index, added = args(user)
         row = row_index(index)

@@ -101,9 +101,9 @@ def unmasked(node: Node, indices: Indices) -> Node | None:
 
 
 def operand(node: Node, other: Node) -> Node | None:
-    """The operand of a binary operator that is not `other`; None for a number."""
+    """The operand of a binary operator that is not `other`; None for a number, or where `alpha` multiplies one."""
     rest = [each for each in args(node) if each is not other]
-    return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) else None
+    return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) and not node.kwargs else None
 
 
 def only_user(node: Node) -> Node | None:

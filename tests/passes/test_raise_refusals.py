@@ -27,10 +27,6 @@ from tests.passes.stock import (
 )
 
 
-def _weights_of(x, router):
-    return softmax_router(F.linear(x, router))
-
-
 def left(function, *args):
     """Why a layer stays; and that its graph does, to the letter."""
     result = rewrite(function, *args, passes=(RaiseExperts(),))
@@ -154,7 +150,7 @@ GATHERED_OTHERS = {
     "a product with rows of other tokens": (
         {
             "sum": lambda out, weights: _multiplied(
-                weights.unsqueeze(1), out.view(TOP_K, -1, HIDDEN).transpose(0, 1)
+                weights.unsqueeze(1), out.float().view(TOP_K, -1, HIDDEN).transpose(0, 1)
             )
         },
         "reads what experts give, not a weighted sum",
@@ -191,7 +187,7 @@ def _best(x, router, w13, w2):
 
 def _shared(x, router, w13, w2):
     """`einsums`, gate and up at once, of tokens [T, 1, H]."""
-    weights, ids = _weights_of(x[:, 0], router)
+    weights, ids = softmax_router(F.linear(x[:, 0], router))
     stacked = w13[ids].reshape(-1, TOP_K * 2 * stock.INTERMEDIATE, HIDDEN).transpose(1, 2)
     activated = swiglu(torch.bmm(x, stacked).view(-1, TOP_K, 2 * stock.INTERMEDIATE))
     out = torch.einsum("tei,tehi->teh", activated, w2[ids])
@@ -199,7 +195,7 @@ def _shared(x, router, w13, w2):
 
 
 def _two_inputs(x, router, w13, w2):
-    weights, ids = _weights_of(x, router)
+    weights, ids = softmax_router(F.linear(x, router))
     order, offsets = stock.sorted_slots(ids)
     w1, w3 = w13.transpose(-2, -1).chunk(2, dim=-1)
     gate = torch._grouped_mm(x[order // TOP_K], w1.contiguous(), offsets)
@@ -214,7 +210,7 @@ def _offsets_from_outside(x, offsets, order, w13, w2):
 
 
 def _bias_of_another_dtype(x, router, w13, w2):
-    weights, ids = _weights_of(x, router)
+    weights, ids = softmax_router(F.linear(x, router))
     order, offsets = stock.sorted_slots(ids)
     bias = torch.ones(EXPERTS, 2 * stock.INTERMEDIATE, dtype=torch.float64)[ids.reshape(-1)[order]]
     gate_up = torch._grouped_mm(x[order // TOP_K], w13.transpose(-2, -1), offsets) + bias
@@ -280,17 +276,20 @@ def test_no_experts_for_a_token():
     assert len(left(_from_ids, x, *_ids(9, 1), w13, w2)) == 1  # one expert for a token: nothing is repeated
 
 
-def test_a_bias_of_other_rows_stays():
-    def biased(*inputs):
+@pytest.mark.parametrize("is_sorted, alpha", [(False, 1), (True, 2)])
+def test_a_bias_of_other_rows_or_twice_stays(is_sorted, alpha):
+    def biased(x, router, w13, w2):
         known = {}
 
         def order_of(ids):
-            known["bias"] = torch.ones(EXPERTS, 2 * stock.INTERMEDIATE).cumsum(0).bfloat16()[ids.reshape(-1)]
-            return stock.sorted_slots(ids)
+            order, offsets = stock.sorted_slots(ids)
+            known["experts"] = ids.reshape(-1)[order] if is_sorted else ids.reshape(-1)
+            return order, offsets
 
-        return grouped_with(order=order_of, gate=lambda gate_up, rows: swiglu(gate_up + known["bias"]))(
-            *inputs
-        )
+        def gate(gate_up, rows):
+            return swiglu(torch.add(gate_up, w13[:, 0][known["experts"]], alpha=alpha))
+
+        return grouped_with(order=order_of, gate=gate)(x, router, w13, w2)
 
     assert left(biased, *layer(9)) == ["the gate also reads aten.index.Tensor"]
 
@@ -298,6 +297,7 @@ def test_a_bias_of_other_rows_stays():
 NO_SUMS = {
     "index_add to what is there": lambda into, tokens, out: (into + 1).index_add(0, tokens, out),
     "index_add to other tokens": lambda into, tokens, out: into.index_add(0, (tokens + 1) % 9, out),
+    "index_add of twice": lambda into, tokens, out: into.index_add(0, tokens, out, alpha=2),
     "index_put to what is there": lambda into, tokens, out: (into + 1).index_put((tokens,), out, True),
     "index_put of the last": lambda into, tokens, out: into.index_put((tokens,), out),
     "scatter_add to what is there": lambda into, tokens, out: (into + 1).scatter_add(
@@ -312,7 +312,7 @@ NO_SUMS = {
 @pytest.mark.parametrize("what", NO_SUMS)
 def test_a_sum_that_is_none_stays(what):
     def finish(out, inverse, x, order):
-        return NO_SUMS[what](torch.zeros_like(x, dtype=out.dtype), order // TOP_K, out)
+        return NO_SUMS[what](torch.zeros_like(x), order // TOP_K, out.to(x.dtype))
 
     (reason,) = left(grouped_with(finish=finish), *layer(9))
     assert "reads what experts give, not a weighted sum" in reason
