@@ -54,9 +54,9 @@ def prefers_gemv(num_tokens: int, top_k: int, num_experts: int) -> bool:
 
 
 def _distinct_share(num_tokens: int, top_k: int, num_experts: int) -> float:
-    """How many experts the slots of these tokens hit, by slots, if all are chosen alike."""
+    """How many experts the slots of these tokens hit, by slots, if all are chosen alike; no slots share none."""
     distinct = num_experts * (1.0 - (1.0 - min(top_k / num_experts, 1.0)) ** num_tokens)
-    return distinct / (num_tokens * top_k)
+    return distinct / (num_tokens * top_k) if num_tokens else 1.0
 
 
 def takes_turns(args: Any) -> bool:
