@@ -16,6 +16,7 @@ from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
+from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
 from inductor_passes.graph_tools import find
@@ -32,6 +33,7 @@ from inductor_passes.raising import RaiseExperts, RaiseRouters
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
     FuseRoutingDispatch(),
+    FuseFormula(),
     FuseGatherGemmActivation(),
     FuseGemmCombine(),
     CollapseMoE(),
