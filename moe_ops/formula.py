@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -73,9 +74,12 @@ class OperandLayout(NamedTuple):
     offset: int
     per_column: int
 
-    def size(self, num_experts: int, features: int) -> int:
-        """How many elements the tensor has at least."""
-        return self.offset + self.per_expert * (num_experts - 1) + self.per_column * max(features - 1, 0) + 1
+    def fits(self, shape: Sequence[int], num_experts: int, features: int) -> bool:
+        """Whether a tensor is read within its bounds: [E, ...], each expert within its own, or one for all."""
+        last = self.offset + self.per_column * max(features - 1, 0)
+        if not self.per_expert:
+            return last < prod(shape)
+        return list(shape[:1]) == [num_experts] and prod(shape[1:]) == self.per_expert > last
 
 
 @dataclass(frozen=True, slots=True)

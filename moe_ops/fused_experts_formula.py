@@ -11,7 +11,7 @@ from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.formula import Formula
 from moe_ops.fused_experts import check_experts, check_routed, fake, layer_flops
-from moe_ops.gate import check_gate
+from moe_ops.gate import check_gate, launch
 from moe_ops.gather_gemm_formula import run_stages as run_first_half
 from moe_ops.grouped_gemm import product
 
@@ -32,7 +32,7 @@ def run_stages(args: FusedExpertsFormula) -> Tensor:
 
 
 def _cuda(args: FusedExpertsFormula) -> Tensor:
-    return fake(args) if args.hidden_states.shape[0] == 0 else _library.launch(args)
+    return fake(args) if args.hidden_states.shape[0] == 0 else launch(args)
 
 
 _library.define(FusedExpertsFormula, "Tensor", check=_check, cpu=run_stages, cuda=_cuda, fake=fake)

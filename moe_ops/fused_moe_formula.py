@@ -13,7 +13,7 @@ from moe_ops.formula import Formula
 from moe_ops.fused_experts import check_experts, fake, layer_flops
 from moe_ops.fused_experts_formula import run_stages as run_experts
 from moe_ops.fused_moe import check_placed_router
-from moe_ops.gate import check_gate
+from moe_ops.gate import check_gate, launch
 from moe_ops.types import RoutingConfig
 
 
@@ -30,7 +30,7 @@ def run_stages(args: FusedMoeFormula) -> Tensor:
 
 
 def _cuda(args: FusedMoeFormula) -> Tensor:
-    return fake(args) if args.hidden_states.shape[0] == 0 else _library.launch(args)
+    return fake(args) if args.hidden_states.shape[0] == 0 else launch(args)
 
 
 def _flops(shapes: Any) -> int:

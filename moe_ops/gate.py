@@ -5,12 +5,12 @@ Traced or eager it stands between the stages as the plain PyTorch that it is.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_ops import _checks
+from moe_ops import _checks, _library
 from moe_ops.activation import split_gate_up
 from moe_ops.arguments import Gate
 from moe_ops.errors import describe, type_error, value_error
@@ -52,7 +52,7 @@ def custom(function: GateFunction, per_expert: Sequence[Tensor], w13: Tensor, w2
 
 def apply_function(gate_up: Tensor, gate: Custom, features: int, expert_offsets: Tensor) -> Tensor:
     """[S, 2I or I] to [S, I]. Raises ValueError or TypeError for a function that gives anything else."""
-    values = gate_up.to(_checks.compute_dtype(gate_up.dtype))
+    values = _in_compute_dtype(gate_up, expert_offsets)
     columns = values.chunk(2, dim=1) if gate_up.shape[1] != features else (values,)
     rows: tuple[Tensor, ...] = ()
     if gate.per_expert:
@@ -63,6 +63,23 @@ def apply_function(gate_up: Tensor, gate: Custom, features: int, expert_offsets:
         type_error("activation returned {}: expected a torch.Tensor", describe(result))
     _checks.expect_shape("what activation returned", result, (gate_up.shape[0], features))
     return result.to(gate_up.dtype).contiguous()
+
+
+def _in_compute_dtype(gate_up: Tensor, expert_offsets: Tensor) -> Tensor:
+    """gate_up to compute a gate of. Rows of dropped slots are zeros, which have an infinite slope in some gates.
+
+    No gradient comes from such a row, but nothing times infinity is no number: there they are another row's values.
+    """
+    values = gate_up.to(_checks.compute_dtype(gate_up.dtype))
+    if not values.requires_grad:
+        return values
+    return torch.where(_is_kept(expert_offsets, values.shape[0]), values, values[:1].detach())
+
+
+def _is_kept(expert_offsets: Tensor, num_rows: int) -> Tensor:
+    """[S, 1] whether a row is an expert's, not of a dropped slot."""
+    rows = torch.arange(num_rows, dtype=expert_offsets.dtype, device=expert_offsets.device)
+    return (rows < expert_offsets[-1]).unsqueeze(1)
 
 
 def _of_rows(tensor: Tensor, expert: Tensor) -> Tensor:
@@ -78,12 +95,15 @@ def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
 
 
 def apply_formula(gate_up: Tensor, gate: Gate, expert_offsets: Tensor) -> Tensor:
-    """The definition of a captured gate: [S, 2I or I] to [S, I]."""
-    formula, values = Formula.from_spec(gate.formula), gate_up.to(_checks.compute_dtype(gate_up.dtype))
+    """The definition of a captured gate: [S, 2I or I] to [S, I], zeros for rows of dropped slots."""
+    formula, values = Formula.from_spec(gate.formula), _in_compute_dtype(gate_up, expert_offsets)
     columns = split_gate_up(values, formula) if formula.is_gated else (values, values)
-    expert = expert_of_rows(expert_offsets, gate_up.shape[0])
-    rows = formula.rows_of(gate.operands, expert, columns[0])
-    return formula(*columns, rows).to(gate_up.dtype)
+    rows = []
+    if gate.operands:
+        expert = expert_of_rows(expert_offsets, gate_up.shape[0])
+        rows = formula.rows_of(gate.operands, expert, columns[0])
+    result = formula(*columns, rows).to(gate_up.dtype)
+    return result.where(_is_kept(expert_offsets, gate_up.shape[0]), 0.0)
 
 
 def check_gate(gate: Gate, num_experts: int, features: int, x: Tensor) -> Formula:
@@ -97,14 +117,14 @@ def check_gate(gate: Gate, num_experts: int, features: int, x: Tensor) -> Formul
         name = f"operand{index}"
         _checks.expect_floating(name, operand)
         _checks.expect_same_device(x.device, "hidden_states", **{name: operand})
-        wanted = layout.size(num_experts if layout.per_expert else 1, features)
-        fits = operand.numel() == num_experts * layout.per_expert if layout.per_expert else True
-        if operand.numel() < wanted or not operand.is_contiguous() or not fits:
+        if not layout.fits(operand.shape, num_experts, features):
             value_error(
-                "{} has {} elements, strides {}: expected a contiguous tensor that {!r} can read",
-                name,
-                operand.numel(),
-                list(operand.stride()),
-                gate.formula,
+                "{} has shape {}: expected one that {!r} can read", name, list(operand.shape), gate.formula
             )
     return formula
+
+
+def launch(args: Any) -> Tensor:
+    """Runs the launches of an operator with a captured gate, whose kernels take dense tensors."""
+    dense = (each.contiguous() if isinstance(each, Tensor) else each for each in args.gate)
+    return _library.launch(args._replace(gate=Gate(*dense)))

@@ -3,7 +3,7 @@
     out[row] = formula(w13[e] @ hidden_states[sorted_slots[row] // K] + bias[e])
 
 A target of passes, which make the formula of what stands between two products, see `Formula`. It and the tensors it
-reads are applied to the float32 accumulator. Rows of dropped slots hold anything; the w2 product does not read them.
+reads are applied to the float32 accumulator. Rows of dropped slots are zeros.
 """
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import out_features
 from moe_ops.arguments import GatherGemmFormula
 from moe_ops.formula import Formula
-from moe_ops.gate import apply_formula, check_gate
+from moe_ops.gate import apply_formula, check_gate, launch
 from moe_ops.grouped_gemm import check_linear, check_offsets, product, product_flops
 from moe_ops.permute import check_slots, permute
 
@@ -39,7 +39,7 @@ def run_stages(args: GatherGemmFormula) -> Tensor:
 
 
 def _cuda(args: GatherGemmFormula) -> Tensor:
-    return _fake(args) if args.sorted_slots.shape[0] == 0 else _library.launch(args)
+    return _fake(args) if args.sorted_slots.shape[0] == 0 else launch(args)
 
 
 def _fake(args: GatherGemmFormula) -> Tensor:

@@ -67,7 +67,9 @@ CASES = {
     "relu2": Case(relu2, lambda x: (x * (x > 0)) ** 2, gated=False),
     "learned_scale": Case(
         learned_scale,
-        lambda g, u, s: torch.log(1 + torch.exp(g)) * u * (0.1 + 0.9 * (u > 0)) * s,
+        lambda g, u, s: (
+            torch.where(g > 20, g, torch.log(1 + torch.exp(g))) * torch.where(u > 0, u, u / 10) * s
+        ),
         ((EXPERTS,),),
     ),
     "learned_columns": Case(

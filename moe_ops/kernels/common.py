@@ -78,7 +78,7 @@ def activate(
     NAME: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The gate of an expert, in compute dtype. A formula also reads operands, at `columns` where `inside`."""
+    """The gate of an expert, in compute dtype. A formula reads operands at `columns`, and is 0 where not `inside`."""
     if NAME == "formula":
         value = captured(
             gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moe_ops.formula import MAX_OPERANDS, Formula
 from moe_ops.kernels.common import tanh_of
-from moe_ops.kernels.program import Ref
+from moe_ops.kernels.program import Ref, is_dense
 from moe_ops.types import Activation
 
 POINTERS = tuple(f"operand{index}_ptr" for index in range(MAX_OPERANDS))
@@ -92,7 +92,7 @@ def source(formula: Formula) -> str:
     for index, (operation, given) in enumerate(formula.steps):
         values = (name if name[0] in "guat" else _number(name) for name in given)
         lines.append(f"    t{index} = {_TRITON[operation].format(*values)}")
-    lines.append(f"    return {formula.result}")
+    lines.append(f"    return tl.where(inside, {formula.result}, 0.0)")
     return "\n".join(lines) + "\n"
 
 
@@ -104,9 +104,12 @@ def _number(text: str) -> str:
 
 
 def gate_of(args: Any) -> Activation | Formula:
-    """What the arguments of an operator on experts say of their gate."""
+    """What the arguments of an operator on experts say of their gate. Raises ValueError for operands with gaps."""
     if hasattr(args, "activation"):
         return Activation.from_spec(args.activation)
+    for index, operand in enumerate(args.gate.operands):
+        if not is_dense(operand):
+            raise ValueError(f"operand{index} has strides {operand.strides}: expected a contiguous tensor")
     return Formula.from_spec(args.gate.formula)
 
 
