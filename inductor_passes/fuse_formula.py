@@ -76,6 +76,7 @@ def _rewrite(graph: Graph, gemm: Node, log: PassLog) -> None:
     fused = replacement(graph, args, activated)
     inherit_meta(fused, gemm)  # the layer that it is of
     log.fuse("gather_gemm_formula", gemm, (gather, gemm, *between))
+    log.capture(formula.spec, gemm, between)
     activated.replace_all_uses_with(fused)
     erase_unread(graph, activated)
 

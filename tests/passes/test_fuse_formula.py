@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import inductor_passes
 import moe_ops
 from inductor_passes.pipeline import FUSIONS, RAISES
 from tests.gates import CASES, oracle, tensors
@@ -232,3 +233,15 @@ def test_a_stock_gate_with_a_mask():
     )
     exact = style(*(tensor.float() for tensor in inputs))
     assert relative_error(out, exact.double()) <= 2 * relative_error(style(*inputs), exact.double())
+
+
+def test_explain_shows_what_was_inlined_and_what_keeps_a_gate_out():
+    def layers(hidden, logits, w13, w2):
+        once = moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, lambda g, u: torch.tanh(g) * u)
+        return moe_ops.fused_moe(once, logits, w13, w2, ROUTING, lambda g, u: g.softmax(-1) * u)
+
+    with torch.no_grad():
+        report = inductor_passes.explain(layers, *inputs(tokens=40))
+    assert "gate inlined: halves; t0=tanh(gate); t1=mul(t0,up); t1" in str(report)
+    assert [each.kind for each in report.captured] == ["halves; t0=tanh(gate); t1=mul(t0,up); t1"]
+    assert any("is not elementwise over gate and up" in each.reason for each in report.refused)
