@@ -201,7 +201,7 @@ def _through(views: Sequence[View], shape: Shape, node: Node) -> Tensor:
     try:
         for view in reversed(views):
             shown = shown.expand(view) if isinstance(view, tuple) else _seen(view, shown)
-    except (RuntimeError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise Refusal(node, f"{describe(node)} is shown in a way that is no view: {error}") from error
     return shown
 

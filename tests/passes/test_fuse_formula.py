@@ -1,5 +1,7 @@
 """FuseFormula: any elementwise gate goes into the first product, and what does not says which node keeps it out."""
 
+import re
+
 import expecttest
 import pytest
 import torch
@@ -179,6 +181,10 @@ REFUSED = {
     ),
     "other columns": (lambda x, _: x[:, 1 : INTERMEDIATE + 1] * 2, "reads columns of gate_up by"),
     "two layouts": (lambda x, _: x[:, ::2] * x.chunk(2, 1)[1], "reads columns of gate_up by"),
+    "columns that are copied": (
+        lambda x, _: x.view(-1, 2, INTERMEDIATE).mT.reshape(x.shape).chunk(2, 1)[0],
+        "is shown in a way that is no view",
+    ),
     "columns in reverse": (lambda x, _: x.chunk(2, 1)[0].flip(1), "is not elementwise"),
     "no step": (lambda x, _: torch.atan2(*x.chunk(2, 1)), "is not elementwise over gate and up"),
     "a power": (lambda x, _: x.chunk(2, 1)[0].abs() ** 1.3, "is no step of a formula"),
@@ -192,6 +198,44 @@ def test_refuses_what_is_not_elementwise(name):
     between, reason = REFUSED[name]
     refused = _refusal(between)
     assert reason in refused.reason, refused
+
+
+def test_refuses_a_gate_of_other_columns():
+    given = inputs()
+    layer = _stages(lambda gate_up, plan: torch.tanh(gate_up[:, :4]))
+    result = rewrite(layer, *given[:3], given.w2[:, :, :4].contiguous())
+    assert result.reasons[0] == "the gate makes 4 columns of 16" and "permute" in result.ops()
+
+
+OTHER_TENSORS = {
+    "whole numbers": (torch.arange(INTERMEDIATE), "the gate reads the graph input .*, torch.int64 on cpu"),
+    "gaps": (torch.randn(INTERMEDIATE, 3)[:, 1], "the gate reads the graph input .*, torch.float32 on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_refuses_tensors_that_a_kernel_does_not_take(name):
+    tensor, reason = OTHER_TENSORS[name]
+    refused = _refusal(lambda x, _, more: torch.tanh(x.chunk(2, 1)[0]) * more, tensor)
+    assert re.fullmatch(reason, refused.reason)
+
+
+def test_refuses_a_number_that_is_a_symbol():
+    def scaled(gate_up, plan):
+        return gate_up.chunk(2, 1)[0] * gate_up.shape[0]
+
+    result = rewrite(_stages(scaled), *inputs(dynamic=True))
+    assert "no number that is known" in result.reasons[0] and "permute" in result.ops()
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_refuses_sizes_that_depend_on_data():
+    def chosen(hidden, logits, w13, w2):
+        rows = hidden[:, 0].nonzero().flatten()
+        return _layer(lambda g, u: torch.tanh(g) * u)(hidden[rows], logits[rows], w13, w2)
+
+    result = rewrite(chosen, *inputs())
+    assert any(reason.endswith("has a size that depends on data") for reason in result.reasons)
 
 
 def test_refuses_many_tensors_and_long_gates():
