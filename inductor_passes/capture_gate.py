@@ -6,7 +6,7 @@ or its up, and some elements of other tensors, which may depend on the expert an
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -156,7 +156,9 @@ class _Writer:
         per_row = 0 if source is None else shown.new_empty(shape).stride(0)
         if not _has_strides(shown, (per_row, shown.stride(1))):
             raise Refusal(node, f"{describe(node)} is another for each row, and not by its expert")
-        layout = OperandLayout(per_row, shown.storage_offset(), shown.stride(1) if shown.shape[1] > 1 else 0)
+        layout = OperandLayout(
+            per_row, int(shown.storage_offset()), shown.stride(1) if shown.shape[1] > 1 else 0
+        )
         return self._pointer(tensor, layout)
 
     def _pointer(self, tensor: Node, layout: OperandLayout) -> str:
@@ -272,7 +274,7 @@ def _operation(node: Node) -> _Write | None:
 
 
 def _name(node: Node) -> str:
-    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    name: str = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
     return _SAME_AS.get(name, name)
 
 
@@ -290,16 +292,8 @@ def _relu(step: Callable[..., str], given: Callable[[Any], str], node: Node) -> 
     return step("maximum", given(node.args[0]), "0.0")
 
 
-def _clamp(step: Callable[..., str], given: Callable[[Any], str], node: Node) -> str:
-    value, *limits = node.args
-    name = given(value)
-    for operation, limit in zip(("maximum", "minimum"), limits, strict=False):
-        name = name if limit is None else step(operation, name, given(limit))
-    return name
-
-
 def _pow(step: Callable[..., str], given: Callable[[Any], str], node: Node) -> str:
-    base, exponent = node.args
+    base, exponent = cast(tuple[Any, Any], node.args)
     name = given(base)
     if exponent in _ROOTS:
         return step(_ROOTS[exponent], name)
@@ -312,7 +306,7 @@ def _pow(step: Callable[..., str], given: Callable[[Any], str], node: Node) -> s
 
 
 _ROOTS: dict[Any, str] = {0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
-_SPECIAL: dict[str, _Write] = {"add": _sum, "sub": _sum, "relu": _relu, "clamp": _clamp, "pow": _pow}
+_SPECIAL: dict[str, _Write] = {"add": _sum, "sub": _sum, "relu": _relu, "pow": _pow}
 
 
 def _number(value: Any, node: Node) -> str:

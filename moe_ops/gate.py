@@ -126,5 +126,6 @@ def check_gate(gate: Gate, num_experts: int, features: int, x: Tensor) -> Formul
 
 def launch(args: Any) -> Tensor:
     """Runs the launches of an operator with a captured gate, whose kernels take dense tensors."""
-    dense = (each.contiguous() if isinstance(each, Tensor) else each for each in args.gate)
-    return _library.launch(args._replace(gate=Gate(*dense)))
+    *operands, formula = args.gate
+    dense = (None if each is None else each.contiguous() for each in operands)
+    return _library.launch(args._replace(gate=Gate(*dense, formula=formula)))
