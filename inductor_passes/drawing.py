@@ -20,6 +20,7 @@ _OURS = {
     **dict.fromkeys(
         ("routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_experts", "fused_moe"), "fused"
     ),
+    **dict.fromkeys(("gather_gemm", "act_gemm_combine"), "fused"),
     **dict.fromkeys(("topk_routing", "build_dispatch", "map_replicas", "map_and_record"), "routing"),
     **dict.fromkeys(("grouped_gemm", "batched_gemm"), "product"),
     **dict.fromkeys(("permute", "combine"), "move"),

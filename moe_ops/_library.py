@@ -154,6 +154,15 @@ def call(arguments: Any) -> Any:
     return errors.invoke(operator.overload, *values)
 
 
+def has_backward(arguments: Any) -> bool:
+    """Whether what a compiler traces of these arguments will have a backward; exported programs run without one."""
+    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return False
+    operator = OPERATORS[type(arguments)]
+    values = operator.flatten(arguments)
+    return any(values[index] is not None and values[index].requires_grad for index, _, _ in operator.tensors)
+
+
 def launch(arguments: Any) -> Any:
     """Runs the Triton launches of the operator that takes `arguments`, on a GPU."""
     from moe_ops.kernels import plans
