@@ -28,8 +28,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols, statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
@@ -38,42 +38,15 @@ except ImportError:  # torch 2.11
     InferenceAwareGraphPass = CustomGraphPass
 
 __all__ = [
-    "CustomGraphPass",
-    "InferenceAwareGraphPass",
-    "cache_hits",
-    "call_when_compiled",
-    "called_op",
-    "call_with_is_inference",
-    "compile_fx",
-    "compile_id",
-    "detect_fake_mode",
-    "fresh_code",
-    "graph_breaks",
-    "inductor_option_names",
-    "is_cudagraph_unsafe_fx_node",
-    "kernel_constants",
-    "kernel_index",
-    "kernel_name",
-    "maybe_mark_dynamic",
-    "mode_table",
-    "op_body",
-    "POST_GRAD_SLOT",
-    "post_grad_backend",
-    "post_grad_slot",
-    "post_grad_slot_and_covered",
-    "preserved_dynamo_state",
-    "real_tensors",
-    "same_size",
-    "size_hint",
-    "stable_topological_sort",
-    "statically_known_true",
-    "trace",
-    "triton_launch",
-    "uncompiled",
-    "watch_post_grad_slot",
-    "with_launch_options",
+    "cache_hits", "call_when_compiled", "call_with_is_inference", "called_op", "compile_fx", "compile_id",
+    "CustomGraphPass", "detect_fake_mode", "fresh_code", "functional_trace", "graph_breaks",
+    "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "kernel_constants",
+    "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body", "post_grad_backend",
+    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "slot_and_covered", "preserved_dynamo_state",
+    "real_tensors", "same_size", "size_hint", "stable_topological_sort", "statically_known_true", "trace",
+    "traced_node", "traced_nodes", "depends_on_data", "AUTOCAST_CALLS", "autocast_left_as_it_is", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
     "written_arguments",
-]
+]  # fmt: skip
 
 
 def mode_table() -> dict[str, dict[str, Any]]:
@@ -86,17 +59,20 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(torch._inductor.list_options())
 
 
-# The slot our pass sits in
+# The slots our passes sit in
 
-POST_GRAD_SLOT = "post_grad_custom_pre_pass"
-_COVERED: ContextVar[tuple[Any, ...]] = ContextVar("values of the slot that later ones cover", default=())
+POST_GRAD_SLOT, PRE_GRAD_SLOT = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
+_COVERED: dict[str, ContextVar[tuple[Any, ...]]] = {
+    slot: ContextVar(f"values of {slot} that later ones cover", default=())
+    for slot in (POST_GRAD_SLOT, PRE_GRAD_SLOT)
+}
 
 
 @lru_cache(maxsize=1)
-def watch_post_grad_slot() -> None:
-    """Remembers from now on which value each new value of the slot covers.
+def watch_slots() -> None:
+    """Remembers from now on which value each new value of the slots covers.
 
-    `torch.compile(options=...)` patches the slot around a compile, and Inductor has no way to ask for what the user
+    `torch.compile(options=...)` patches a slot around a compile, and Inductor has no way to ask for what the user
     has there underneath. Every change goes through `__setattr__` of the config module's own class; a patch that ends
     puts the old value back from its `__exit__`.
     """
@@ -104,10 +80,11 @@ def watch_post_grad_slot() -> None:
     set_plainly = config_class.__setattr__
 
     def set_and_remember(config: Any, name: str, value: Any) -> None:
-        if name == POST_GRAD_SLOT:
-            covered = _COVERED.get()
+        if name in _COVERED:
+            covered = _COVERED[name].get()
             ends_patch = sys._getframe(1).f_code.co_name == "__exit__"
-            _COVERED.set(covered[:-1] if ends_patch else (*covered, post_grad_slot())[-_MOST_COVERED:])
+            now = covered[:-1] if ends_patch else (*covered, getattr(inductor_config, name))
+            _COVERED[name].set(now[-_MOST_COVERED:])
         set_plainly(config, name, value)
 
     config_class.__setattr__ = set_and_remember
@@ -116,14 +93,9 @@ def watch_post_grad_slot() -> None:
 _MOST_COVERED = 32  # plain assignments cover a value for good: the oldest are forgotten
 
 
-def post_grad_slot() -> Any:
-    """What is in the slot now: None, a pass, or (torch 2.13) several."""
-    return inductor_config.post_grad_custom_pre_pass
-
-
-def post_grad_slot_and_covered() -> tuple[Any, ...]:
-    """What is in the slot now, then what that covers, and so on down."""
-    return (post_grad_slot(), *reversed(_COVERED.get()))
+def slot_and_covered(slot: str) -> tuple[Any, ...]:
+    """What is in a slot now (None, a pass, or in torch 2.13 several), then what that covers, and so on down."""
+    return (getattr(inductor_config, slot), *reversed(_COVERED[slot].get()))
 
 
 def call_with_is_inference(
@@ -160,6 +132,59 @@ def trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.Graph
     mode = detect_fake_mode(values)
     with mode if mode is not None else contextlib.nullcontext():
         return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*values)
+
+
+def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
+    """As `trace`, without gradients and with what changes in place made functional.
+
+    Backends compile under a fake mode other than the one that Dynamo traced with, so tensors are made anew in that.
+    """
+    mode = detect_fake_mode(()) or detect_fake_mode(values)
+    with torch.no_grad(), mode if mode is not None else contextlib.nullcontext():
+        fresh = [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
+        return trace(torch.func.functionalize(function), fresh)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def traced_node(value: Any) -> torch.fx.Node | None:
+    """Inside a `functional_trace`: the node that gave `value` as it is now; None for what is no traced tensor."""
+    if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
+        return None
+    torch._sync(value)
+    mode, inner = get_proxy_mode(), torch._from_functional_tensor(value)
+    slot = None if mode is None else get_proxy_slot(inner, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def traced_nodes() -> Iterator[torch.fx.Node]:
+    """Inside a `functional_trace`: all nodes so far, the last one first."""
+    mode: Any = get_proxy_mode()
+    return reversed(mode.tracer.graph.nodes)
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a value, or a size of it, is known at run time only."""
+    return isinstance(value, torch.Tensor | torch.SymInt) and bool(free_unbacked_symbols(value))
+
+
+AUTOCAST_CALLS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+"""How a region under `torch.autocast` begins and ends in a Dynamo graph."""
+
+
+@contextlib.contextmanager
+def autocast_left_as_it_is() -> Iterator[None]:
+    """A region that something inside enters and does not leave ends here."""
+    devices = ("cpu", "cuda")
+    before = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices]
+    try:
+        yield
+    finally:
+        for device, (is_enabled, dtype) in zip(devices, before, strict=True):
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
 
 
 # Triton launches as graph nodes
@@ -245,10 +270,10 @@ def cache_hits() -> int:
 OnGraph = Callable[[torch.fx.GraphModule, Sequence[Any]], None]
 
 
-def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
+def post_grad_backend(on_graph: OnGraph, before_autograd: Any = None) -> Callable[..., Any]:
     """A backend that shows every graph as our pass would get it, generates no code and runs the ATen graph.
 
-    Caches are off, so a graph compiled before is traced again.
+    `before_autograd` is the pass of the other slot. Caches are off, so a graph compiled before is traced again.
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -257,7 +282,7 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch({"force_disable_caches": True, PRE_GRAD_SLOT: before_autograd}):
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
     return backend

@@ -13,7 +13,7 @@ from inductor_passes.raising.experts import product_layers
 
 _WHOLE_LAYERS = ("fused_experts", "fused_moe")
 _DISPATCHES = ("build_dispatch", "routing_dispatch")
-_LAST_STAGES = ("combine", "gemm_combine", *_WHOLE_LAYERS)
+_LAST_STAGES = ("combine", "gemm_combine", "act_gemm_combine", *_WHOLE_LAYERS)
 
 
 @dataclass
