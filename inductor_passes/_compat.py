@@ -44,7 +44,7 @@ __all__ = [
     "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body", "post_grad_backend",
     "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "slot_and_covered", "preserved_dynamo_state",
     "real_tensors", "same_size", "size_hint", "stable_topological_sort", "statically_known_true", "trace",
-    "traced_node", "traced_nodes", "depends_on_data", "AUTOCAST_CALLS", "autocast_left_as_it_is", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
+    "traced_node", "gradients_on_after", "traced_nodes", "depends_on_data", "AUTOCAST_CALLS", "autocast_left_as_it_is", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
     "written_arguments",
 ]  # fmt: skip
 
@@ -168,6 +168,15 @@ def traced_nodes() -> Iterator[torch.fx.Node]:
 def depends_on_data(value: Any) -> bool:
     """Whether a value, or a size of it, is known at run time only."""
     return isinstance(value, torch.Tensor | torch.SymInt) and bool(free_unbacked_symbols(value))
+
+
+def gradients_on_after(node: torch.fx.Node, are_on: bool) -> bool:
+    """Whether gradients are on behind a node of a Dynamo graph, in front of which they are or not."""
+    if node.target is torch._C._set_grad_enabled:
+        return bool(node.args[0])
+    if node.target is torch.autograd.grad_mode._enter_inference_mode:
+        return not node.args[0] and are_on
+    return are_on
 
 
 AUTOCAST_CALLS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)

@@ -29,13 +29,25 @@ class Image(NamedTuple):
 
     graph: Graph
     made: dict[Node, Node]
-    """The node of the Dynamo graph that holds what a node here gives, and that nothing changes later."""
+    """The node of the Dynamo graph that holds what a node here gives, once that is computed, and to the end."""
+    ambiguous: set[Node]
+    """What the Dynamo graph holds twice, once with a gradient and once without."""
     sources: dict[Node, Node]
     """The node of the Dynamo graph whose call a node here is part of."""
     reads: dict[tuple[Node, Node], Node]
     """For a node of the Dynamo graph and one that it reads: what that gives here, as it was when it was read."""
     final: dict[Node, Node]
     """What a node of the Dynamo graph holds in the end."""
+    with_gradients: set[Node]
+    """The nodes of the Dynamo graph whose values have a gradient."""
+
+    def stops_gradients(self, node: Node) -> bool:
+        """Whether something that has a gradient goes into a node of the Dynamo graph, and nothing with one comes out."""
+        return _stops_gradients(node, self.with_gradients)
+
+
+def _stops_gradients(node: Node, with_gradients: set[Node]) -> bool:
+    return node not in with_gradients and not with_gradients.isdisjoint(node.all_input_nodes)
 
 
 def image_of(graph: Graph) -> Image:
@@ -54,14 +66,13 @@ class _Tracing:
     def __init__(self, graph: Graph, traced: set[Node], inputs: list[Node]) -> None:
         self.graph, self.traced, self.inputs = graph, traced, inputs
         self.reads: dict[tuple[Node, Node], Node] = {}
-        self.first: dict[Node, Node] = {}
         self.last: dict[Node, Node] = {}
         self.sources: dict[Node, Node] = {}
+        self.with_gradients = with_gradients(graph)
 
     def compute(self, *values: Any) -> list[Any]:
         """What nodes read that are not traced: the outputs of the image."""
         known = dict(zip(self.inputs, values, strict=True))
-        self.first.update(_images(known))
         self.sources.update(dict.fromkeys(_compat.traced_nodes()))  # of no call
         outputs: list[Any] = []
         with _compat.autocast_left_as_it_is():
@@ -73,7 +84,6 @@ class _Tracing:
                     continue
                 with set_current_meta(node):
                     known[node] = _run(node, known)
-                self.first.update(_images({node: known[node]}))
                 fresh = itertools.takewhile(lambda each: each not in self.sources, _compat.traced_nodes())
                 self.sources.update(dict.fromkeys([*fresh], node))
         self.last.update(_images(known))
@@ -81,16 +91,20 @@ class _Tracing:
 
     def image(self, graph: Graph) -> Image:
         """The image, once it is traced."""
-        same = _without_repeated_views(graph)
-        first, final, reads = (
+        stopping = {found for found, node in self.sources.items() if node and _stops_gradients(node, self.with_gradients)}
+        same = _without_repeated_views(graph, stopping)
+        final, reads = (
             {key: same.get(found, found) for key, found in found_for.items()}
-            for found_for in (self.first, self.last, self.reads)
+            for found_for in (self.last, self.reads)
         )
-        made: dict[Node, Node] = {}
-        for node, found in first.items():
-            if final[node] is found:
-                made.setdefault(found, node)
-        return Image(graph, made, self.sources, reads, final)
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
+        made = {found: node for node, found in zip(self.inputs, placeholders, strict=True) if _is_size(node)}
+        ambiguous: set[Node] = set()
+        for node, found in final.items():
+            other = made.setdefault(found, node)
+            if (other in self.with_gradients) != (node in self.with_gradients):
+                ambiguous.add(found)
+        return Image(graph, made, ambiguous, self.sources, reads, final, self.with_gradients)
 
 
 def _images(values: dict[Node, Any]) -> dict[Node, Node]:
@@ -98,13 +112,14 @@ def _images(values: dict[Node, Any]) -> dict[Node, Node]:
     return {node: image for node, image in found if image is not None}
 
 
-def _without_repeated_views(graph: Graph) -> dict[Node, Node]:
+def _without_repeated_views(graph: Graph, stopping: set[Node]) -> dict[Node, Node]:
     """Shows a tensor in one way once: functional code shows it anew whenever it may have changed in place."""
     seen: dict[Any, Node] = {}
     same: dict[Node, Node] = {}
     for node in graph.nodes:
         if node.target in _VIEWS:
-            first = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            key = (node.target, str(node.args), str(node.kwargs), node in stopping)
+            first = seen.setdefault(key, node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 same[node] = first
@@ -135,6 +150,10 @@ def _traced(graph: Graph) -> Iterator[Node]:
         if _is_looked_into(node) and all(each in known or _has_value(each) for each in node.all_input_nodes):
             known.add(node)
             yield node
+
+
+def _is_size(node: Node) -> bool:
+    return not isinstance(node.meta[VALUE], Tensor)
 
 
 def _has_value(node: Node) -> bool:
@@ -170,6 +189,31 @@ def _is_of_torch(target: Any) -> bool:
     if getattr(operator, name, None) is target or getattr(torch, name, None) is target:
         return True
     return module in _MODULES or target is getattr
+
+
+def with_gradients(graph: Graph) -> set[Node]:
+    """The nodes of a Dynamo graph whose values have a gradient.
+
+    A fake value does not say it all: of a view made where gradients are off it says what it says of the base.
+    """
+    found: set[Node] = set()
+    is_on = True
+    for node in graph.nodes:
+        is_on = _compat.gradients_on_after(node, is_on)
+        value, inputs = node.meta.get(VALUE), node.all_input_nodes
+        may_have = not isinstance(value, Tensor) or value.requires_grad
+        if is_on and may_have and (not inputs or not found.isdisjoint(inputs)):
+            found.add(node)
+            if inputs and _changes_its_input(node):
+                found.add(inputs[0])
+    return found
+
+
+def _changes_its_input(node: Node) -> bool:
+    """Whether a call changes the first tensor that it is given, as names say: `add_`, `setitem`, `iadd`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_operator = getattr(operator, name, None) is node.target
+    return name.partition(".")[0].endswith("_") or (is_operator and (name == "setitem" or name[0] == "i"))
 
 
 def reads_of(image: Image, node: Node) -> Iterable[tuple[Node, Node]]:

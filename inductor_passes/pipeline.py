@@ -190,8 +190,10 @@ def is_training(graph: Graph) -> bool:
 def _refuse_training(graph: Graph, log: PassLog) -> None:
     """Tells which layers run as the halves that save least, and refuses what would be fused of the others."""
     halves = {layer_of(node): node for node in find(graph, "act_gemm_combine")}
-    for node in halves.values():
-        log.fuse("act_gemm_combine", node, (node,))
+    told = {each.layer for each in log.fused}
+    for layer, node in halves.items():
+        if layer not in told:
+            log.fuse("act_gemm_combine", node, (node,))
     layers: dict[str, str] = {}
     for node in graph.nodes:
         if LAYER_KEY in node.meta and layer_of(node) not in halves:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _compat, compile_log
-from inductor_passes.base import LOGGER, PassLog, Refusal
+from inductor_passes.base import LOGGER, PassLog, Refusal, layer_of
 from inductor_passes.cache_key import own_key, source_hash
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_for_backward import FuseForBackward
@@ -90,20 +90,22 @@ def raise_layers(graph: Graph) -> PassLog | None:
     except Exception as error:  # whatever a model calls: then it trains as it is
         LOGGER.warning("a training graph is not looked into: %r", error)
         return None
-    layers = product_layers(image.graph)
-    return _raised(graph, image, [each.node for layer in layers for each in layer]) if layers else None
+    products = [each.node for layer in product_layers(image.graph) for each in layer]
+    return _raised(graph, image, products) if products else None
 
 
 def _raised(graph: Graph, image: Image, products: list[Node]) -> PassLog:
-    before, log = inputs_of(image.graph), run_passes(image.graph, (), PassLog())
-    transplant = Transplant(graph, image, before)
+    transplant, log = Transplant(graph, image, inputs_of(image.graph)), PassLog()
     run_passes(image.graph, _BEFORE_AUTOGRAD, log)
-    try:
-        transplant.commit(node for node in products if node._erased)
-    except Refusal as refusal:
-        log.raised.clear()
-        for product in products:
-            log.refuse(refusal, product)
+    for refusal, node in transplant.commit():
+        log.refuse(refusal, node)
+    refused = {each.layer for each in log.refused}
+    raised = [node for node in products if node._erased and layer_of(node) not in refused]
+    for product in transplant.still_read(raised):
+        transplant.take_back()
+        log.refuse(Refusal(product, "something else also reads a product of the experts"), product)
+        refused.update(each.layer for each in log.raised)
+    log.raised[:] = [each for each in log.raised if each.layer not in refused]
     log.fused.clear()  # seen, and told, behind autograd
     return log
 

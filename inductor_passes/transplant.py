@@ -5,6 +5,7 @@ Nothing is taken away: what nobody reads any more AOTAutograd drops, and what ch
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe, inherit_meta, is_moe_op
 from inductor_passes.image import VALUE, Image, reads_of
 from inductor_passes.raising.evaluation import is_plain
+from inductor_passes.raising.views_of_rows import aten, prims
 
 Inputs = dict[Node, list[Node]]
 """What each node of an image reads."""
@@ -32,29 +34,38 @@ def _arguments(node: Node) -> list[Node]:
 
 
 class Transplant:
-    """Puts what replaced nodes of `image` into `graph`; `before` is `inputs_of` the image as it was traced.
-
-    Raises:
-        Refusal: `commit` found that something cannot come back. The graph is as it was.
-    """
+    """Puts what replaced nodes of `image` into `graph`; `before` is `inputs_of` the image as it was traced."""
 
     def __init__(self, graph: Graph, image: Image, before: Inputs) -> None:
         self.graph, self.image, self.before = graph, image, before
         self.order = {node: index for index, node in enumerate(graph.nodes)}
         self.copies: dict[Node, Node] = {}
         self.leaves: set[Node] = set()
-        self.changed: list[tuple[Node, tuple[object, ...]]] = []
+        self.changed: list[tuple[Node, tuple[Any, Any]]] = []
 
-    def commit(self, products: Iterable[Node]) -> None:
-        """Writes everything; `products` are those of the image that must not be computed any more."""
-        try:
-            replaced = {old: new for old, new in self._replaced() if reads_of(self.image, old)}
-            for old in sorted(replaced, key=lambda each: self.order[self.image.sources[each]]):
+    def commit(self) -> list[tuple[Refusal, Node]]:
+        """Writes what can be written. For each node of the image whose place keeps what it had: why, and the new node."""
+        replaced = {old: new for old, new in self._replaced() if reads_of(self.image, old)}
+        refused: list[tuple[Refusal, Node]] = []
+        for old in sorted(replaced, key=lambda each: self.order[self.image.sources[each]]):
+            copies, changed = len(self.copies), len(self.changed)
+            try:
                 self._replace(old, replaced[old])
-            self._expect_unread(self.image.sources[node] for node in products)
-        except Refusal:
-            self._take_back()
-            raise
+            except Refusal as refusal:
+                self.take_back(copies, changed)
+                refused.append((refusal, replaced[old]))
+        return refused
+
+    def still_read(self, products: Iterable[Node]) -> list[Node]:
+        """Which products of the image the Dynamo graph still needs."""
+        read: set[Node] = set()
+        pending = [node for node in self.graph.nodes if node.op == "output" or _acts(node)]
+        while pending:
+            node = pending.pop()
+            if node not in read:
+                read.add(node)
+                pending.extend(node.all_input_nodes)
+        return [product for product in products if self.image.sources[product] in read]
 
     def _replaced(self) -> Iterator[tuple[Node, Node]]:
         """(node, what is in its place), where the Dynamo graph sees it."""
@@ -87,20 +98,27 @@ class Transplant:
 
     def _written(self, node: Node, place: Node) -> Node:
         """The node of the Dynamo graph that holds what `node` of the image gives, written where there is none."""
+        if node in self.image.ambiguous:
+            raise Refusal(place, f"{describe(node)} is there with a gradient and without")
         held = self.image.made.get(node) if self._is_as_traced(node) else None
-        if held is not None and self.order[held] < self.order[place]:
+        if held is not None and self._is_before(held, place) and self._is_before(self.image.sources.get(node), place):
             self.leaves.add(node)
             return held
         if node not in self.copies:
-            if node.op != "call_function" or not (is_moe_op(node) or is_plain(node)):
+            if node.op != "call_function" or not (is_moe_op(node) or _has_derivative(node)):
                 raise Refusal(place, f"{describe(node)} cannot be computed again")
             for each in node.all_input_nodes:
                 self._written(each, place)
             copy = self.graph.node_copy(node, lambda each: self._written(each, place))
+            if copy.target is prims.convert_element_type.default:  # which has no derivative
+                copy.target, copy.args, copy.kwargs = aten._to_copy.default, copy.args[:1], {"dtype": copy.args[1]}
             inherit_meta(copy, node)
             copy.meta[VALUE] = node.meta.get("val")
             self.copies[node] = copy
         return self.copies[node]
+
+    def _is_before(self, node: Node | None, place: Node) -> bool:
+        return node is None or self.order[node] < self.order[place]
 
     def _is_as_traced(self, node: Node) -> bool:
         return self.before.get(node) == _arguments(node) or node.op == "placeholder"
@@ -114,41 +132,28 @@ class Transplant:
                 continue
             seen.add(node)
             source = self.image.sources.get(node)
-            if source is not None and _stops_gradients(source):
+            if source is not None and self.image.stops_gradients(source):
                 raise Refusal(source, f"gradients stop at {source.name}")
             pending += self.before.get(node, [])
 
-    def _expect_unread(self, products: Iterable[Node]) -> None:
-        read, pending = set(), [node for node in self.graph.nodes if node.op == "output" or _acts(node)]
-        while pending:
-            node = pending.pop()
-            if node not in read:
-                read.add(node)
-                pending.extend(node.all_input_nodes)
-        for product in products:
-            if product in read:
-                raise Refusal(product, f"{product.name} is also read by something else")
+    def take_back(self, copies: int = 0, changed: int = 0) -> None:
+        """Undoes what came after so many copies and changed readers; by default everything."""
+        while len(self.changed) > changed:
+            node, (args, kwargs) = self.changed.pop()
+            node.args, node.kwargs = args, kwargs
+        while len(self.copies) > copies:
+            self.graph.erase_node(self.copies.popitem()[1])
 
-    def _take_back(self) -> None:
-        for node, (args, kwargs) in reversed(self.changed):
-            node.args, node.kwargs = args, kwargs  # type: ignore[assignment]
-        for copy in reversed(self.copies.values()):
-            self.graph.erase_node(copy)
+
+def _has_derivative(node: Node) -> bool:
+    """Whether a call gives the same when it is made again, and has a gradient where its inputs have one."""
+    return is_plain(node) and node.target is not aten.copy.default
 
 
 def _is_floating(value: object) -> bool:
     if isinstance(value, tuple | list):
         return any(map(_is_floating, value))
     return isinstance(value, Tensor) and value.dtype.is_floating_point
-
-
-def _stops_gradients(node: Node) -> bool:
-    """Whether something that has a gradient goes in, and what comes out has none."""
-    value = node.meta.get(VALUE)
-    if not isinstance(value, Tensor) or not _is_floating(value) or value.requires_grad:
-        return False
-    given = (each.meta.get(VALUE) for each in node.all_input_nodes)
-    return any(isinstance(each, Tensor) and each.requires_grad for each in given)
 
 
 def _acts(node: Node) -> bool:
