@@ -131,15 +131,20 @@ def gradients(
     <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
     (SonicMoE, arXiv 2512.14080).
     """
-    (gate_up, w2, offsets, topk_weights, slots, *_), to_weights, to_gate_up = args, None, None
+    (gate_up, w2, offsets, _, slots, *_), to_weights, to_gate_up = args, None, None
     grad_rows = permute(grad.contiguous(), slots)
-    scale = topk_weights.flatten()[slots].unsqueeze(1).to(grad_rows.dtype)
+    scale = _scale(args)
     if needs.topk_weights or needs.gate_up:
         back = input_gradient(grad_rows, w2, offsets)
         to_weights = _weights_gradient(back * activated, grad_rows, args) if needs.topk_weights else None
         to_gate_up = activation_gradient(back * scale, gate_up, args.activation) if needs.gate_up else None
     to_w2 = _scaled_gradient(grad_rows, activated, scale, offsets, needs.w2)
     return partial(ActGemmCombine, gate_up=to_gate_up, w2=to_w2, topk_weights=to_weights)
+
+
+def _scale(args: ActGemmCombine) -> Tensor:
+    """[S, 1]: the weight of each row, in the dtype of rows."""
+    return args.topk_weights.flatten()[args.sorted_slots].unsqueeze(1).to(args.gate_up.dtype)
 
 
 def _weights_gradient(products: Tensor, grad_rows: Tensor, args: ActGemmCombine) -> Tensor:

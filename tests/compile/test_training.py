@@ -1,17 +1,27 @@
 """What layers that train keep for their backward when compiled with our passes, and what they launch on a GPU."""
 
-import math
+import sys
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import inductor_passes
+import moe_ops
 from inductor_passes import _compat
 from inductor_passes.backend import moe_inductor
+from inductor_passes.lowerings import LaunchPrograms
+from inductor_passes.pipeline import MoEPasses
 from inductor_passes.training import RaiseForTraining
 from layers import MoEBlock, MoEConfig
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops import _autograd, records
+from moe_ops.arguments import (
+    ActGemmCombine,
+    ExpertWeights,
+    FusedExperts,
+    GatherGemm,
+    GroupedLinear,
+    Placement,
+)
 from moe_ops.fused_experts import run_halves
 from tests.compile.fake_cuda import compile_for_h200
 from tests.helpers import relative_error
@@ -132,10 +142,22 @@ def halves(hidden_states, w13, w2, weights, ids):
     return run_halves(FusedExperts(hidden_states, experts, weights, ids, Placement(), None, "silu"))
 
 
-def step(hidden_states, w13, w2, weights, ids, grad):
-    args = [each.requires_grad_() for each in (hidden_states, w13, w2, weights)]
-    with torch.enable_grad():
-        return torch.autograd.grad(halves(*args, ids), args, grad)
+def backward(hidden_states, w13, w2, weights, ids, grad):
+    """What autograd runs behind the two halves; on tensors that only claim to be on a GPU it cannot run itself."""
+    slots, inverse, offsets = moe_ops.build_dispatch(ids, w13.shape[0])
+    gate_up = grad.new_empty(ids.numel(), w13.shape[1])
+    up = GatherGemm(hidden_states, GroupedLinear(w13), slots, offsets)
+    down = ActGemmCombine(gate_up, GroupedLinear(w2), offsets, weights, slots, inverse, None, "silu")
+    weight = GroupedLinear(True, None)
+    needs = records.partial(ActGemmCombine, gate_up=True, w2=weight)
+    to_down = formulas(ActGemmCombine).backward(down, needs, grad)
+    needs = records.partial(GatherGemm, hidden_states=True, w13=weight)
+    to_up = formulas(GatherGemm).backward(up, needs, to_down.gate_up)
+    return to_up.hidden_states, to_up.w13.weight, to_down.w2.weight
+
+
+def formulas(record):
+    return _autograd._FORMULAS[record]
 
 
 def arguments(tokens):
@@ -148,7 +170,7 @@ def arguments(tokens):
     )  # fmt: skip
 
 
-GEMM, TILES = "grouped_gemm_tma_kernel", "tile_map"
+GEMM = "grouped_gemm_tma_kernel"
 
 
 def names(launches):
@@ -158,14 +180,18 @@ def names(launches):
 def test_on_a_gpu_the_forward_launches_two_products():
     compiled = compile_for_h200(lambda *args: halves(*args[:5]), arguments, tokens=512)
     launched = names(compiled.launches)
-    assert launched.count(GEMM) == 2 and not any("torch.ops.moe" in line for line in compiled.code.splitlines())
-    assert "_combine_kernel" in " ".join(launched)
+    assert launched == ["_tile_map_kernel", GEMM, "_activation_kernel", "_tile_map_kernel", GEMM, "_combine_kernel"]
+    called = [line for line in compiled.code.splitlines() if "= torch.ops.moe." in line]
+    assert len(called) == 1 and "build_dispatch" in called[0]
 
 
-def test_on_a_gpu_a_step_launches_each_product_once():
-    """Two products forward; two to what went in, two to weights backward. None is run again."""
-    compiled = compile_for_h200(step, arguments, tokens=512)
-    called = [line for line in compiled.code.splitlines() if "torch.ops.moe." in line and "= torch.ops" in line]
-    products = names(compiled.launches).count(GEMM) + sum("grouped_gemm.default" in line for line in called)
-    assert products == 4
+def test_on_a_gpu_the_backward_runs_no_product_again(monkeypatch):
+    """Two products to what went in and two to weights; none of those of the forward."""
+    module = sys.modules["moe_ops.act_gemm_combine"]
+    monkeypatch.setattr(module, "_scale", lambda args: args.gate_up.new_empty(args.gate_up.shape[0], 1))
+    products = MoEPasses((), (LaunchPrograms(),))  # not what is written out as indexing, which wants a real GPU
+    compiled = compile_for_h200(backward, arguments, tokens=512, graph_pass=products)
+    called = [line for line in compiled.code.splitlines() if "= torch.ops.moe." in line]
+    assert sum("grouped_gemm.default" in line for line in called) + names(compiled.launches).count(GEMM) == 2
     assert sum("grouped_gemm_weight_backward" in line for line in called) == 2
+    assert not any("gather_gemm" in line or "fused" in line for line in called)

@@ -64,7 +64,7 @@ CALLS = {
     "gather_gemm_act": (lambda x, w, b: moe_ops.gather_gemm_act(x, w, PLAN, "silu", b), [(3, 4), W13, B13]),
     "gather_gemm": (lambda x, w, b: moe_ops.gather_gemm(x, w, PLAN, b), [(3, 4), W13, B13]),
     "act_gemm_combine": (
-        lambda x, w, t, b, s: moe_ops.act_gemm_combine(x, w, t, PLAN, "silu", b, s),
+        lambda x, w, t, b, s: moe_ops.act_gemm_combine(x, w, t, moe_ops.build_dispatch(IDS, 3), "silu", b, s),
         [(6, W13[1]), W2, (3, 2), B2, (3, 4)],
     ),
     "gemm_combine": (
