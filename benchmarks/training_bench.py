@@ -91,7 +91,10 @@ def measure(cell: Cell, device: str, cell_ms: float) -> int:
         steps[name], kept[name] = lambda layer=layer: _step(layer, args), kept_bytes(layer, args)
     milliseconds = _time(list(steps.values()), device, cell_ms)
     for (name, size), took in zip(kept.items(), milliseconds, strict=True):
-        print(f"{cell.workload.name} T={cell.tokens} {name:20} {took:10.2f} ms {size / 2**20:10.2f} MiB", flush=True)
+        print(
+            f"{cell.workload.name} T={cell.tokens} {name:20} {took:10.2f} ms {size / 2**20:10.2f} MiB",
+            flush=True,
+        )
     return int(len(steps) < len(ways(cell.workload.top_k)))
 
 

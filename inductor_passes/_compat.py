@@ -38,13 +38,14 @@ except ImportError:  # torch 2.11
     InferenceAwareGraphPass = CustomGraphPass
 
 __all__ = [
-    "cache_hits", "call_when_compiled", "call_with_is_inference", "called_op", "compile_fx", "compile_id",
-    "CustomGraphPass", "detect_fake_mode", "fresh_code", "functional_trace", "graph_breaks",
+    "AUTOCAST_CALLS", "autocast_left_as_it_is", "cache_hits", "call_when_compiled",
+    "call_with_is_inference", "called_op", "compile_fx", "compile_id", "CustomGraphPass", "depends_on_data",
+    "detect_fake_mode", "fresh_code", "functional_trace", "gradients_on_after", "graph_breaks",
     "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "kernel_constants",
     "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body", "post_grad_backend",
-    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "slot_and_covered", "preserved_dynamo_state",
-    "real_tensors", "same_size", "size_hint", "stable_topological_sort", "statically_known_true", "trace",
-    "traced_node", "gradients_on_after", "traced_nodes", "depends_on_data", "AUTOCAST_CALLS", "autocast_left_as_it_is", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
+    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "preserved_dynamo_state", "real_tensors", "same_size", "size_hint",
+    "slot_and_covered", "stable_topological_sort", "statically_known_true", "trace", "traced_node",
+    "traced_nodes", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
     "written_arguments",
 ]  # fmt: skip
 

@@ -72,7 +72,9 @@ def _second_half(graph: Graph, combine: Node, log: PassLog) -> None:
     expect_only_user(gate, gemm, "the activated rows")
     plan = expect_one_plan(combine, expert_offsets=product.expert_offsets, inverse=total.inverse)
     if plan is None or not is_op(plan, "build_dispatch"):
-        raise Refusal(combine, f"the dispatch plan comes from {describe(total.inverse)}, not from build_dispatch")
+        raise Refusal(
+            combine, f"the dispatch plan comes from {describe(total.inverse)}, not from build_dispatch"
+        )
     gated: GatedActivation = arguments(gate)
     args = ActGemmCombine(
         gated.gate_up,

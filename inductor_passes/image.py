@@ -42,7 +42,7 @@ class Image(NamedTuple):
     """The nodes of the Dynamo graph whose values have a gradient."""
 
     def stops_gradients(self, node: Node) -> bool:
-        """Whether something that has a gradient goes into a node of the Dynamo graph, and nothing with one comes out."""
+        """Whether what has a gradient goes into a node of the Dynamo graph, and what has none comes out."""
         return _stops_gradients(node, self.with_gradients)
 
 
@@ -91,7 +91,11 @@ class _Tracing:
 
     def image(self, graph: Graph) -> Image:
         """The image, once it is traced."""
-        stopping = {found for found, node in self.sources.items() if node and _stops_gradients(node, self.with_gradients)}
+        stopping = {
+            found
+            for found, node in self.sources.items()
+            if node and _stops_gradients(node, self.with_gradients)
+        }
         same = _without_repeated_views(graph, stopping)
         final, reads = (
             {key: same.get(found, found) for key, found in found_for.items()}

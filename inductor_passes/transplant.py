@@ -1,7 +1,7 @@
 """Brings what passes made of an image back into the graph of Dynamo's that it is the image of.
 
 Only what the passes put in comes back, with whatever of the image it reads and the Dynamo graph does not hold itself.
-Nothing is taken away: what nobody reads any more AOTAutograd drops, and what changed a tensor in place goes on doing so.
+Nothing is taken away: what nobody reads any more AOTAutograd drops; what changed a tensor in place goes on doing so.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +44,7 @@ class Transplant:
         self.changed: list[tuple[Node, tuple[Any, Any]]] = []
 
     def commit(self) -> list[tuple[Refusal, Node]]:
-        """Writes what can be written. For each node of the image whose place keeps what it had: why, and the new node."""
+        """Writes what can be written. For each place that keeps what it had: why, and the new node of the image."""
         replaced = {old: new for old, new in self._replaced() if reads_of(self.image, old)}
         refused: list[tuple[Refusal, Node]] = []
         for old in sorted(replaced, key=lambda each: self.order[self.image.sources[each]]):
@@ -77,13 +77,17 @@ class Transplant:
                 continue
             seen.add(old)
             yield old, new
-            if not reads_of(self.image, old):  # part of a call that gives something else: that is computed anew
+            if not reads_of(
+                self.image, old
+            ):  # part of a call that gives something else: that is computed anew
                 pending += [(user, user) for user in new.users if user in self.before and user.op != "output"]
 
     def _pairs(self) -> Iterator[tuple[Node, Node]]:
         for node, inputs in self.before.items():
             if not node._erased:
-                yield from ((old, new) for old, new in zip(inputs, _arguments(node), strict=True) if old is not new)
+                yield from (
+                    (old, new) for old, new in zip(inputs, _arguments(node), strict=True) if old is not new
+                )
 
     def _replace(self, old: Node, new: Node) -> None:
         place = self.image.sources[old]
@@ -101,7 +105,11 @@ class Transplant:
         if node in self.image.ambiguous:
             raise Refusal(place, f"{describe(node)} is there with a gradient and without")
         held = self.image.made.get(node) if self._is_as_traced(node) else None
-        if held is not None and self._is_before(held, place) and self._is_before(self.image.sources.get(node), place):
+        if (
+            held is not None
+            and self._is_before(held, place)
+            and self._is_before(self.image.sources.get(node), place)
+        ):
             self.leaves.add(node)
             return held
         if node not in self.copies:
@@ -111,7 +119,11 @@ class Transplant:
                 self._written(each, place)
             copy = self.graph.node_copy(node, lambda each: self._written(each, place))
             if copy.target is prims.convert_element_type.default:  # which has no derivative
-                copy.target, copy.args, copy.kwargs = aten._to_copy.default, copy.args[:1], {"dtype": copy.args[1]}
+                copy.target, copy.args, copy.kwargs = (
+                    aten._to_copy.default,
+                    copy.args[:1],
+                    {"dtype": copy.args[1]},
+                )
             inherit_meta(copy, node)
             copy.meta[VALUE] = node.meta.get("val")
             self.copies[node] = copy

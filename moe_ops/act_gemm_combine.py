@@ -122,9 +122,7 @@ def _backward(args: ActGemmCombine, needs: ActGemmCombine, grad: Tensor) -> ActG
     return gradients(grad, activated, args, needs)._replace(shared=grad if needs.shared else None)
 
 
-def gradients(
-    grad: Tensor, activated: Tensor, args: ActGemmCombine, needs: ActGemmCombine
-) -> ActGemmCombine:
+def gradients(grad: Tensor, activated: Tensor, args: ActGemmCombine, needs: ActGemmCombine) -> ActGemmCombine:
     """The gradients that `needs` asks for, but for `shared`: of the products before and behind, none is run again.
 
     With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is

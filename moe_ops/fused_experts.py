@@ -137,9 +137,7 @@ def run_halves(args: FusedExperts) -> Tensor:
     return _library.call(down(_library.call(up)))
 
 
-def _halves(
-    args: FusedExperts, plan: DispatchPlan
-) -> tuple[GatherGemm, Callable[[Tensor], ActGemmCombine]]:
+def _halves(args: FusedExperts, plan: DispatchPlan) -> tuple[GatherGemm, Callable[[Tensor], ActGemmCombine]]:
     """Arguments of both halves, of the second those that follow gate_up."""
     (w13, w2), (slots, inverse, offsets) = args.experts, plan
 

@@ -51,7 +51,9 @@ def stock_layer():
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     torch.manual_seed(0)
-    config = tiny_config("qwen3_moe", hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
+    config = tiny_config(
+        "qwen3_moe", hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
+    )
     config._experts_implementation = "grouped_mm"
     block = Qwen3MoeSparseMoeBlock(config)
     for parameter in block.parameters():
@@ -81,7 +83,11 @@ def kept_by_graphs(layer, before_autograd):
     weights = {tuple(parameter.shape) for parameter in layer.parameters()}
     outputs = dict.fromkeys(next(node for node in forward.nodes if node.op == "output").args[0])
     kept = [node.meta["val"] for node in outputs if isinstance(node, torch.fx.Node)]
-    sizes = [value.nbytes for value in kept if isinstance(value, torch.Tensor) and tuple(value.shape) not in weights]
+    sizes = [
+        value.nbytes
+        for value in kept
+        if isinstance(value, torch.Tensor) and tuple(value.shape) not in weights
+    ]
     return sum(sizes) - out.nbytes
 
 
@@ -127,7 +133,11 @@ def test_compiled_code_keeps_no_more_and_gradients_are_right(mode, how):
     if (mode, how) == ("max-autotune", "backend"):
         pytest.skip("as with options")
     layer, exact = own_layer(), own_layer().double()
-    options = {"backend": moe_inductor, "mode": mode} if how == "backend" else {"options": inductor_passes.options(mode)}
+    options = (
+        {"backend": moe_inductor, "mode": mode}
+        if how == "backend"
+        else {"options": inductor_passes.options(mode)}
+    )
     kept, out = kept_by_autograd(layer, torch.compile(layer, fullgraph=True, **options))
     assert LIMIT <= kept <= LIMIT + 2 * METADATA
     weights = torch.linspace(0.5, 1.5, out.numel()).view(out.shape)
@@ -180,7 +190,14 @@ def names(launches):
 def test_on_a_gpu_the_forward_launches_two_products():
     compiled = compile_for_h200(lambda *args: halves(*args[:5]), arguments, tokens=512)
     launched = names(compiled.launches)
-    assert launched == ["_tile_map_kernel", GEMM, "_activation_kernel", "_tile_map_kernel", GEMM, "_combine_kernel"]
+    assert launched == [
+        "_tile_map_kernel",
+        GEMM,
+        "_activation_kernel",
+        "_tile_map_kernel",
+        GEMM,
+        "_combine_kernel",
+    ]
     called = [line for line in compiled.code.splitlines() if "= torch.ops.moe." in line]
     assert len(called) == 1 and "build_dispatch" in called[0]
 
@@ -189,7 +206,9 @@ def test_on_a_gpu_the_backward_runs_no_product_again(monkeypatch):
     """Two products to what went in and two to weights; none of those of the forward."""
     module = sys.modules["moe_ops.act_gemm_combine"]
     monkeypatch.setattr(module, "_scale", lambda args: args.gate_up.new_empty(args.gate_up.shape[0], 1))
-    products = MoEPasses((), (LaunchPrograms(),))  # not what is written out as indexing, which wants a real GPU
+    products = MoEPasses(
+        (), (LaunchPrograms(),)
+    )  # not what is written out as indexing, which wants a real GPU
     compiled = compile_for_h200(backward, arguments, tokens=512, graph_pass=products)
     called = [line for line in compiled.code.splitlines() if "= torch.ops.moe." in line]
     assert sum("grouped_gemm.default" in line for line in called) + names(compiled.launches).count(GEMM) == 2

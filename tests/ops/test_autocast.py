@@ -56,7 +56,8 @@ calls = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def tensors(dtype=torch.float32):
     torch.manual_seed(0)
     shapes = {
-        "x": (T, H), "rows": (2 * T, H), "up": (2 * T, I), "gate_up": (2 * T, 2 * I), "logits": (T, E), "w13": (E, 2 * I, H), "w2": (E, H, I),
+        "x": (T, H), "rows": (2 * T, H), "up": (2 * T, I), "gate_up": (2 * T, 2 * I),
+        "logits": (T, E), "w13": (E, 2 * I, H), "w2": (E, H, I),
         "b13": (E, 2 * I), "b2": (E, H),
     }  # fmt: skip
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Layers that know nothing of us, in graphs that have a backward: raised before autograd, or left exactly as they were."""
+"""Layers that know nothing of us, where a backward follows: raised before autograd, or left exactly as they were."""
 
 import copy
 
@@ -190,7 +190,9 @@ def test_a_graph_in_which_nothing_is_raised_stays_the_object_it_was(what):
         return out + out.sum()
 
     functions = {
-        "no layer": lambda x, router, w13, w2: torch.bmm(w13, w2.mT.transpose(1, 2)[:, :, :1]).sum() + x.sum(),
+        "no layer": lambda x, router, w13, w2: (
+            torch.bmm(w13, w2.mT.transpose(1, 2)[:, :, :1]).sum() + x.sum()
+        ),
         "refused": changed_later,
         "no backward": stock.batched,
         "ours": lambda x, router, w13, w2: moe_ops.fused_moe(

@@ -6,7 +6,7 @@ import moe_ops
 from inductor_passes import _compat, cache_key
 from inductor_passes.pipeline import FUSIONS, PIPELINE, TRAINING_REASON, MoEPasses, is_training, run_passes
 from tests.passes.capture import post_grad, rewrite
-from tests.passes.moe import inputs, layer
+from tests.passes.moe import ROUTING, inputs, layer
 
 
 class _Named(_compat.CustomGraphPass):
