@@ -162,6 +162,30 @@ def test_a_layer_without_gradients_is_left_and_its_neighbour_raised():
     assert run.raised == RAISED and len(run.refused) == 1 and "gradients stop at" in run.refused[0]
 
 
+def test_what_is_there_with_a_gradient_and_without_is_left():
+    def function(x, *weights):
+        with torch.no_grad():
+            same = x.to(x.dtype)
+        return stock.batched(same, *weights)
+
+    run = check(function, float32())
+    assert not run.raised and "with a gradient and without" in run.refused[0]
+
+
+def test_an_input_that_changes_later_is_left():
+    def function(x, *weights):
+        out = stock.batched(x, *weights)
+        x.add_(1)
+        return out
+
+    run, (x, *weights) = Run(), float32()
+    down = weights[-1].requires_grad_()  # of all others the gradient would want the input as it was
+    (expected,) = torch.autograd.grad(function(x.clone(), *weights).square().sum(), down)
+    (ours,) = torch.autograd.grad(run.compile(function)(x.clone(), *weights).square().sum(), down)
+    assert not run.raised and "cannot be computed again" in run.refused[0]
+    assert relative_error(ours, expected.double()) <= ALLOWED
+
+
 def test_a_product_that_is_read_besides_is_not_run_twice():
     def function(x, router, w13, w2):
         weights, ids = stock.softmax_router(F.linear(x, router))
