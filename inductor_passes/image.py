@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta, set_current_meta
 
-from inductor_passes import _compat
+from inductor_passes import _compat_tracing as tracing
 from inductor_passes.raising.views_of_rows import VIEWS, aten
 
 VALUE = "example_value"
@@ -54,10 +54,10 @@ def image_of(graph: Graph) -> Image:
     """The image of a Dynamo graph, whose nodes have the fake values of tracing."""
     traced = set(_traced(graph))
     inputs = [*_read_by(traced, graph)]
-    tracing = _Tracing(graph, traced, inputs)
+    run = _Tracing(graph, traced, inputs)
     with preserve_node_meta():
-        module = _compat.functional_trace(tracing.compute, [node.meta[VALUE] for node in inputs])
-    return tracing.image(module.graph)
+        module = tracing.functional_trace(run.compute, [node.meta[VALUE] for node in inputs])
+    return run.image(module.graph)
 
 
 class _Tracing:
@@ -73,9 +73,9 @@ class _Tracing:
     def compute(self, *values: Any) -> list[Any]:
         """What nodes read that are not traced: the outputs of the image."""
         known = dict(zip(self.inputs, values, strict=True))
-        self.sources.update(dict.fromkeys(_compat.traced_nodes()))  # of no call
+        self.sources.update(dict.fromkeys(tracing.traced_nodes()))  # of no call
         outputs: list[Any] = []
-        with _compat.autocast_left_as_it_is():
+        with tracing.autocast_left_as_it_is():
             for node in self.graph.nodes:
                 given = {each: known[each] for each in node.all_input_nodes if each in known}
                 self.reads.update({(node, each): found for each, found in _images(given).items()})
@@ -84,7 +84,7 @@ class _Tracing:
                     continue
                 with set_current_meta(node):
                     known[node] = _run(node, known)
-                fresh = itertools.takewhile(lambda each: each not in self.sources, _compat.traced_nodes())
+                fresh = itertools.takewhile(lambda each: each not in self.sources, tracing.traced_nodes())
                 self.sources.update(dict.fromkeys([*fresh], node))
         self.last.update(_images(known))
         return outputs
@@ -112,7 +112,7 @@ class _Tracing:
 
 
 def _images(values: dict[Node, Any]) -> dict[Node, Node]:
-    found = ((node, _compat.traced_node(value)) for node, value in values.items())
+    found = ((node, tracing.traced_node(value)) for node, value in values.items())
     return {node: image for node, image in found if image is not None}
 
 
@@ -166,7 +166,7 @@ def _has_value(node: Node) -> bool:
 
 def _is_looked_into(node: Node) -> bool:
     value, target = node.meta.get(VALUE), node.target
-    if _compat.depends_on_data(value):
+    if tracing.depends_on_data(value):
         return False
     if node.op == "call_method":
         return isinstance(value, Tensor | tuple | list)
@@ -174,7 +174,7 @@ def _is_looked_into(node: Node) -> bool:
         return False
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target).partition(".")[0] in ("aten", "prims", "transformers")
-    return target in _compat.AUTOCAST_CALLS or _is_of_torch(target)
+    return target in tracing.AUTOCAST_CALLS or _is_of_torch(target)
 
 
 _DENSE = frozenset(
@@ -203,7 +203,7 @@ def with_gradients(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     is_on = True
     for node in graph.nodes:
-        is_on = _compat.gradients_on_after(node, is_on)
+        is_on = tracing.gradients_on_after(node, is_on)
         value, inputs = node.meta.get(VALUE), node.all_input_nodes
         may_have = not isinstance(value, Tensor) or value.requires_grad
         if is_on and may_have and (not inputs or not found.isdisjoint(inputs)):
