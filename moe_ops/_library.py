@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_ops import _checks, errors, records
+from moe_ops import _checks, _compat, errors, records
 from moe_ops._cache_key import tag_compile_caches
 from moe_ops.records import Role
 
@@ -156,7 +156,7 @@ def call(arguments: Any) -> Any:
 
 def has_backward(arguments: Any) -> bool:
     """Whether what a compiler traces of these arguments will have a backward; exported programs run without one."""
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+    if not torch.is_grad_enabled() or _compat.is_exporting():
         return False
     operator = OPERATORS[type(arguments)]
     values = operator.flatten(arguments)
