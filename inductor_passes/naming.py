@@ -14,7 +14,7 @@ from inductor_passes.raising.loops import loops
 
 _WHOLE_LAYERS = ("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula")
 _DISPATCHES = ("build_dispatch", "routing_dispatch")
-_LAST_STAGES = ("combine", "gemm_combine", *_WHOLE_LAYERS)
+_LAST_STAGES = ("combine", "gemm_combine", "act_gemm_combine", *_WHOLE_LAYERS)
 
 
 @dataclass

@@ -258,6 +258,28 @@ class GemmCombine(NamedTuple):
     shared: Tensor | None
 
 
+class GatherGemm(NamedTuple):
+    """Of `gather_gemm`."""
+
+    hidden_states: Tensor
+    w13: GroupedLinear
+    sorted_slots: Index
+    expert_offsets: Index
+
+
+class ActGemmCombine(NamedTuple):
+    """Of `act_gemm_combine`; only the gradient reads `sorted_slots`."""
+
+    gate_up: Tensor
+    w2: GroupedLinear
+    expert_offsets: Index
+    topk_weights: Tensor
+    sorted_slots: Index
+    inverse: Index
+    shared: Tensor | None
+    activation: str
+
+
 class FusedExperts(NamedTuple):
     """Of `fused_experts`."""
 

@@ -3,9 +3,9 @@
     out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
     e      = topk_ids[t, k]
 
-Traced by a compiler it emits the stage operators, so that passes can fuse across every border; eager it is one
-operator, which picks its kernels on the host from the token count. The operator saves inputs, routing and plan for
-its gradient and recomputes the rest.
+Traced by a compiler it emits the stage operators, so that passes can fuse across every border, or where a backward
+follows the two halves that save least for it; eager it is one operator, which picks its kernels on the host from the
+token count. That operator saves inputs, routing and plan for its gradient and recomputes the rest.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,14 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
 from moe_ops._cpu_experts import run_experts
-from moe_ops.activation import activation_gradient, activation_spec, gated_activation, out_features
+from moe_ops.act_gemm_combine import gradients as down_gradients
+from moe_ops.activation import activation_spec, gated_activation, out_features
 from moe_ops.arguments import (
+    ActGemmCombine,
     BuildDispatch,
     ExpertWeights,
     FusedExperts,
-    GroupedGemm,
+    GatherGemm,
     GroupedLinear,
     Placement,
 )
@@ -30,16 +32,9 @@ from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.errors import value_error
 from moe_ops.formula import Formula
 from moe_ops.gate import Custom, GateFunction, apply_function, custom
-from moe_ops.grouped_gemm import (
-    check_linear,
-    expect_linear,
-    gradients as gemm_gradients,
-    input_gradient,
-    product,
-    product_flops,
-    weight_gradient,
-)
-from moe_ops.permute import permute, permute_gradient
+from moe_ops.gather_gemm import gradients as up_gradients, product_args
+from moe_ops.grouped_gemm import check_linear, expect_linear, product, product_flops
+from moe_ops.permute import permute
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan, is_gated_spec
 
@@ -117,7 +112,9 @@ def gate_given(
 def run(args: FusedExperts, emit: Emit) -> Tensor:
     """`fused_experts` of its arguments as one value."""
     args = _autocast(args)
-    return run_stages(args) if emits_stages(emit) else _library.call(args)
+    if not emits_stages(emit):
+        return _library.call(args)
+    return run_halves(args) if emit == "auto" and _library.has_backward(args) else run_stages(args)
 
 
 def _autocast(args: FusedExperts) -> FusedExperts:
@@ -173,6 +170,25 @@ def _between_stages(args: FusedExperts, activate: Callable[[Tensor, Tensor], Ten
     activated = activate(gate_up, plan.expert_offsets)
     expert_out = product(activated, args.experts.w2, plan.expert_offsets)
     return combine(expert_out, args.topk_weights, plan.inverse, args.shared)
+
+
+def run_halves(args: FusedExperts) -> Tensor:
+    """`fused_experts` as the two operators that keep nothing for their backward but tokens and gate_up."""
+    _check_in_callers_names(args, is_gated_spec(args.activation))
+    plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
+    up, down = _halves(args, plan)
+    return _library.call(down(_library.call(up)))
+
+
+def _halves(args: FusedExperts, plan: DispatchPlan) -> tuple[GatherGemm, Callable[[Tensor], ActGemmCombine]]:
+    """Arguments of both halves, of the second those that follow gate_up."""
+    (w13, w2), (slots, inverse, offsets) = args.experts, plan
+
+    def down(gate_up: Tensor) -> ActGemmCombine:
+        weights, shared = args.topk_weights, args.shared
+        return ActGemmCombine(gate_up, w2, offsets, weights, slots, inverse, shared, args.activation)
+
+    return GatherGemm(args.hidden_states, w13, slots, offsets), down
 
 
 def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
@@ -263,53 +279,27 @@ def _backward(saved: Any, needs: FusedExperts, grad: Tensor) -> FusedExperts:
 def expert_gradients(
     grad: Tensor, args: FusedExperts, plan: DispatchPlan, needs: FusedExperts
 ) -> FusedExperts:
-    """The gradients that `needs` asks for. Recomputes the first product of the layer, not the second.
-
-    With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
-    <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
-    (SonicMoE, arXiv 2512.14080).
-    """
-    (w13, w2), slots, offsets = args.experts, plan.sorted_slots, plan.expert_offsets
-    up = GroupedGemm(permute(args.hidden_states, slots), w13, offsets)
-    gate_up = product(*up)
+    """The gradients that `needs` asks for. Recomputes the first product of the layer, not the second."""
+    up, down = _halves(args, plan)
+    rows = product_args(up)
+    gate_up = product(*rows)
     activated = gated_activation(gate_up, args.activation)
-    grad_rows, scale = permute(grad.contiguous(), slots), args.topk_weights.flatten()[slots].unsqueeze(1)
-    back = input_gradient(grad_rows, w2, offsets)
-    down = GroupedGemm(activated, w2, offsets)
-    to_weights = (
-        _weights_gradient(back, grad_rows, down, slots, args.topk_weights) if needs.topk_weights else None
+    needs_up = partial(GatherGemm, hidden_states=needs.hidden_states, w13=needs.experts.w13)
+    needs_down = partial(
+        ActGemmCombine,
+        gate_up=needs_up.hidden_states or any(needs_up.w13),
+        w2=needs.experts.w2,
+        topk_weights=needs.topk_weights,
     )
-    scale = scale.to(grad_rows.dtype)
-    to_w2 = _scaled_gradient(grad_rows, activated, scale, offsets, needs.experts.w2)
-    wanted, to_up = (
-        partial(GroupedGemm, x=needs.hidden_states, weight=needs.experts.w13),
-        partial(GroupedGemm),
+    to_down = down_gradients(grad, activated, down(gate_up), needs_down)
+    to_up = partial(GatherGemm)
+    if to_down.gate_up is not None:
+        to_up = up_gradients(to_down.gate_up, rows, up, needs_up)
+    to_experts = ExpertWeights(to_up.w13, to_down.w2)
+    to_weights = to_down.topk_weights
+    return partial(
+        FusedExperts, hidden_states=to_up.hidden_states, experts=to_experts, topk_weights=to_weights
     )
-    if wanted.x or any(wanted.weight):
-        to_up = gemm_gradients(activation_gradient(back * scale, gate_up, args.activation), up, wanted)
-    to_hidden = None if to_up.x is None else permute_gradient(to_up.x, slots, args.hidden_states.shape[0])
-    to_experts = ExpertWeights(to_up.weight, to_w2)
-    return partial(FusedExperts, hidden_states=to_hidden, experts=to_experts, topk_weights=to_weights)
-
-
-def _weights_gradient(
-    back: Tensor, grad_rows: Tensor, down: GroupedGemm, slots: Tensor, topk_weights: Tensor
-) -> Tensor:
-    """<g, y> of every slot as [T, K]."""
-    dots = (back * down.x).sum(1, dtype=topk_weights.dtype)
-    if down.weight.bias is not None:
-        bias = GroupedLinear(down.weight.bias.unsqueeze(1))
-        dots = dots + product(grad_rows, bias, down.expert_offsets).squeeze(1).to(dots.dtype)
-    return torch.zeros_like(dots).index_copy(0, slots.long(), dots).view(topk_weights.shape)
-
-
-def _scaled_gradient(
-    grad: Tensor, x: Tensor, scale: Tensor, expert_offsets: Tensor, needs: GroupedLinear
-) -> GroupedLinear:
-    """Gradients to weight and bias of a product whose rows are weighed by scale [S, 1]."""
-    to_weight = weight_gradient(grad, x * scale, expert_offsets) if needs.weight else None
-    to_bias = weight_gradient(grad, scale, expert_offsets).squeeze(2) if needs.bias else None
-    return partial(GroupedLinear, weight=to_weight, bias=to_bias)
 
 
 _autograd.define_gradient(FusedExperts, _save, _backward, _autograd.tangent_of(run_stages))

@@ -19,6 +19,7 @@ from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_row
 from moe_ops import records
 from moe_ops.activation import reference as gated_activation
 from moe_ops.arguments import (
+    ActGemmCombine,
     BuildDispatch,
     Combine,
     FusedExperts,
@@ -26,6 +27,7 @@ from moe_ops.arguments import (
     FusedMoe,
     FusedMoeFormula,
     GatedActivation,
+    GatherGemm,
     GatherGemmAct,
     GatherGemmFormula,
     GemmCombine,
@@ -52,6 +54,8 @@ class ExpandOnCpu:
         "fused_experts_formula",
         "fused_moe",
         "fused_moe_formula",
+        "gather_gemm",
+        "act_gemm_combine",
     )
     inference_only = False
 
@@ -100,11 +104,23 @@ def expand(graph: Graph, stage: Node, args: Any, formula: Callable[[Any], Any]) 
 
 
 def _first_half(args: GatherGemmAct | GatherGemmFormula) -> Tensor:
-    rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
-    gate_up = product(rows, args.w13, args.expert_offsets)
+    gate_up = _gathered_product(
+        GatherGemm(args.hidden_states, args.w13, args.sorted_slots, args.expert_offsets)
+    )
     if isinstance(args, GatherGemmFormula):
         return apply_formula(gate_up, args.gate, args.expert_offsets)
     return gated_activation(GatedActivation(gate_up, args.activation))
+
+
+def _gathered_product(args: GatherGemm) -> Tensor:
+    rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
+    return product(rows, args.w13, args.expert_offsets)
+
+
+def _from_gate_up(args: ActGemmCombine) -> Tensor:
+    activated = gated_activation(GatedActivation(args.gate_up, args.activation))
+    _, w2, offsets, weights, _, inverse, shared, _ = args
+    return _second_half(GemmCombine(activated, w2, offsets, weights, inverse, shared))
 
 
 def _second_half(args: GemmCombine) -> Tensor:
@@ -134,4 +150,6 @@ _FORMULAS: dict[str, Callable[[Any], Any]] = {
     "fused_experts_formula": _experts,
     "fused_moe": _layer,
     "fused_moe_formula": _layer,
+    "gather_gemm": _gathered_product,
+    "act_gemm_combine": _from_gate_up,
 }

@@ -23,14 +23,9 @@ from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, 
 from moe_ops import records
 
 _FUSED = (
-    "routing_dispatch",
-    "gather_gemm_act",
-    "gather_gemm_formula",
-    "gemm_combine",
-    "fused_experts",
-    "fused_experts_formula",
-    "fused_moe",
-    "fused_moe_formula",
+    *("routing_dispatch", "gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
+    *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
+    *("gather_gemm", "act_gemm_combine"),
 )
 
 

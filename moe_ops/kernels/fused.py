@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ops.arguments import FusedExperts
+from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv
 from moe_ops.kernels.dispatch import dispatch_launches
@@ -47,6 +48,23 @@ def gather_gemm_act_program(args: Any, gpu: Gpu) -> Program:
     num_slots = args.sorted_slots.shape[0]
     gemm = _up_gemm(args, args.w13, num_slots, gpu)
     return Program(*plan(replace(gemm, tail=True)), ("activated",))
+
+
+def gather_gemm_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.gather_gemm`."""
+    x, num_slots = Operand("hidden_states", args.hidden_states), args.sorted_slots.shape[0]
+    top_k, w13 = num_slots // max(args.hidden_states.shape[0], 1), operands("w13", args.w13)
+    return Program(*plan(Gemm(x, w13, "gate_up", num_slots, gpu, top_k, tail=True)), ("gate_up",))
+
+
+def act_gemm_combine_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.act_gemm_combine`."""
+    gate = gated_activation_program(args, gpu)
+    (activated,) = gate.buffers
+    gemm = _down_gemm(Operand(activated.name, activated.meta), args.w2, gpu)
+    buffers, launches = plan(gemm)
+    buffer, launch = combine_launch(gemm.out_meta, args.topk_weights, args.shared)
+    return Program((activated, *buffers, buffer), (*gate.launches, *launches, launch), (buffer.name,))
 
 
 def gemm_combine_program(args: Any, gpu: Gpu) -> Program:

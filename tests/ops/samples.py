@@ -90,6 +90,11 @@ def samples():
         "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(7, 4), t(3, 2), INVERSE, None)],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
+        "gather_gemm": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8))],
+        "act_gemm_combine": [
+            (t(6, 8), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, t(3, 5), t(3, 5), "silu"),
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, None, None, "relu2"),
+        ],
         "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
         "gather_gemm_formula": [
             (t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), *operands)
@@ -162,6 +167,8 @@ def empty_samples():
         "combine": (none, weights, slots, t(0, 4)),
         "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
+        "gather_gemm": (none, w13, slots, offsets, None),
+        "act_gemm_combine": (t(0, 8), w2, offsets, weights, slots, slots, None, None, "silu"),
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
         "gather_gemm_formula": (none, w13, slots, offsets, None, *operands) + (f"halves|{FORMULA}t4",),
         "gemm_combine": (none, w2, offsets, weights, slots, None, None),

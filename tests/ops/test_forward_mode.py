@@ -65,6 +65,11 @@ CALLS = {
         [(3, 4), (6, 4), (3, 2)],
     ),
     "gather_gemm_act": (lambda x, w, b: moe_ops.gather_gemm_act(x, w, PLAN, "silu", b), [(3, 4), W13, B13]),
+    "gather_gemm": (lambda x, w, b: moe_ops.gather_gemm(x, w, PLAN, b), [(3, 4), W13, B13]),
+    "act_gemm_combine": (
+        lambda x, w, t, b, s: moe_ops.act_gemm_combine(x, w, t, moe_ops.build_dispatch(IDS, 3), "silu", b, s),
+        [(6, W13[1]), W2, (3, 2), B2, (3, 4)],
+    ),
     "gemm_combine": (
         lambda x, w, t, b, s: moe_ops.gemm_combine(x, w, t, PLAN, b, s),
         [(6, 5), W2, (3, 2), B2, (3, 4)],

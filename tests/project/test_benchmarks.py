@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu_bench, demo, loading, moe_bench, options_bench, peers
+from benchmarks import cpu_bench, demo, loading, moe_bench, options_bench, peers, training_bench
 from benchmarks.checkpoints import UnsupportedCheckpoint, load, moe_blocks, write_small_checkpoint
 from benchmarks.demo_graph import BlockFacts
 from benchmarks.demo_run import Run
@@ -266,3 +266,21 @@ def test_the_other_process_is_there_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     with cpu_bench.other_process("loaded"):
         assert started[0].poll() is None
     assert started[0].returncode is not None
+
+
+def test_training_times_no_layer_whose_gradients_are_wrong(monkeypatch, capsys) -> None:
+    def right(*args):
+        return gmm(*args, SMALL.top_k)
+
+    ways = {"right": right, "wrong": lambda hidden, *rest: right(hidden, *rest) + hidden}
+    monkeypatch.setattr(training_bench, "ways", lambda top_k: ways)
+    cell = Cell(training_bench.SMALL, 16, "uniform")
+    assert training_bench.measure(cell, "cpu", 1.0) == 1
+    told = capsys.readouterr().out
+    assert "WRONG small wrong" in told and "small T=16 right" in told and "T=16 wrong" not in told
+
+
+def test_training_counts_what_is_kept_beside_weights() -> None:
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    args = [hidden, torch.zeros(4, 2), weight, weight]
+    assert training_bench.kept_bytes(lambda x, _, w, __: (x @ w).sin(), args) == 2 * 4 * 8 * 4
