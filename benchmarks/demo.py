@@ -141,7 +141,8 @@ def summary(demo: Demo, claims: list[Claim]) -> str:
     return (
         f"\n{demo.name}: what must hold, in float32. Greedy; a comparison of tokens ends at a near-tie.\n\n"
         f"{table(*_verdicts(demo, claims))}\n\n"
-        f"{demo.name}: how fast, in {dtype}, {BATCH} sequences. Rates: medians of calls in turns, more is better.\n\n"
+        f"{demo.name}: how fast, in {dtype}, {BATCH} sequences. Rates: medians of calls in turns, more is better.\n"
+        "First compiles share a disk cache: C++ that one way has compiled, those to its right find there.\n\n"
         f"{table(*rates(figures(demo, claims)))}\n\n"
         f"the graph before and after: {demo.html}"
     )
@@ -162,8 +163,8 @@ def rates(model: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
         seen = [run[f"{kind}_rate"] for run in runs]
         rows.append([f"{kind} tokens/s", *(f"{rate:.0f}" for rate in seen)])
         rows.append(["  over torch.compile", *(f"{rate / seen[1]:.2f}" for rate in seen)])
-    rows.append(["compile, nothing cached", *(_seconds(run["cold_s"]) for run in runs)])
-    rows.append(["compile, disk cache", *(_seconds(run["warm_s"]) for run in runs)])
+    rows.append(["first compile", *(_seconds(run["cold_s"]) for run in runs)])
+    rows.append(["again, disk cache", *(_seconds(run["warm_s"]) for run in runs)])
     if model["launches_per_layer"]:  # on a CPU calls melt into loops, and their number says nothing
         rows.append(["calls per MoE layer", "-", *map(str, model["nodes_per_layer"])])
         rows.append(["kernels per MoE layer", "-", *map(str, model["launches_per_layer"])])
