@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes import _compat
 from inductor_passes.base import LAYER_KEY, PassLog, Refusal
+from inductor_passes.sizes import same_size
 from moe_ops import records
 
 # What a new node inherits from the one it replaces. Not "val", and not "eager_input_vals": they describe the
@@ -177,7 +178,7 @@ def expect_same_value(new: Node, old: Node) -> None:
     """Refuses when the fake result of `new` differs from that of `old` in shape, stride or dtype."""
     ours, theirs = new.meta["val"], old.meta["val"]
     pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=False)
-    same_layout = ours.dim() == theirs.dim() and all(_compat.same_size(a, b) for a, b in pairs)
+    same_layout = ours.dim() == theirs.dim() and all(same_size(a, b) for a, b in pairs)
     if not same_layout or ours.dtype != theirs.dtype:
         raise Refusal(
             old, f"{describe(new)} gives {_layout(ours)} where {describe(old)} gives {_layout(theirs)}"

@@ -25,6 +25,7 @@ from inductor_passes.lowerings import (
     ExpandPointwise,
     LaunchPrograms,
     MultiplyHalves,
+    PackageProducts,
 )
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
@@ -42,6 +43,7 @@ LOWERINGS: tuple[MoEPass, ...] = (
     ExpandOnCpu(),
     ExpandPointwise(),
     LaunchPrograms(),
+    PackageProducts(),
 )
 PIPELINE: tuple[MoEPass, ...] = RAISES + FUSIONS + LOWERINGS
 
