@@ -229,6 +229,15 @@ def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
             graph.erase_node(node)
 
 
+def drop_assertions(graph: Graph) -> None:
+    """Erases what asserts the dtype of a tensor, as exported programs do behind each cast: here it is known.
+
+    Inductor generates nothing of it; a pass would see a reader.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+
+
 Rewrite = Callable[[Graph, Node, PassLog], None]
 OnRefusal = Callable[[Refusal, Node], None]
 

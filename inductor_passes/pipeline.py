@@ -18,7 +18,7 @@ from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import find
+from inductor_passes.graph_tools import drop_assertions, find
 from inductor_passes.lowerings import (
     ExpandFewSlots,
     ExpandOnCpu,
@@ -171,6 +171,7 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     """Runs `passes` in order over one graph; returns what they fused and refused."""
     log = log if log is not None else PassLog()
     passes = tuple(passes)
+    drop_assertions(graph)
     LayerNames().write(graph)
     log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if LAYER_KEY in node.meta)
     training = is_training(graph)
