@@ -29,9 +29,11 @@ from inductor_passes.lowerings import (
 )
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
+from inductor_passes.share_repeats import ShareRepeats
 
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
+    ShareRepeats(),
     FuseRoutingDispatch(),
     FuseGatherGemmActivation(),
     FuseGemmCombine(),
@@ -42,6 +44,7 @@ LOWERINGS: tuple[MoEPass, ...] = (
     ExpandFewSlots(),
     ExpandOnCpu(),
     ExpandPointwise(),
+    ShareRepeats(),
     LaunchPrograms(),
     PackageProducts(),
 )

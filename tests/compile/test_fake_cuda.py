@@ -216,3 +216,19 @@ def test_halves_that_cannot_collapse_are_launched_or_called(symbolic):
         ["routing_dispatch", "gather_gemm_act", "gemm_combine"] if symbolic else []
     )
     assert bool(_ours(compiled)) != symbolic
+
+
+@pytest.mark.parametrize("tokens", [64, 1000])
+def test_layers_that_read_the_same_ids_launch_one_router_and_one_sort(tokens):
+    def twice(hidden, logits, w13, w2):
+        for _ in range(2):
+            hidden = moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, emit="stages")
+        return hidden
+
+    compiled = compile_for_h200(twice, _inputs, tokens=tokens)
+    assert "torch.ops.moe" not in body(compiled.code)
+    names = [re.sub(r"_\d+$", "", name) for name in _ours(compiled)]
+    once = _planned(tokens, *FORMULAS["usual"])
+    sorting = [name for name in once if "gemm" not in name and "combine" not in name]
+    assert len(sorting) >= 3 and [names.count(name) for name in sorting] == [1] * len(sorting)
+    assert len(names) == 2 * len(once) - len(sorting)

@@ -17,7 +17,7 @@ OFFSETS = torch.tensor([0, 4, 4, 5, 9, 11], dtype=torch.int32)  # the last two r
 
 @pytest.fixture(autouse=True)
 def packaging(monkeypatch):
-    """As when AOTInductor compiles for a torch that packs grouped products; the graph runs, so it calls the operator."""
+    """As when AOTInductor compiles, and torch packs grouped products. The graph runs, so it calls the operator."""
     monkeypatch.setattr(_compat, "is_packaging", lambda: True)
     monkeypatch.setattr(_compat, "packages_grouped_mm", lambda: True)
     monkeypatch.setattr(_compat, "grouped_mm", lambda: torch.ops.aten._grouped_mm.default)
@@ -59,7 +59,7 @@ class TestGolden(expecttest.TestCase):
         x, weight = given()
         torch._dynamo.mark_dynamic(x, 0)
         result = rewrite(
-            lambda x, weight, offsets, bias: moe_ops.grouped_gemm(x, weight, offsets, bias),
+            moe_ops.grouped_gemm,
             x,
             weight,
             OFFSETS,
