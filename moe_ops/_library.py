@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_ops import _checks, errors, records
+from moe_ops import _checks, _compat, errors, records
 from moe_ops._cache_key import tag_compile_caches
 from moe_ops.records import Role
 
 NAMESPACE = "moe"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_compat.skip_mutation_check(NAMESPACE)
 
 Op = Callable[..., Any]
 
