@@ -17,6 +17,7 @@ from inductor_passes.collapse import CollapseMoE
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
+from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.fuse_routing import FuseRoutingDispatch
 from inductor_passes.graph_tools import drop_assertions, find
 from inductor_passes.lowerings import (
@@ -34,6 +35,7 @@ from inductor_passes.share_repeats import ShareRepeats
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
     ShareRepeats(),
+    FuseResidual(),
     FuseRoutingDispatch(),
     FuseGatherGemmActivation(),
     FuseGemmCombine(),

@@ -125,3 +125,19 @@ def test_operators_that_stay_are_named_and_come_with_moe_ops(tmp_path, caplog):
     with pytest.raises(RuntimeError, match="Could not find schema for moe::grouped_gemm"):
         run_elsewhere(package, calls, tmp_path)
     check(model, calls, run_elsewhere(package, calls, tmp_path, ours="moe_ops"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 4, 256])
+def test_static_sizes_on_a_gpu_call_nothing_of_ours(number, tmp_path):
+    model, given = Ours(torch.bfloat16).cuda(), tokens(number, torch.bfloat16).cuda()
+    package = packaged(model, given, tmp_path / "model.pt2", dynamic=False)
+    check(model, [given], run_elsewhere(package, [given], tmp_path))
+
+
+@pytest.mark.gpu
+def test_a_symbolic_count_on_a_gpu_comes_with_moe_ops(tmp_path, caplog):
+    model, calls = Ours(torch.bfloat16).cuda(), [tokens(number, torch.bfloat16).cuda() for number in (40, 3)]
+    package = packaged(model, calls[0], tmp_path / "model.pt2", dynamic=True)
+    assert any(message.startswith("the package calls moe::fused") for message in caplog.messages)
+    check(model, calls, run_elsewhere(package, calls, tmp_path, ours="moe_ops"))

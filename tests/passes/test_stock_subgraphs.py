@@ -1,4 +1,4 @@
-"""Layers of code that knows nothing of us, inside higher-order operators: raised and fused there, with T symbolic too."""
+"""Layers of code that knows nothing of us, inside higher-order operators: raised and fused there, T symbolic or not."""
 
 import pytest
 import torch
