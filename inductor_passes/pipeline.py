@@ -46,7 +46,7 @@ LOWERINGS: tuple[MoEPass, ...] = (
     ExpandFewSlots(),
     ExpandOnCpu(),
     ExpandPointwise(),
-    ShareRepeats(),
+    ShareRepeats("share_what_is_written_out"),
     LaunchPrograms(),
     PackageProducts(),
 )

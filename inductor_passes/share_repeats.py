@@ -19,33 +19,33 @@ from inductor_passes.base import LAYER_KEY, PassLog
 from inductor_passes.graph_tools import getitem_source, is_moe_op, operator_name, outputs
 
 aten = torch.ops.aten
-_FRESH = (
-    aten.empty.memory_format,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
-)
-"""Memory that somebody fills: as good as any other of its kind, but not to be filled twice."""
+_FRESH = (aten.new_empty.default, aten.empty_like.default)
+"""Memory that somebody fills is, like constants, as good as any other of its kind, and nobody else's."""
 
 
 class ShareRepeats:
-    """Nodes of layers that compute the same become one."""
+    """Nodes of layers that compute the same become one. `name` tells the one behind the lowerings from the first."""
 
-    name = "share_repeats"
     requires: tuple[str, ...] = ()
     inference_only = True
+
+    def __init__(self, name: str = "share_repeats") -> None:
+        self.name = name
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Keeps the first of equal nodes that belong to layers; erases operators that nobody reads."""
         _erase_unread(graph)
         firsts: dict[Node, Node] = {}
         seen: dict[Any, Node] = {}
+        constants: set[Node] = set()
         for node in list(graph.nodes):
             if not _is_of_layer(node) or not _gives_the_same(node):
                 continue
             args = map_arg((node.args, node.kwargs), lambda arg: firsts.get(arg, arg))
             first = firsts[node] = seen.setdefault((node.target, repr(args)), node)
-            if first is not node and node.target not in _FRESH and not _is_returned(node):
+            if node.target in _FRESH or constants.issuperset(node.all_input_nodes):
+                constants.add(node)
+            elif first is not node and not _is_returned(node):
                 _replace(graph, node, first, log)
 
 
