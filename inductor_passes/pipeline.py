@@ -19,7 +19,7 @@ from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import drop_assertions, find
+from inductor_passes.graph_tools import drop_assertions, find, is_moe_op
 from inductor_passes.lowerings import (
     ExpandFewSlots,
     ExpandOnCpu,
@@ -178,7 +178,8 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     passes = tuple(passes)
     drop_assertions(graph)
     LayerNames().write(graph)
-    log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if LAYER_KEY in node.meta)
+    ours = (node for node in graph.nodes if LAYER_KEY in node.meta or is_moe_op(node))
+    log.layers |= dict.fromkeys(map(layer_of, ours))
     training = is_training(graph)
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
