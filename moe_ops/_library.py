@@ -19,6 +19,7 @@ from moe_ops.records import Role
 NAMESPACE = "moe"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_compat.skip_mutation_check(NAMESPACE)
 
 Op = Callable[..., Any]
 

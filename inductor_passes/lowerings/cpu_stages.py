@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import arguments, erase_dead, find, operator_name, pick, rewrite_each
 from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan
@@ -63,7 +64,7 @@ class ExpandOnCpu:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every stage and layer on a CPU; products become calls that do nothing besides."""
         rewrite_each(graph, _on_cpu(graph, *_FORMULAS), _rewrite, log, log.keep)
-        for node in _on_cpu(graph, "grouped_gemm"):
+        for node in () if _compat.is_packaging() else _on_cpu(graph, "grouped_gemm"):
             node.target = torch.ops.moe.grouped_gemm.compiled
 
 
