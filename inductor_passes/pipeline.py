@@ -16,6 +16,7 @@ from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
+from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.fuse_routing import FuseRoutingDispatch
@@ -37,6 +38,7 @@ FUSIONS: tuple[MoEPass, ...] = (
     ShareRepeats(),
     FuseResidual(),
     FuseRoutingDispatch(),
+    FuseFormula(),
     FuseGatherGemmActivation(),
     FuseGemmCombine(),
     CollapseMoE(),
@@ -70,7 +72,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
     passes: tuple[MoEPass, ...] = PIPELINE
 
     def __post_init__(self) -> None:
-        _compat.watch_post_grad_slot()
+        _compat.watch_slots()
 
     @classmethod
     def around(cls, slot: Any) -> "MoEPasses":
@@ -103,7 +105,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         if self.chained is not None:
             return self.passes, self.chained
         passes = self.passes
-        here, *covered = _compat.post_grad_slot_and_covered()
+        here, *covered = _compat.slot_and_covered(_compat.POST_GRAD_SLOT)
         if len(passes_in(here)) > 1 and _split(passes_in(here))[0]:
             return passes, ()  # of a sequence Inductor runs the others itself
         for slot in (here, *covered):
@@ -197,9 +199,15 @@ def is_training(graph: Graph) -> bool:
 
 
 def _refuse_training(graph: Graph, log: PassLog) -> None:
+    """Tells which layers run as the halves that save least, and refuses what would be fused of the others."""
+    halves = {layer_of(node): node for node in find(graph, "act_gemm_combine")}
+    told = {each.layer for each in log.fused}
+    for layer, node in halves.items():
+        if layer not in told:
+            log.fuse("act_gemm_combine", node, (node,))
     layers: dict[str, str] = {}
     for node in graph.nodes:
-        if LAYER_KEY in node.meta:
+        if LAYER_KEY in node.meta and layer_of(node) not in halves:
             layers.setdefault(layer_of(node), node.name)
     for layer, node in layers.items():
         refused = Refused(layer, node, TRAINING_REASON)

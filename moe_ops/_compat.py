@@ -88,6 +88,11 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces: in torch 2.11 Dynamo answers `torch.compiler.is_exporting()` with True always."""
+    return torch.compiler._is_exporting_flag
+
+
 def skip_mutation_check(namespace: str) -> None:
     """Keeps `torch.export.draft_export` from checking whether operators of `namespace` change their inputs.
 

@@ -23,13 +23,10 @@ from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, 
 from moe_ops import records
 
 _FUSED = (
-    "topk_routing",
-    "build_dispatch",
-    "routing_dispatch",
-    "gather_gemm_act",
-    "gemm_combine",
-    "fused_experts",
-    "fused_moe",
+    *("topk_routing", "build_dispatch", "routing_dispatch"),
+    *("gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
+    *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
+    *("gather_gemm", "act_gemm_combine"),
 )
 
 

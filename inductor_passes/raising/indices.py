@@ -46,6 +46,8 @@ class Indices:
         self.ids = ids
         self.num_experts = num_experts
         shape = ids.meta["val"].shape
+        if not isinstance(num_experts, int):
+            raise Refusal(ids, f"a number of experts that is not known, {num_experts}, cannot be tried out")
         tokens, self.top_k = map(concrete, shape) if len(shape) == 2 else (None, None)
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
