@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench, stock_bench
+from benchmarks import compile_bench, cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench, stock_bench
 
 COMMANDS = {
     "demo": demo,
@@ -12,6 +12,7 @@ COMMANDS = {
     "loading": loading,
     "options": options_bench,
     "stock": stock_bench,
+    "compile-time": compile_bench,
     "gpu": gpu_proof,
 }
 
