@@ -3,7 +3,16 @@
 import argparse
 import sys
 
-from benchmarks import compile_bench, cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench, stock_bench
+from benchmarks import (
+    compile_bench,
+    cpu_bench,
+    demo,
+    gpu_proof,
+    loading,
+    moe_bench,
+    options_bench,
+    stock_bench,
+)
 
 COMMANDS = {
     "demo": demo,

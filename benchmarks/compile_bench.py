@@ -30,8 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"from {', '.join(WAYS)}")
     parser.add_argument("--tokens", type=int, default=64, help="length of the one prompt")
     parser.add_argument("--device", default=device, help=f"cpu or cuda, default {device}")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each way has its turn; the least counts")
-    parser.add_argument("--out", type=Path, default=Path("build/compile-time.json"), help="where the figures go")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="how often each way has its turn; the least counts"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/compile-time.json"), help="where the figures go"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

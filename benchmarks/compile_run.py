@@ -65,19 +65,19 @@ class Watch:
     """Notes when Inductor starts, and what our passes do and take."""
 
     def __init__(self) -> None:
-        from inductor_passes import _compat, pipeline, sharing
+        from inductor_passes import _compat_regions, pipeline
 
-        self.passes_s = self.finish_s = 0.0
+        self.passes_s, self.inductor_before = 0.0, _inductor_seconds()
         self.runs = self.shared = 0
         self.layers: dict[str, None] = {}
         self.passes, self.share, self.finish = (
             pipeline.run_passes,
             pipeline.share_repeats,
-            _compat.finish_region,
+            _compat_regions.finish_region,
         )
         pipeline.run_passes = self._run_passes
         pipeline.share_repeats = self._share
-        sharing._compat.finish_region = self._finish
+        _compat_regions.finish_region = self._finish
 
     def _run_passes(self, *args: Any) -> Any:
         start = time.perf_counter()
@@ -100,15 +100,19 @@ class Watch:
 
     def found(self, seconds: float) -> dict[str, Any]:
         """Seconds before Inductor and in our passes, how often these ran, how many layers' code was written."""
-        from torch._dynamo.utils import compilation_time_metrics
-
-        inductor = sum(compilation_time_metrics.get("compile_fx_inner", [0.0]))
+        inductor = _inductor_seconds() - self.inductor_before
         return {
             "before_inductor_s": round(seconds - inductor, 2),
             "passes_s": round(self.passes_s, 2),
             "passes_runs": self.runs,
             "layers_written": len(self.layers) - max(self.shared - 1, 0),
         }
+
+
+def _inductor_seconds() -> float:
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(compilation_time_metrics.get("compile_fx_inner", [0.0]))
 
 
 def _cpu_seconds() -> float:

@@ -8,7 +8,7 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import inductor_passes
-from benchmarks.report import machine
+from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
 from layers import huggingface
 
@@ -85,7 +85,23 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
         del block
         torch.cuda.empty_cache()
+    print(summary(rows))
     return 0
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each cell: microseconds of stock and of ours, both with the faster implementation of the experts."""
+    cells: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows:
+        best = cells.setdefault((row["block"], row["tokens"]), {})
+        way = row["way"].removesuffix(" grouped_mm").removesuffix(" batched_mm")
+        best[way] = min(best.get(way, float("inf")), row["us"])
+    ways = ("stock eager", "stock compile", "backend", "patched")
+    lines = [
+        [*cell, *(f"{best[way]:.1f}" for way in ways), f"{best['stock compile'] / best['backend']:.2f}"]
+        for cell, best in cells.items()
+    ]
+    return table(("block", "tokens", *ways, "times faster"), lines)
 
 
 def _shown(value: object) -> str:

@@ -23,20 +23,13 @@ from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import CompileContext, detect_fake_mode
-from torch._inductor.compile_fx import (
-    _recursive_post_grad_passes,
-    compile_fx,
-    record_original_output_strides,
-)
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.lowering import lowerings
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
-from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
@@ -186,14 +179,12 @@ def kernel_index(kernel: Any) -> int:
     return kernel_side_table.add_kernel(kernel)
 
 
-def kernel_constants(constants: Mapping[str, Any]) -> int:
+def kernel_constants(constants: dict[str, Any]) -> int:
     """A process-local number for a launch's compile-time arguments."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    known = kernel_side_table.constant_args
-    same = (index for index, each in known.items() if each == constants)
-    found = next(same, None)
-    return kernel_side_table.add_constant_args(dict(constants)) if found is None else found
+    same = [index for index, each in kernel_side_table.constant_args.items() if repr(each) == repr(constants)]
+    return same[0] if same else kernel_side_table.add_constant_args(dict(constants))
 
 
 def kernel_name(index: int) -> str:
@@ -228,37 +219,6 @@ def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
     import triton
 
     return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
-
-
-# Functions in generated code
-
-
-def can_call_regions() -> bool:
-    """Whether Inductor is compiling to a Python wrapper, the only one that calls functions of its own."""
-    is_python = not (inductor_config.cpp_wrapper or inductor_config.fx_wrapper or V.aot_compilation)
-    return is_python and isinstance(V.fake_mode, FakeTensorMode)
-
-
-def finish_region(region: torch.fx.GraphModule) -> None:
-    """Does to a graph module that a pass made what Inductor has done to the subgraphs it finds."""
-    output = region.graph.output_node()
-    inputs = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
-    output.meta["user_visible_output_idxs"] = [*range(len(output.args[0]))]  # type: ignore[arg-type]
-    FakeTensorProp(region, V.fake_mode).propagate_dont_convert_inputs(*inputs)
-    record_original_output_strides(region)
-    with inductor_config.patch({POST_GRAD_SLOT: None}):  # which has rewritten these nodes
-        _recursive_post_grad_passes(region, is_inference=True)
-
-
-def call_region(region: Any, name: str, *operands: Any) -> Any:
-    """What a node calls that stands for a function in the generated code, whose body is lowered at its first call.
-
-    `invoke_subgraph` does this as well. Where a pass writes one, torch 2.13 runs it on fake tensors at each call.
-    """
-    return lowerings[torch.ops.higher_order.invoke_subgraph](region, name, *operands)
-
-
-call_region._inductor_lowering_function = True  # type: ignore[attr-defined]
 
 
 # When a compile is over

@@ -11,7 +11,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 
-def form(inputs: Iterable[Node], nodes: Iterable[Node], kinds: Mapping[Node, Hashable] | None = None) -> Hashable:
+def form(
+    inputs: Iterable[Node], nodes: Iterable[Node], kinds: Mapping[Node, Hashable] | None = None
+) -> Hashable:
     """How `nodes` are put together, and the layouts of the `inputs` they read; `kinds` are theirs, if known."""
     inputs, nodes = tuple(inputs), tuple(nodes)
     places = {node: place for place, node in enumerate((*inputs, *nodes))}

@@ -16,7 +16,7 @@ from inductor_passes import _compat
 from inductor_passes.forms import form, kind_of
 
 MIN_REPEATS = 4
-_MAX_PERIODS = 8
+_MAX_PERIODS, _MAX_TRIES = 8, 16
 
 
 class Stretch(NamedTuple):
@@ -42,18 +42,24 @@ def repeats(graph: Graph) -> Repeats | None:
     period, first, last = _longest_run(kinds)
     if (last - first) // period < MIN_REPEATS:
         return None
-    bounds = _bounds(nodes, first, last, period)
-    if bounds is None:
-        return None
-    begin, length = bounds
-    starts = range(begin, last - length + 1, period)
+    found = (
+        _alike(nodes, kinds, range(begin, last - length + 1, period), length)
+        for begin, length in _bounds(nodes, first, last, period)[:_MAX_TRIES]
+    )
+    return next((each for each in found if each is not None), None)
+
+
+def _alike(nodes: Sequence[Node], kinds: Sequence[int], starts: range, length: int) -> Repeats | None:
+    """Those of the stretches at `starts` that are put together as most are, if one function can stand for them."""
     known = dict(zip(nodes, kinds, strict=True))
     found = [_stretch(node for node in nodes[start : start + length] if _may_move(node)) for start in starts]
     forms = [form(each.inputs, each.nodes, known) for each in found]
     most = Counter(forms).most_common(1)[0][0]
     alike = [each for each, one in zip(found, forms, strict=True) if one == most]
     while shown := _views_of_inputs(alike):
-        alike = [_stretch(node for place, node in enumerate(each.nodes) if place not in shown) for each in alike]
+        alike = [
+            _stretch(node for place, node in enumerate(each.nodes) if place not in shown) for each in alike
+        ]
     outputs = _outputs(alike)
     if len(alike) < MIN_REPEATS or _shares_memory(alike[0], outputs):
         return None
@@ -87,14 +93,16 @@ def _run(kinds: Sequence[int], period: int) -> tuple[int, int, int]:
     return best
 
 
-def _bounds(nodes: Sequence[Node], first: int, last: int, period: int) -> tuple[int, int] | None:
-    """Where the first stretch begins and how long it is.
+def _bounds(nodes: Sequence[Node], first: int, last: int, period: int) -> list[tuple[int, int]]:
+    """Where the first stretch may begin and how long it may be, the most gainful first.
 
     It begins and ends behind calls that Inductor fuses with nothing, so that no fusion is lost at its borders, where
     few values are alive. What has to stay in the graph runs before it.
     """
     second = first + period  # what is alive in the first may come from before the run
-    cuts = [place for place in range(second, second + period) if _is_behind_a_call(nodes[place - 1], nodes[place])]
+    cuts = [
+        place for place in range(second, second + period) if _is_behind_a_call(nodes[place - 1], nodes[place])
+    ]
     staying = _Staying(nodes)
     pairs = [
         (cut - period, length)
@@ -108,7 +116,7 @@ def _bounds(nodes: Sequence[Node], first: int, last: int, period: int) -> tuple[
         begin, length = pair
         return len(range(begin, last - length + 1, period)) * length, -alive[begin]
 
-    return max(pairs, key=gain, default=None)
+    return sorted(pairs, key=gain, reverse=True)
 
 
 class _Staying:
@@ -145,6 +153,14 @@ def is_part(node: Node) -> bool:
 
 aten = torch.ops.aten
 _RESHAPES = (aten.reshape.default, aten._unsafe_view.default)
+_SIZES = (
+    aten.sym_size.int,
+    aten.sym_numel.default,
+    operator.mul,
+    operator.add,
+    operator.sub,
+    operator.floordiv,
+)
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"))
 
 
@@ -161,11 +177,15 @@ def _may_move(node: Node) -> bool:
     target = node.target
     if any(user.target is aten.copy_.default for user in node.users) or node.meta.get("unbacked_bindings"):
         return False
-    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
-        return False
+    if _is_size(node):
+        return target in _SIZES
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.is_mutable and not _draws(node, target)
     return target in (operator.getitem, _compat.triton_launch())
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _draws(node: Node, target: torch._ops.OpOverload) -> bool:
@@ -184,17 +204,20 @@ def _stretch(nodes: Iterable[Node]) -> Stretch:
 
 
 def _views_of_inputs(stretches: Sequence[Stretch]) -> set[int]:
-    """Places of what is read behind a stretch and only shows an input of it: that stays where it is."""
+    """Places of what is read behind a stretch and only shows an input or sizes of inputs: that stays where it is."""
     inputs = set(stretches[0].inputs)
     outputs = ((place, stretches[0].nodes[place]) for place in _outputs(stretches))
-    return {place for place, node in outputs if is_part(node) and node.args[0] in inputs}
+    shown = ((place, node) for place, node in outputs if is_part(node) or _is_size(node))
+    return {place for place, node in shown if inputs.issuperset(node.all_input_nodes)}
 
 
 def _outputs(stretches: Iterable[Stretch]) -> tuple[int, ...]:
     read = set()
     for stretch in stretches:
         inside = set(stretch.nodes)
-        read |= {place for place, node in enumerate(stretch.nodes) if any(u not in inside for u in node.users)}
+        read |= {
+            place for place, node in enumerate(stretch.nodes) if any(u not in inside for u in node.users)
+        }
     return tuple(sorted(read))
 
 

@@ -182,7 +182,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
         if not is_integral(node) or value.dtype == torch.bool:
             return False
         is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)
-        return is_choice or _is_chosen(node)
+        return is_choice or is_chosen(node)
 
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not _is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
@@ -190,7 +190,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     return leaves[0]
 
 
-def _is_chosen(node: Node) -> bool:
+def is_chosen(node: Node) -> bool:
     """Whether an integer comes out of an operator on floating numbers, as those of a top-k do."""
     source = getitem_source(node)
     inputs = node.all_input_nodes if source is None else source[0].all_input_nodes

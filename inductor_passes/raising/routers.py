@@ -114,9 +114,7 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
     erase_unread(graph, old)
 
 
-def _recognised(
-    weights: Node, ids: Node, num_experts: int, known: Known
-) -> tuple[Choice, RoutingConfig]:
+def _recognised(weights: Node, ids: Node, num_experts: int, known: Known) -> tuple[Choice, RoutingConfig]:
     """The router behind weights and ids or, where weights are scaled further, behind what is scaled."""
     first: Refusal | None = None
     for candidate in (weights, *_other_weights(weights, ids)):

@@ -37,10 +37,9 @@ def write(graph: Graph, layer: Experts) -> None:
 def _expect_private(layer: Experts) -> None:
     """Refuses where anything but the sum reads a product: it would have to be computed twice."""
     inside = {layer.sum.root}
+    firsts = {outcome.product.node for outcome in layer.firsts} | {*layer.others}
     for node in cut([layer.sum.root], lambda node: node is layer.tokens.hidden_states).nodes:
-        if node in {outcome.product.node for outcome in layer.firsts} or inside & {*node.all_input_nodes} - {
-            layer.sum.root
-        }:
+        if node in firsts or inside & {*node.all_input_nodes} - {layer.sum.root}:
             inside.add(node)
     for node in inside - {layer.sum.root}:
         for user in readers(node):

@@ -29,7 +29,7 @@ from tests.passes.stock import (
 )
 
 PIPELINE = (*RAISES, *FUSIONS)
-ONE_OPERATOR = ("grouped", "batched", "unsorted")
+ONE_OPERATOR = ("grouped", "batched", "unsorted", "looped")
 
 
 class TestGolden(expecttest.TestCase):

@@ -4,10 +4,13 @@ import csv
 import json
 from pathlib import Path
 
-from benchmarks import peers
+import pytest
+
+from benchmarks import peers, stock_bench
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
+STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "stock.json"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 CPU = ROOT / "benchmarks" / "results" / "cpu-2026-11-21.txt"
 PAGE = (ROOT / "docs" / "PERFORMANCE.md").read_text()
@@ -39,6 +42,28 @@ def test_the_readme_table_holds_the_recorded_times() -> None:
 def test_the_range_of_ratios_is_the_recorded_one() -> None:
     ratios = [comparison.ratio for comparison in peers.compare(peers.read_rows([H200 / "moe.csv"]))]
     assert f"by {min(ratios):.2f} to {max(ratios):.1f} times" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_shows_what_stock_blocks_take() -> None:
+    rows = json.loads(STOCK.read_text())
+    assert {row["block"] for row in rows} == set(stock_bench.BLOCKS)
+    assert stock_bench.summary(rows) in PAGE
+
+
+def test_a_summary_takes_the_faster_implementation() -> None:
+    ways = {"stock eager grouped_mm": 9, "stock compile grouped_mm": 7, "stock compile batched_mm": 6,
+            "backend grouped_mm": 3, "backend batched_mm": 4, "patched": 2}  # fmt: skip
+    rows = [{"block": "some", "tokens": 1, "way": way, "us": us} for way, us in ways.items()]
+    assert stock_bench.summary(rows).split()[-7:] == ["some", "1", "9.0", "6.0", "3.0", "2.0", "2.00"]
+
+
+@pytest.mark.parametrize("wrong", ["backend", "patched"])
+def test_stock_blocks_are_not_timed_when_ours_is_wrong(wrong: str) -> None:
+    errors = {"stock eager": 2e-3, "stock compile": 1e-3, "backend": 2e-3, "patched": 2e-3}
+    stock_bench.expect_close(errors)
+    for error in (2.1e-3, float("nan")):
+        with pytest.raises(ValueError, match=wrong):
+            stock_bench.expect_close(errors | {wrong: error})
 
 
 def test_the_page_shows_what_options_cost() -> None:
