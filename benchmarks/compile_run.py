@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from inductor_passes import _compat_regions, options, pipeline
+
 WAYS = ("stock", "backend", "patched")
 
 
@@ -53,21 +55,18 @@ def _compiled(model: nn.Module, way: str) -> Callable[..., Any]:
     fixed: dict[str, Any] = {"fullgraph": True, "dynamic": False}
     if way == "stock":
         return torch.compile(model, **fixed)
-    import inductor_passes
     from layers import huggingface
 
     if way == "patched":
         huggingface.patch(model)
-    return torch.compile(model, options=inductor_passes.options(), **fixed)
+    return torch.compile(model, options=options(), **fixed)
 
 
 class Watch:
     """Notes when Inductor starts, and what our passes do and take."""
 
     def __init__(self) -> None:
-        from inductor_passes import _compat_regions, pipeline
-
-        self.passes_s, self.inductor_before = 0.0, _inductor_seconds()
+        self.passes_s, self.inductor_before = 0.0, _compat_regions.inductor_seconds()
         self.runs = self.shared = 0
         self.layers: dict[str, None] = {}
         self.passes, self.share, self.finish = (
@@ -100,19 +99,13 @@ class Watch:
 
     def found(self, seconds: float) -> dict[str, Any]:
         """Seconds before Inductor and in our passes, how often these ran, how many layers' code was written."""
-        inductor = _inductor_seconds() - self.inductor_before
+        inductor = _compat_regions.inductor_seconds() - self.inductor_before
         return {
             "before_inductor_s": round(seconds - inductor, 2),
             "passes_s": round(self.passes_s, 2),
             "passes_runs": self.runs,
             "layers_written": len(self.layers) - max(self.shared - 1, 0),
         }
-
-
-def _inductor_seconds() -> float:
-    from torch._dynamo.utils import compilation_time_metrics
-
-    return sum(compilation_time_metrics.get("compile_fx_inner", [0.0]))
 
 
 def _cpu_seconds() -> float:

@@ -1,9 +1,10 @@
-"""Private torch APIs behind functions in generated code: the second file of two that may import such, see `_compat`."""
+"""Private torch APIs behind functions in generated code: with `_compat`, where such may be imported."""
 
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo.utils import compilation_time_metrics
 from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides
 from torch._inductor.lowering import lowerings
 from torch._inductor.virtualized import V
@@ -39,3 +40,8 @@ def call_region(region: Any, name: str, *operands: Any) -> Any:
 
 
 call_region._inductor_lowering_function = True  # type: ignore[attr-defined]
+
+
+def inductor_seconds() -> float:
+    """How long Inductor has compiled in this process, its passes included."""
+    return sum(compilation_time_metrics.get("compile_fx_inner", [0.0]))

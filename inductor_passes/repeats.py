@@ -36,23 +36,29 @@ class Repeats(NamedTuple):
 
 
 def repeats(graph: Graph) -> Repeats | None:
-    """The stretches that cover most of `graph`: at least four alike, of nodes that may run in a function of their own."""
+    """The stretches that cover most of `graph`: at least four, of nodes that a function may run."""
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     kinds = _numbered(map(kind_of, nodes))
     period, first, last = _longest_run(kinds)
     if (last - first) // period < MIN_REPEATS:
         return None
+    staying = _Staying(nodes)
     found = (
-        _alike(nodes, kinds, range(begin, last - length + 1, period), length)
-        for begin, length in _bounds(nodes, first, last, period)[:_MAX_TRIES]
+        _alike(staying, kinds, range(begin, last - length + 1, period), length)
+        for begin, length in _bounds(staying, first, last, period)[:_MAX_TRIES]
     )
     return next((each for each in found if each is not None), None)
 
 
-def _alike(nodes: Sequence[Node], kinds: Sequence[int], starts: range, length: int) -> Repeats | None:
+def _alike(staying: "_Staying", kinds: Sequence[int], starts: range, length: int) -> Repeats | None:
     """Those of the stretches at `starts` that are put together as most are, if one function can stand for them."""
+    nodes, starts_free = staying.all, [at for at in starts if not staying.stands_in(at, at + length)]
+    if not starts_free:
+        return None
     known = dict(zip(nodes, kinds, strict=True))
-    found = [_stretch(node for node in nodes[start : start + length] if _may_move(node)) for start in starts]
+    found = [
+        _stretch(node for node in nodes[start : start + length] if _may_move(node)) for start in starts_free
+    ]
     forms = [form(each.inputs, each.nodes, known) for each in found]
     most = Counter(forms).most_common(1)[0][0]
     alike = [each for each, one in zip(found, forms, strict=True) if one == most]
@@ -93,22 +99,22 @@ def _run(kinds: Sequence[int], period: int) -> tuple[int, int, int]:
     return best
 
 
-def _bounds(nodes: Sequence[Node], first: int, last: int, period: int) -> list[tuple[int, int]]:
+def _bounds(staying: "_Staying", first: int, last: int, period: int) -> list[tuple[int, int]]:
     """Where the first stretch may begin and how long it may be, the most gainful first.
 
     It begins and ends behind calls that Inductor fuses with nothing, so that no fusion is lost at its borders, where
     few values are alive. What has to stay in the graph runs before it.
     """
+    nodes = staying.all
     second = first + period  # what is alive in the first may come from before the run
     cuts = [
         place for place in range(second, second + period) if _is_behind_a_call(nodes[place - 1], nodes[place])
     ]
-    staying = _Staying(nodes)
     pairs = [
         (cut - period, length)
         for cut in cuts
         for end in (*cuts, *(each + period for each in cuts))
-        if (length := end - cut) in range(1, period + 1) and not staying.reads_within(cut, end)
+        if (length := end - cut) in range(1, period + 1) and not staying.stands_in(cut, end)
     ]
     alive = {cut - period: _alive(nodes, cut) for cut in cuts}
 
@@ -123,14 +129,15 @@ class _Staying:
     """The nodes of a graph that no function may take in."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
+        self.all = nodes
         self.places = {node: place for place, node in enumerate(nodes)}
         self.nodes = [node for node in nodes if not _may_move(node)]
 
-    def reads_within(self, begin: int, end: int) -> bool:
-        """Whether one of those from `begin` to `end` reads what a function of all others there computes."""
-        inside = (node for node in self.nodes if begin <= self.places[node] < end)
+    def stands_in(self, begin: int, end: int) -> bool:
+        """Whether one of those from `begin` to `end` cannot run before all others there."""
+        inside = [node for node in self.nodes if begin <= self.places[node] < end]
         read = (source for node in inside for source in node.all_input_nodes if _may_move(source))
-        return any(self.places.get(source, -1) >= begin for source in read)
+        return any(map(_changes, inside)) or any(self.places.get(source, -1) >= begin for source in read)
 
 
 def _alive(nodes: Sequence[Node], cut: int) -> int:
@@ -180,8 +187,13 @@ def _may_move(node: Node) -> bool:
     if _is_size(node):
         return target in _SIZES
     if isinstance(target, torch._ops.OpOverload):
-        return not target._schema.is_mutable and not _draws(node, target)
+        return not _changes(node) and not _draws(node, target)
     return target in (operator.getitem, _compat.triton_launch())
+
+
+def _changes(node: Node) -> bool:
+    """Whether a node changes a tensor that is there."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_size(node: Node) -> bool:

@@ -12,7 +12,7 @@ from inductor_passes.graph_tools import find
 from tests.compile.fake_cuda import compile_for_h200
 from tests.helpers import assert_matches_oracle
 from tests.passes.moe import ROUTING
-from tests.passes.stacks import block, exact, stack, tokens, weights
+from tests.passes.stacks import exact, stack, tokens, weights
 
 LAYERS = 6
 
@@ -111,3 +111,16 @@ def test_launches_on_a_gpu_are_written_once(number):
         and "triton_red" not in line
     ]
     assert 0 < len(ours) <= 12  # of the function, and of the layer that is left
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("number", [1, 64])
+@torch.no_grad()
+def test_on_a_gpu(number, mode):
+    x, layers = tokens(number).cuda(), [tuple(each.cuda() for each in layer) for layer in weights(LAYERS)]
+    compiled = torch.compile(stack, options=inductor_passes.options(mode), fullgraph=True, dynamic=False)
+    _, (code,) = run_and_get_code(compiled, x, layers)
+    assert _calls(code) >= LAYERS - 1
+    for _ in range(3):  # warm up, capture, replay
+        assert_matches_oracle(compiled(x, layers), exact(x, layers))

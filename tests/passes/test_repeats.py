@@ -106,6 +106,48 @@ def test_what_changes_an_input_stays_where_it_is():
     assert len(changed) == 7 and not changed & {node for each in result.stretches for node in each.nodes}
 
 
+def test_a_layer_around_what_stays_is_left():
+    """What reads the layer's first half, and is read by its second, cannot run before or behind a function of both."""
+
+    def cached(x, layers, cache):
+        for index, each in enumerate(layers):
+            y = normed(x @ each[0])
+            z = torch.cumsum(y, 0)
+            if index == 4:
+                cache[:9] = y
+                z = z + cache[1:10]
+            else:
+                z = z + x
+            x = normed(z @ each[1])
+        return x
+
+    layers = [(torch.randn(16, 16), torch.randn(16, 16)) for _ in range(9)]
+    result = found(cached, tokens(), layers, torch.zeros(12, 16))
+    assert result is None or all(
+        "index_put" not in name and "copy_" not in name and "scatter" not in name
+        for each in result.stretches
+        for name in calls(each)
+    )
+
+
+def test_what_changes_a_tensor_is_in_the_midst_of_no_stretch():
+    graph = rewrite(stack, tokens(), weights(8), passes=PIPELINE).graph
+    for each in repeats(graph).stretches:
+        weight = next(node for node in each.inputs if node.op == "placeholder")
+        with graph.inserting_before(each.nodes[20]):
+            graph.call_function(torch.ops.aten.copy_.default, (weight, weight)).meta["val"] = weight.meta[
+                "val"
+            ]
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    changes = [
+        places[node] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    ]
+    result = repeats(graph)
+    assert result is not None
+    for each in result.stretches:
+        assert not any(places[each.nodes[0]] < place < places[each.nodes[-1]] for place in changes)
+
+
 def test_random_numbers_are_not_drawn_by_a_function():
     def noisy(x, layers):
         for each in layers:
