@@ -94,7 +94,7 @@ def _report(
     """Everything recorded."""
     lists = {
         name: tuple(each for log in recorder.logs for each in getattr(log, name))
-        for name in ("raised", "fused", "refused", "lowered", "kept")
+        for name in ("raised", "fused", "captured", "refused", "lowered", "kept")
     }
     return Report(
         graph_breaks=breaks,

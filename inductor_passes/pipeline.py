@@ -16,9 +16,10 @@ from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
+from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import find
+from inductor_passes.graph_tools import find, is_moe_op
 from inductor_passes.lowerings import (
     ExpandFewSlots,
     ExpandOnCpu,
@@ -33,6 +34,7 @@ from inductor_passes.sharing import share_repeats
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
     FuseRoutingDispatch(),
+    FuseFormula(),
     FuseGatherGemmActivation(),
     FuseGemmCombine(),
     CollapseMoE(),
@@ -174,7 +176,8 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     log = log if log is not None else PassLog()
     passes = tuple(passes)
     LayerNames().write(graph)
-    log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if LAYER_KEY in node.meta)
+    ours = (node for node in graph.nodes if LAYER_KEY in node.meta or is_moe_op(node))
+    log.layers |= dict.fromkeys(map(layer_of, ours))
     training = is_training(graph)
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)

@@ -3,7 +3,10 @@
 Importing this package registers `torch.ops.moe.*` and adds the hash of its sources to the compile cache key.
 """
 
-from moe_ops import route_and_record as _registered  # noqa: F401  # for layers
+from moe_ops import (
+    fused_moe_formula as _fused_moe_formula,  # noqa: F401  # for passes
+    route_and_record as _registered,  # noqa: F401  # for layers
+)
 from moe_ops._cache_key import source_hash, tag_compile_caches
 from moe_ops.activation import gated_activation
 from moe_ops.batched import batched_gemm

@@ -8,6 +8,7 @@ operator, which picks its kernels on the host from the token count. The operator
 its gradient and recomputes the rest.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,8 @@ from moe_ops.arguments import (
 from moe_ops.combine import check_shared, combine
 from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.errors import value_error
+from moe_ops.formula import Formula
+from moe_ops.gate import Custom, GateFunction, apply_function, custom
 from moe_ops.grouped_gemm import (
     check_linear,
     expect_linear,
@@ -49,13 +52,14 @@ def fused_experts(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: str | Activation = "silu",
+    activation: str | Activation | GateFunction = "silu",
     *,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     shared: Tensor | None = None,
+    per_expert: Sequence[Tensor] = (),
     emit: Emit = "auto",
 ) -> Tensor:
     """Runs the chosen experts of each token and sums them with their weights.
@@ -66,12 +70,15 @@ def fused_experts(
             hidden_states, stride 1 in either of the last two dimensions, never copied.
         topk_weights: [T, K], any floating dtype. topk_ids: [T, K] int32 or int64; an id out of range (padding,
             remote expert) contributes exactly zero.
-        activation: a name or an `Activation`.
+        activation: a name, an `Activation`, or a function of plain PyTorch: `activation(gate, up)` of both halves
+            [S, I] where w13 has 2I rows, `activation(x)` where it has I. It gets float32 (float64 for float64).
         w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
         expert_map: [E_global] int32, global to local ids, -1 for remote ones; see `build_dispatch`.
         apply_router_weight_on_input: weigh the experts' input instead of their output; only for K = 1.
         shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
-        emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted.
+        per_expert: tensors [E] or [E, I] that a function reads: it gets, behind gate and up, what each is for the
+            expert of every row, [S, 1] or [S, I].
+        emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted. A function runs between stages.
 
     Returns:
         [T, H], dtype of hidden_states.
@@ -86,16 +93,49 @@ def fused_experts(
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
     """
     experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
-    placement, spec = Placement(expert_map), activation_spec(activation)
-    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, placement, shared, spec)
-    return run(weigh_input(args) if apply_router_weight_on_input else args, emit)
+    spec, gate = gate_given(activation, per_expert, experts)
+    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), shared, spec)
+    args = weigh_input(args) if apply_router_weight_on_input else args
+    return run(args, emit) if gate is None else run_custom(args, gate, emit)
+
+
+def gate_given(
+    activation: str | Activation | GateFunction, per_expert: Sequence[Tensor], experts: ExpertWeights
+) -> tuple[str, Custom | None]:
+    """The spec of an activation, or a user's function. Raises ValueError, TypeError as `fused_experts`."""
+    if isinstance(activation, str | Activation) or not callable(activation):
+        if len(per_expert):
+            value_error(
+                "per_expert has {} tensors: expected none, {} reads none",
+                len(per_expert),
+                "a named activation",
+            )
+        return activation_spec(activation), None  # type: ignore[arg-type]
+    return "", custom(activation, per_expert, experts.w13.weight, experts.w2.weight)
 
 
 def run(args: FusedExperts, emit: Emit) -> Tensor:
     """`fused_experts` of its arguments as one value."""
-    tensors = _library.autocast((args.hidden_states, args.experts, args.shared))
-    args = args._replace(hidden_states=tensors[0], experts=tensors[1], shared=tensors[2])
+    args = _autocast(args)
     return run_stages(args) if emits_stages(emit) else _library.call(args)
+
+
+def _autocast(args: FusedExperts) -> FusedExperts:
+    tensors = _library.autocast((args.hidden_states, args.experts, args.shared))
+    return args._replace(hidden_states=tensors[0], experts=tensors[1], shared=tensors[2])
+
+
+def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
+    """`fused_experts` with a user's function between its products."""
+    if emit == "fused":
+        value_error(
+            "emit='fused' with a function as activation: expected 'auto' or 'stages'; a pass fuses it"
+        )
+    emits_stages(emit)  # for what it raises
+    args = _autocast(args)
+    features = args.experts.w2.weight.shape[2]
+    _check_in_callers_names(args, args.experts.w13.weight.shape[1] != features)
+    return _between_stages(args, lambda gate_up, offsets: apply_function(gate_up, gate, features, offsets))
 
 
 def emits_stages(emit: Emit) -> bool:
@@ -122,22 +162,26 @@ def weigh_input(args: FusedExperts) -> FusedExperts:
 
 def run_stages(args: FusedExperts) -> Tensor:
     """`fused_experts` as its stage operators."""
-    _check_in_callers_names(args)
+    _check_in_callers_names(args, is_gated_spec(args.activation))
+    return _between_stages(args, lambda gate_up, _: gated_activation(gate_up, args.activation))
+
+
+def _between_stages(args: FusedExperts, activate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
     rows = permute(args.hidden_states, plan.sorted_slots)
     gate_up = product(rows, args.experts.w13, plan.expert_offsets)
-    activated = gated_activation(gate_up, args.activation)
+    activated = activate(gate_up, plan.expert_offsets)
     expert_out = product(activated, args.experts.w2, plan.expert_offsets)
     return combine(expert_out, args.topk_weights, plan.inverse, args.shared)
 
 
-def _check_in_callers_names(args: FusedExperts) -> None:
+def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
     x, (w13, w2), weights, ids = args.hidden_states, args.experts, args.topk_weights, args.topk_ids
     _checks.expect_floating("hidden_states", x)
     _checks.expect_shape("hidden_states", x, ("T", "H"))
     expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
-    columns, gated = w13.weight.shape[1], is_gated_spec(args.activation)
+    columns = w13.weight.shape[1]
     if gated and isinstance(columns, int) and columns % 2:
         value_error(
             "w13 has {} gate and up features: expected an even number for {!r}", columns, args.activation
@@ -151,8 +195,13 @@ def _check_in_callers_names(args: FusedExperts) -> None:
 
 def check(args: FusedExperts) -> None:
     """The checks of `fused_experts`."""
+    check_experts(args.hidden_states, args.experts, Activation.from_spec(args.activation))
+    check_routed(args)
+
+
+def check_routed(args: Any) -> None:
+    """The checks of what experts are given besides their input and weights: routing, placement, what is added."""
     x, placement, num_experts = args.hidden_states, args.placement, args.experts.w13.weight.shape[0]
-    check_experts(x, args.experts, args.activation)
     check_ids(BuildDispatch(args.topk_ids, placement, num_experts))
     _checks.expect_shape("topk_ids", args.topk_ids, (x.shape[0], "K"))
     _checks.expect_floating("topk_weights", args.topk_weights)
@@ -162,7 +211,7 @@ def check(args: FusedExperts) -> None:
     _checks.expect_same_device(x.device, "hidden_states", **tensors)
 
 
-def check_experts(hidden_states: Tensor, experts: ExpertWeights, activation: str) -> None:
+def check_experts(hidden_states: Tensor, experts: ExpertWeights, gate: Activation | Formula) -> None:
     """The checks of a layer's input and weights."""
     (w13, w2), x = experts, hidden_states
     _checks.expect_floating("hidden_states", x)
@@ -170,7 +219,7 @@ def check_experts(hidden_states: Tensor, experts: ExpertWeights, activation: str
     check_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
     if w13.weight.shape[0] < 1:
         value_error("w13 has shape {}: expected at least one expert", list(w13.weight.shape))
-    features = out_features(w13.weight.shape[1], Activation.from_spec(activation), "w13")
+    features = out_features(w13.weight.shape[1], gate, "w13")
     check_linear("w2", w2, (w13.weight.shape[0], x.shape[1], features), "hidden_states", x)
 
 

@@ -94,7 +94,9 @@ OVER_TOKENS = {
     "gated_activation": ["gate_up"],
     "gated_activation_backward": ["grad", "gate_up"],
     "fused_experts": ["hidden_states", "topk_weights", "topk_ids", "shared"],
+    "fused_experts_formula": ["hidden_states", "topk_weights", "topk_ids", "shared"],
     "fused_moe": ["hidden_states", "router_logits"],
+    "fused_moe_formula": ["hidden_states", "router_logits"],
 }
 
 

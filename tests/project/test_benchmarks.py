@@ -206,6 +206,22 @@ def test_a_wrong_option_is_not_timed(factor: float) -> None:
         options_bench._expect_close(expected * factor, expected)
 
 
+@torch.no_grad()
+def test_the_gates_that_are_timed_are_inlined_and_right() -> None:
+    weights, hidden = make_weights(SMALL, 0, "cpu"), torch.randn(24, 64).bfloat16()
+    inputs = options_bench.Inputs(hidden, torch.randn(24, 8))
+    layers = {name: options_bench.gate_layer(gate, weights, 2) for name, gate in options_bench.GATES.items()}
+    expected = layers["silu by name"](hidden, inputs.router_logits)
+    for name in ("swiglu", "scale per expert"):
+        options_bench._expect_close(layers[name](hidden, inputs.router_logits), expected)
+    options_bench._inlined(layers["clamped"], inputs)
+    options_bench.GATES["of a row"] = lambda gate, up: gate.softmax(-1) * up
+    with pytest.raises(ValueError, match="the gate is not inlined"):
+        options_bench._inlined(
+            options_bench.gate_layer(options_bench.GATES.pop("of a row"), weights, 2), inputs
+        )
+
+
 TINY = cpu_bench.Layer(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
 
 
