@@ -210,7 +210,7 @@ def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConf
     """As `_config`, which tries each kind of router once."""
     nodes = (choice.weights, choice.ids, choice.logits, choice.bias)
     places = {node: place for place, node in enumerate((*choice.cut.leaves, *choice.cut.nodes))}
-    key = (form(choice.cut.leaves, choice.cut.nodes), tuple(map(places.get, nodes)), num_experts)
+    key = (form(choice.cut.leaves, choice.cut.nodes), tuple(places[node] if node else None for node in nodes), num_experts)
     if key not in known:
         known[key] = _config(choice, num_experts)
     return known[key]
