@@ -60,6 +60,36 @@ def test_a_layer_that_is_put_together_otherwise_is_none_of_them():
     assert all(len(each.inputs) == 3 for each in result.stretches)  # the fourth reads one weight twice
 
 
+def test_who_reads_what_counts():
+    def differences(x, layers):
+        for index, (first, second) in enumerate(layers):
+            y, z = x @ first, x @ second
+            x = normed(z - y if index == 4 else y - z)
+        return x
+
+    square = [tuple(torch.randn(16, 16) for _ in range(2)) for _ in range(9)]
+    result = found(differences, tokens(), square)
+    turned = [node for each in result.stretches for node in each.nodes if "sub" in str(node.target)]
+    assert 7 <= len(result.stretches) <= 8
+    orders = {
+        tuple((*each.inputs, *each.nodes).index(source) for source in node.args)
+        for node, each in zip(turned, result.stretches, strict=True)
+    }
+    assert len(orders) == 1
+
+
+def test_sizes_count():
+    def products(x, layers):
+        for first, second in layers:
+            x = normed(x @ first).sin() @ second
+        return x
+
+    widths = [8, 24] * 5
+    layers = [(torch.randn(16, width), torch.randn(width, 16)) for width in widths]
+    result = found(products, tokens(), layers)
+    assert all(calls(each).count("aten.mm.default") == 4 for each in result.stretches)
+
+
 def test_layers_in_turns_are_alike_in_pairs():
     layers = weights(10)
     layers[1::2] = [(a, b[:3], c[:3], d[:3]) for a, b, c, d in layers[1::2]]
@@ -168,9 +198,10 @@ def test_a_view_of_an_input_that_others_read_stays_outside():
             y = x @ each[0].T
             views.append(each[0].T)
             x = normed(y + x) @ each[1].T @ each[1]
-        return x, views
+        return x, [view.sin() for view in views]
 
     layers = [(torch.randn(16, 16), torch.randn(4, 16)) for _ in range(7)]
     result = found(turned, tokens(), layers)
     outputs = [result.stretches[0].nodes[place] for place in result.outputs]
     assert len(result.stretches) >= 6 and not any("permute" in str(node.target) for node in outputs)
+    assert calls(result.stretches[0]).count("aten.mm.default") == 3  # all of a layer
