@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from benchmarks import (
+    compile_bench,
     cpu_bench,
     demo,
     gpu_proof,
@@ -22,6 +23,7 @@ COMMANDS = {
     "options": options_bench,
     "stock": stock_bench,
     "training": training_bench,
+    "compile-time": compile_bench,
     "gpu": gpu_proof,
 }
 

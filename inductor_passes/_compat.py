@@ -140,11 +140,12 @@ def kernel_index(kernel: Any) -> int:
     return kernel_side_table.add_kernel(kernel)
 
 
-def kernel_constants(constants: Mapping[str, Any]) -> int:
+def kernel_constants(constants: dict[str, Any]) -> int:
     """A process-local number for a launch's compile-time arguments."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    return kernel_side_table.add_constant_args(dict(constants))
+    same = [index for index, each in kernel_side_table.constant_args.items() if repr(each) == repr(constants)]
+    return same[0] if same else kernel_side_table.add_constant_args(dict(constants))
 
 
 def kernel_name(index: int) -> str:

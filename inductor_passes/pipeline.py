@@ -32,6 +32,7 @@ from inductor_passes.lowerings import (
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
 from inductor_passes.share_repeats import ShareRepeats
+from inductor_passes.sharing import share_repeats
 
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
@@ -84,10 +85,13 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Rewrites a post-grad graph in place. Inductor says since torch 2.13 whether there is a backward to it."""
         passes, chained = self._settled()
-        compile_log.passes_ran(run_passes(graph, passes), graph)
+        log = run_passes(graph, passes)
+        compile_log.passes_ran(log, graph)
         is_inference = not is_training(graph) if is_inference is None else is_inference
         for user_pass in chained:
             _compat.call_with_is_inference(user_pass, graph, is_inference)
+        if is_inference and log.layers:
+            share_repeats(graph)
 
     def uuid(self) -> Any | None:
         """A key over the source and state of every pass, ours and the user's; None (no caching) without one."""

@@ -13,7 +13,7 @@ from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
-from inductor_passes.raising.indices import Indices, Order
+from inductor_passes.raising.indices import Found, Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
 from inductor_passes.raising.loops import experts_of, loops
 from inductor_passes.raising.products import Product, ids_of, order_of, products
@@ -44,10 +44,11 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
+        found: Found = {}
         for *firsts, second in product_layers(graph):
             try:
                 with _compat.real_tensors():
-                    write(graph, _experts(firsts, second))
+                    write(graph, _experts(firsts, second, found))
                 log.lift("experts", second.node, (each.node for each in (*firsts, second)))
             except Refusal as refusal:
                 log.refuse(refusal, second.node)
@@ -73,8 +74,8 @@ def _firsts(second: Product, found: Mapping[Node, Product]) -> list[Product]:
     return [found[leaf] for leaf in between.leaves if leaf in found]
 
 
-def _experts(firsts: Sequence[Product], second: Product) -> Experts:
-    indices = ids_of(second)
+def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Experts:
+    indices = ids_of(second, found)
     order = order_of(firsts[0], indices)
     outcomes = tuple(_outcome(first, order, indices) for first in firsts)
     last = _outcome(second, order, indices)

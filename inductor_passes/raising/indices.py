@@ -13,8 +13,9 @@ from torch.fx import Node
 
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
+from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
-from inductor_passes.raising.evaluation import concrete, cut, evaluate, is_size
+from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_size
 from inductor_passes.sizes import is_symbol, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
@@ -23,6 +24,10 @@ _MANY_TOKENS = 4096
 
 Order = tuple[Tensor, ...]
 """For each sample [S]: the slot that each row stands for."""
+
+
+Found = dict[Any, Any]
+"""What has been computed for layers of one graph, by the form of what was computed."""
 
 
 def is_integral(node: Node) -> bool:
@@ -37,12 +42,13 @@ class Indices:
     Args:
         ids: [T, K], a node.
         num_experts: E; ids lie in [0, E).
+        found: What other layers of the graph have computed: of alike layers the first computes for all.
 
     Raises:
         Refusal: ids of another rank, T or K are zero or not known, or there are too many slots to try.
     """
 
-    def __init__(self, ids: Node, num_experts: int) -> None:
+    def __init__(self, ids: Node, num_experts: int, found: Found) -> None:
         self.ids = ids
         self.num_experts = num_experts
         shape = ids.meta["val"].shape
@@ -51,13 +57,10 @@ class Indices:
         tokens, self.top_k = map(concrete, shape) if len(shape) == 2 else (None, None)
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
-        count = max(_MIN_SAMPLES, -(-_MIN_ROWS // tokens))
-        generator = torch.Generator().manual_seed(0)
-        draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
-        self.samples = [draw.topk(self.top_k).indices for draw in draws]
-        # All tokens at the same experts, and many where their number is open: a capacity would show.
-        many = max(2 * tokens, _MANY_TOKENS) if is_symbol(shape[0]) else tokens
-        self.samples.append(self.samples[0][:1].repeat(many, 1))
+        self._found, self._sizes = found, (num_experts, *map(str, shape))
+        if self._sizes not in found:
+            found[self._sizes] = _samples(tokens, num_experts, self.top_k, is_symbol(shape[0]))
+        self.samples = found[self._sizes]
         self._known: list[dict[Node, Any]] = [{ids: sample} for sample in self.samples]
 
     @cached_property
@@ -68,6 +71,16 @@ class Indices:
     def values(self, node: Node) -> tuple[Tensor, ...] | None:
         """`node` for each sample of ids; None when it depends on anything else."""
         found = cut([node], lambda each: each is self.ids)
+        key = (self._sizes, form(found.leaves, found.nodes), self._leaves(found))
+        if key not in self._found:
+            self._found[key] = self._computed(node, found)
+        return self._found[key]
+
+    def _leaves(self, found: Cut) -> tuple[Any, ...]:
+        """Which leaf is the ids; sizes are in the form."""
+        return tuple(leaf is self.ids for leaf in found.leaves)
+
+    def _computed(self, node: Node, found: Cut) -> tuple[Tensor, ...] | None:
         sizes = [leaf for leaf in found.leaves if leaf is not self.ids]
         if any(self._size(leaf, 1) is None for leaf in sizes):
             return None
@@ -140,6 +153,16 @@ class Indices:
             isinstance(each, Tensor) and each.shape == rows.shape and torch.equal(each.sort().values, rows)
             for each, rows in zip(values, self.slot_order, strict=True)
         )
+
+
+def _samples(tokens: int, num_experts: int, top_k: int, is_open: bool) -> list[Tensor]:
+    """Random ids [T, K], and all tokens at the same experts: many where their number is open, a capacity would show."""
+    count = max(_MIN_SAMPLES, -(-_MIN_ROWS // tokens))
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
+    samples = [draw.topk(top_k).indices for draw in draws]
+    many = max(2 * tokens, _MANY_TOKENS) if is_open else tokens
+    return [*samples, samples[0][:1].repeat(many, 1)]
 
 
 def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:

@@ -133,7 +133,7 @@ def _weighed(product: Node) -> tuple[Node, Node]:
 
 def _choice(columns: Sequence[Node]) -> tuple[Indices, Node]:
     """The ids [T, K], and the weights [T, K] of which each expert's column has those of its tokens."""
-    indices = Indices(_ids_behind(columns[0]), len(columns))
+    indices = Indices(_ids_behind(columns[0]), len(columns), {})
     behind = _read_by(indices.ids)
     found = set()
     for expert, column in enumerate(columns):

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import concrete
-from inductor_passes.raising.indices import Indices, Order, ids_behind, is_integral
+from inductor_passes.raising.indices import Found, Indices, Order, ids_behind, is_integral
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -169,7 +169,7 @@ def _sorted_order(product: Product, indices: Indices) -> Order:
     return order
 
 
-def ids_of(product: Product) -> Indices:
-    """The ids that choose the experts of a product. Raises Refusal where they cannot be found."""
+def ids_of(product: Product, found: Found) -> Indices:
+    """The ids that choose the experts of a product, with what was `found` of others. Raises Refusal without any."""
     ids = ids_behind(product.experts, product.num_slots)
-    return Indices(ids, product.num_experts)
+    return Indices(ids, product.num_experts, found)

@@ -5,7 +5,7 @@ its shapes and its constants allow.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import LAYER_KEY, PassLog, Refusal, layer_of
+from inductor_passes.forms import form
 from inductor_passes.graph_tools import (
     arguments,
     call,
@@ -53,6 +54,10 @@ class Choice(NamedTuple):
     cut: Cut
 
 
+Known = dict[Hashable, RoutingConfig | None]
+"""What each kind of router in a graph is; None for one that is no config."""
+
+
 class RaiseRouters:
     """What computes the weights and ids of a dispatch from logits becomes topk_routing."""
 
@@ -62,16 +67,17 @@ class RaiseRouters:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises the router of every dispatch whose ids are computed in this graph."""
+        known: Known = {}
         for dispatch in find(graph, "build_dispatch"):
             try:
                 with _compat.real_tensors():
-                    _rewrite(graph, dispatch, log)
+                    _rewrite(graph, dispatch, log, known)
             except Refusal as refusal:
                 log.refuse(refusal, dispatch)
         _compat.stable_topological_sort(graph)
 
 
-def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
+def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
     plan = arguments(dispatch)
     combines = (
         [user for user in outputs(dispatch)[1].users if is_op(user, "combine")]
@@ -80,7 +86,8 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
     )
     if not combines or plan.topk_ids.op != "call_function" or is_moe_op(_source(plan.topk_ids)):
         return
-    choice, config = _recognised(arguments(combines[0]).topk_weights, plan.topk_ids, plan.num_experts)
+    weights = arguments(combines[0]).topk_weights
+    choice, config = _recognised(weights, plan.topk_ids, plan.num_experts, known)
     with graph.inserting_before(choice.weights):
         bias = choice.bias
         if bias is not None and bias.meta["val"].dim() != 1:
@@ -109,13 +116,13 @@ def _replace(graph: Graph, old: Node, new: Node) -> None:
     erase_unread(graph, old)
 
 
-def _recognised(weights: Node, ids: Node, num_experts: int) -> tuple[Choice, RoutingConfig]:
+def _recognised(weights: Node, ids: Node, num_experts: int, known: Known) -> tuple[Choice, RoutingConfig]:
     """The router behind weights and ids or, where weights are scaled further, behind what is scaled."""
     first: Refusal | None = None
     for candidate in (weights, *_other_weights(weights, ids)):
         try:
             for choice in _choices(candidate, ids, num_experts):
-                config = _config(choice, num_experts)
+                config = _known_config(choice, num_experts, known)
                 if config is not None:
                     return choice, config
             raise Refusal(
@@ -195,6 +202,17 @@ class _Trial(NamedTuple):
     """[R, E], zero where an expert was not chosen."""
     ids: Tensor
     """[R, K]: others may read weights and ids column by column."""
+
+
+def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConfig | None:
+    """As `_config`, which tries each kind of router once."""
+    nodes = (choice.weights, choice.ids, choice.logits, choice.bias)
+    places = {node: place for place, node in enumerate((*choice.cut.leaves, *choice.cut.nodes))}
+    wanted = tuple(places[node] if node else None for node in nodes)
+    key = (form(choice.cut.leaves, choice.cut.nodes), wanted, num_experts)
+    if key not in known:
+        known[key] = _config(choice, num_experts)
+    return known[key]
 
 
 def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:

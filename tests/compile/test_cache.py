@@ -185,8 +185,9 @@ def test_a_changed_fake_misses_everywhere(workspace):
     assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
 
 
-def test_a_changed_kernel_misses_everywhere(workspace):
-    with (workspace.root / "moe_ops/kernels/activation.py").open("a") as file:
+@pytest.mark.parametrize("name", ["activation", "gemm_tables"], ids=["a kernel", "a tuning table"])
+def test_a_changed_kernel_or_table_misses_everywhere(workspace, name):
+    with (workspace.root / f"moe_ops/kernels/{name}.py").open("a") as file:
         file.write("\n# changed\n")
     changed = workspace.run("passes")
     assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
@@ -197,6 +198,12 @@ def test_a_process_without_the_passes_gets_its_own_right_code(filled, workspace)
     without = workspace.run()
     assert without["gradient"] == filled[1]["gradient"]
     assert without["plain_caches"]["fxgraph_cache_hit"] >= 1
+
+
+@pytest.mark.parametrize("others", ["PIPELINE[:-1]", "PIPELINE[1:] + PIPELINE[:1]"])
+def test_other_passes_miss(scaled, workspace, others):
+    changed = workspace.run(f"{IMPORT_SCALE}\nPIPELINE = {others}", probe=USER_PROBE)
+    assert changed["factor"] == 2 and _missed(changed["caches"])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,126 @@
+"""N alike layers cost one compile: the generated code has one function for them, and computes what it did before."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache, run_and_get_code
+
+import inductor_passes
+import moe_ops
+from inductor_passes.graph_tools import find
+from tests.compile.fake_cuda import compile_for_h200
+from tests.helpers import assert_matches_oracle
+from tests.passes.moe import ROUTING
+from tests.passes.stacks import exact, stack, tokens, weights
+
+LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    with fresh_cache():
+        yield
+
+
+def _calls(code):
+    return len(re.findall(r"= repeated_layer\w*\(repeated_layer\w*_args\)", code))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@torch.no_grad()
+def test_the_code_of_alike_layers_is_there_once(dynamic):
+    layers = weights(LAYERS)
+    compiled = torch.compile(stack, options=inductor_passes.options(), fullgraph=True, dynamic=dynamic)
+    out, (code,) = run_and_get_code(compiled, tokens(), layers)
+    assert_matches_oracle(out, exact(tokens(), layers))
+    assert code.count("def repeated_layer") == 1
+    assert _calls(code) >= LAYERS - 1 - dynamic  # the first and the last are put together otherwise
+    products = [
+        line for line in code.splitlines() if re.match(r"\s*buf\d+ = torch.ops.moe.grouped_gemm", line)
+    ]
+    assert 2 <= len(products) <= 4  # of the function, and of a layer at the border
+    for number in (17, 33) if dynamic else ():
+        assert_matches_oracle(compiled(tokens(number), layers), exact(tokens(number), layers))
+
+
+class Count:
+    """A user's pass that counts our products."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, graph):
+        self.seen.append(len(find(graph, "grouped_gemm")))
+
+
+@torch.no_grad()
+def test_a_users_pass_sees_every_layer_once():
+    count = Count()
+    options = inductor_passes.options(post_grad_custom_pre_pass=count)
+    layers = weights(LAYERS)
+    out = torch.compile(stack, options=options, fullgraph=True)(tokens(), layers)
+    assert_matches_oracle(out, exact(tokens(), layers))
+    assert count.seen == [2 * LAYERS]
+
+
+@torch.no_grad()
+def test_models_without_experts_and_training_are_left():
+    def dense(x, layers):
+        return stack(x, layers, lambda x, each: torch.relu(x @ each[0] + x))
+
+    for function, x in ((dense, tokens()), (stack, tokens().requires_grad_())):
+        with torch.set_grad_enabled(x.requires_grad):
+            compiled = torch.compile(function, options=inductor_passes.options(), fullgraph=True)
+            _, codes = run_and_get_code(compiled, x, weights(5))
+        assert not any("repeated_layer" in code for code in codes)
+
+
+def _given(number):
+    shapes = ((128, 128), (16, 128), (16, 128, 128), (16, 128, 64))
+    layers = [
+        tuple(torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        for _ in range(LAYERS)
+    ]
+    return [
+        torch.empty(number, 128, device="cuda", dtype=torch.bfloat16),
+        *(each for layer in layers for each in layer),
+    ]
+
+
+def _stacked(x, *flat):
+    def staged(x, each):
+        mixing, router, w13, w2 = each
+        x = x + x @ mixing
+        return x + moe_ops.fused_moe(x, x @ router.T, w13, w2, ROUTING, emit="stages")
+
+    return stack(x, [flat[i : i + 4] for i in range(0, len(flat), 4)], staged)
+
+
+@pytest.mark.parametrize("number", [1, 64])
+def test_launches_on_a_gpu_are_written_once(number):
+    code = compile_for_h200(_stacked, _given, tokens=number).code
+    assert code.count("def repeated_layer") == 1 and _calls(code) >= LAYERS - 1
+    ours = [
+        line
+        for line in code.splitlines()
+        if ".run(" in line
+        and "triton_poi" not in line
+        and "triton_per" not in line
+        and "triton_red" not in line
+    ]
+    assert 0 < len(ours) <= 12  # of the function, and of the layer that is left
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("number", [1, 64])
+@torch.no_grad()
+def test_on_a_gpu(number, mode):
+    x, layers = tokens(number).cuda(), [tuple(each.cuda() for each in layer) for layer in weights(LAYERS)]
+    compiled = torch.compile(stack, options=inductor_passes.options(mode), fullgraph=True, dynamic=False)
+    _, (code,) = run_and_get_code(compiled, x, layers)
+    assert _calls(code) >= LAYERS - 1
+    for _ in range(3):  # warm up, capture, replay
+        assert_matches_oracle(compiled(x, layers), exact(x, layers))
