@@ -2,7 +2,9 @@
 
 import os
 
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes for each rank costs more than it gives
+os.environ.setdefault(
+    "TORCHINDUCTOR_COMPILE_THREADS", "1"
+)  # a pool of processes for each rank costs more than it gives
 
 import torch._dynamo
 import torch._inductor.compile_fx

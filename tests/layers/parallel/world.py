@@ -150,7 +150,9 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
         while True:
             try:
                 module, name, arguments = pipe.recv()
