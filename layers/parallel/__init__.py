@@ -1,15 +1,18 @@
-"""Experts on many devices: exchanges of tokens over a process group, for `layers.ModularKernel`."""
+"""Experts on many devices: styles for `parallelize_module`, and exchanges of tokens for `layers.ModularKernel`."""
 
 from layers.parallel.all_gather import AllGatherPrepareAndFinalize
 from layers.parallel.all_reduce import AllReducePrepareAndFinalize
 from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAllPrepareAndFinalize
 from layers.parallel.group import ExpertRanks, Group
+from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
 
 __all__ = [
     "AllGatherPrepareAndFinalize",
     "AllReducePrepareAndFinalize",
     "AllToAllPrepareAndFinalize",
+    "ExpertParallel",
     "ExpertRanks",
+    "ExpertTensorParallel",
     "Group",
     "PaddedAllToAllPrepareAndFinalize",
 ]

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.group import Group, expect_agreement
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
+from moe_ops._checks import expect_shape
 
 Started = tuple[Callable[[], None], Callable[[], Any]]
 
@@ -103,5 +104,7 @@ def nothing() -> None:
 
 
 def plus(sums: Tensor, shared: Tensor | None) -> Tensor:
-    """The output of shared experts, added to sums that are rounded already."""
+    """The output of shared experts [T, H], added to sums that are rounded already."""
+    if shared is not None:
+        expect_shape("shared", shared, tuple(sums.shape))
     return sums if shared is None else sums + shared
