@@ -57,7 +57,7 @@ class _AllToAll(Exchange):
         ones = torch.ones(way.ranks.shape, dtype=torch.float32, device=way.ranks.device)
         return nothing, lambda: combine(rows(), ones, way.inverse, shared)
 
-    def _send(self, rows: tuple[Tensor, Tensor, Tensor], way: _WayBack) -> Started:
+    def _send(self, rows: Sequence[Tensor], way: _WayBack) -> Started:
         tokens, weights, ids = (start_all_to_all(each, way.received, way.sent, self.group) for each in rows)
         return nothing, lambda: Prepared(tokens(), weights(), ids(), way_back=way)
 
@@ -87,7 +87,7 @@ class PaddedAllToAllPrepareAndFinalize(_AllToAll):
     ) -> None:
         expect_positive("max_tokens", max_tokens)
         super().__init__(group, owners, max_tokens=max_tokens)
-        self.max_tokens = max_tokens
+        self.max_tokens = self._rows = max_tokens
 
     def prepare_async(
         self,
@@ -98,13 +98,13 @@ class PaddedAllToAllPrepareAndFinalize(_AllToAll):
         expert_map: Tensor | None,
     ) -> Started:
         """Tokens [W*max_tokens, H]; rows without one have the ids -1."""
-        size, each = self.group.size, self.max_tokens
+        size, each = self.group.size, self._rows
         ranks = ranks_of_tokens(topk_ids, self.owners)
         plan = build_dispatch(ranks, size)
         places = batched_places(plan, each)  # [T*D], size * each for those that stay here
         tokens = plan.sorted_slots.long() // max(ranks.shape[1], 1)
         rows = permute(hidden_states, plan.sorted_slots), topk_weights[tokens], topk_ids[tokens]
-        padded = tuple(_placed(x, places, size * each, fill) for x, fill in zip(rows, (0, 0, -1)))
+        padded = [_placed(x, places, size * each, fill) for x, fill in zip(rows, (0, 0, -1))]
         placed = places.to(torch.int32).masked_fill(places == size * each, -1)
         inverse = placed[plan.inverse.clamp(min=0).long()].masked_fill(plan.inverse < 0, -1)
         return self._send(padded, _WayBack([each] * size, [each] * size, inverse, ranks))
@@ -137,9 +137,10 @@ class AllToAllPrepareAndFinalize(_AllToAll):
         ranks = ranks_of_tokens(topk_ids, self.owners)
         plan = build_dispatch(ranks, self.group.size)
         sent, received = self._splits(plan.expert_offsets.diff(), hidden_states.shape[1], topk_ids.shape[1])
-        slots = plan.sorted_slots[: sum(sent)]
+        slots = plan.sorted_slots.narrow(0, 0, sum(sent))
         tokens = slots.long() // max(ranks.shape[1], 1)
-        rows = permute(hidden_states, plan.sorted_slots)[: sum(sent)], topk_weights[tokens], topk_ids[tokens]
+        hidden = permute(hidden_states, plan.sorted_slots).narrow(0, 0, sum(sent))
+        rows = hidden, topk_weights[tokens], topk_ids[tokens]
         return self._send(rows, _WayBack(sent, received, plan.inverse, ranks))
 
     def _splits(self, counts: Tensor, *alike: int) -> tuple[list[int], list[int]]:

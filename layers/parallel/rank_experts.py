@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from layers.modular_parts import ExpertOutput
+from layers.parallel.collectives import shared_by_all
 from layers.parallel.exchange import Exchange
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear
@@ -52,22 +53,21 @@ class RankExperts:
         """Their parts that are here."""
         w13, w2 = experts
         return ExpertWeights(
-            GroupedLinear(local_part(w13.weight, 3), local_part(w13.bias, 2)),
-            GroupedLinear(local_part(w2.weight, 3), local_part(w2.bias, 2)),
+            GroupedLinear(self.local_part(w13.weight, 3), self.local_part(w13.bias, 2)),
+            GroupedLinear(self.local_part(w2.weight, 3), self.local_part(w2.bias, 2)),
         )
 
+    def local_part(self, parameter: Any, num_dims: int, split_dim: int = 1) -> Any:
+        """The part of a DTensor that is here. What all ranks have whole counts on the first, for outputs are summed.
 
-def local_part(parameter: Any, num_dims: int, split_dim: int = 1) -> Any:
-    """The part of a DTensor that is here. What all ranks have whole counts on the first, for outputs are summed.
-
-    Args:
-        parameter: a DTensor; anything else is returned as it is.
-        num_dims: of what is returned. A parameter with more has gate rows and up rows apart, in `split_dim`.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if all(placement.is_replicate() for placement in parameter.placements):
-        is_first = parameter.device_mesh.get_local_rank() == 0
-        return parameter.to_local(grad_placements=[Partial()]) * float(is_first)
-    local = parameter.to_local()
-    return local if local.dim() == num_dims else local.flatten(split_dim, split_dim + 1)
+        Args:
+            parameter: a DTensor; anything else is returned as it is.
+            num_dims: of what is returned. A parameter with more has gate rows and up rows apart, in `split_dim`.
+        """
+        if not isinstance(parameter, DTensor):
+            return parameter
+        local = parameter.to_local()
+        if all(placement.is_replicate() for placement in parameter.placements):
+            group = self.exchange.group
+            return shared_by_all(local, group) * float(group.rank == 0)
+        return local if local.dim() == num_dims else local.flatten(split_dim, split_dim + 1)

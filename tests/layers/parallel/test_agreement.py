@@ -50,7 +50,7 @@ def test_options_that_differ():
 def test_kinds_that_differ():
     kinds = [AllGatherPrepareAndFinalize, AllReducePrepareAndFinalize]
     with pytest.raises(
-        ValueError, match="dispatcher differs between ranks: .*Gather.* on rank 0; .*on rank 1;"
+        ValueError, match=r"dispatcher differs between ranks: .*Gather.* on rank 0; .*on rank 1;"
     ):
         kinds[dist.get_rank()](world_group())
 
