@@ -1,7 +1,10 @@
-"""Tokens that every rank has, such as behind tensor-parallel attention: each computes its part, parts are summed."""
+"""Tokens that several ranks have, such as behind tensor-parallel attention: each computes its part, parts are summed."""
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from layers._checks import expect_type
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import shared_by_all, start_all_reduce
 from layers.parallel.exchange import Exchange, Started, nothing, plus
@@ -15,14 +18,27 @@ class AllReducePrepareAndFinalize(Exchange):
 
     Args:
         group: ranks with the same tokens.
+        others: how these tokens are exchanged with those of other ranks, or None: the sums that it returns are
+            what is all-reduced.
 
     Raises:
-        TypeError, ValueError: it is no group, or not the same kind of exchange on all ranks.
+        TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks.
 
     Example:
         >>> layer = FusedMoE(config, shard=TensorShard(rank, size))
         >>> kernel = ModularKernel(AllReducePrepareAndFinalize(group), StandardExperts(layer))
     """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh, others: Exchange | None = None) -> None:
+        if others is not None:
+            expect_type("others", others, Exchange)
+        super().__init__(group, others=None if others is None else type(others).__name__)
+        self.others = others
+
+    @property
+    def num_dispatchers(self) -> int:
+        """How many ranks send tokens here: this one, and those that `others` says."""
+        return 1 if self.others is None else self.others.num_dispatchers
 
     def prepare_async(
         self,
@@ -34,6 +50,8 @@ class AllReducePrepareAndFinalize(Exchange):
     ) -> Started:
         """What it is given; its gradients are summed over the ranks."""
         tokens, weights = shared_by_all(hidden_states, self.group), shared_by_all(topk_weights, self.group)
+        if self.others is not None:
+            return self.others.prepare_async(tokens, weights, topk_ids, num_experts, expert_map)
         return nothing, lambda: Prepared(tokens, weights, topk_ids)
 
     def finalize_async(
@@ -44,6 +62,9 @@ class AllReducePrepareAndFinalize(Exchange):
         shared: Tensor | None,
     ) -> Started:
         """Sums [T, H], the same on all ranks; `shared`, which every rank has whole, is added once."""
-        parts = weigh_and_reduce.apply(output, prepared.topk_weights, None)
+        if self.others is None:
+            parts = weigh_and_reduce.apply(output, prepared.topk_weights, None)
+        else:
+            parts = self.others.finalize(output, prepared, weigh_and_reduce, None)
         sums = start_all_reduce(parts, self.group)
         return nothing, lambda: plus(sums(), shared)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from layers.modular_parts import ExpertOutput
 from layers.parallel.collectives import shared_by_all
 from layers.parallel.exchange import Exchange
+from layers.parallel.group import Group
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear
 
@@ -18,10 +19,11 @@ class RankExperts:
 
     Args:
         exchange: brings tokens here and sums back.
+        group: the ranks that hold the parameters.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, group: Group) -> None:
+        self.exchange, self.group = exchange, group
 
     def run(self, args: FusedExperts, num_experts: int, run: Callable[[FusedExperts], Tensor]) -> Tensor:
         """The output [T, H] for tokens of this rank.
@@ -68,6 +70,5 @@ class RankExperts:
             return parameter
         local = parameter.to_local()
         if all(placement.is_replicate() for placement in parameter.placements):
-            group = self.exchange.group
-            return shared_by_all(local, group) * float(group.rank == 0)
+            return shared_by_all(local, self.group) * float(self.group.rank == 0)
         return local if local.dim() == num_dims else local.flatten(split_dim, split_dim + 1)

@@ -55,10 +55,7 @@ class ExpertParallel(ParallelStyle):
 
     def __init__(self, dispatcher: Dispatcher = "auto", *, max_tokens: int | None = None) -> None:
         expect_choice("dispatcher", dispatcher, Dispatcher)
-        if max_tokens is not None:
-            expect_positive("max_tokens", max_tokens)
-            if dispatcher == "allreduce":
-                raise ValueError(f"max_tokens={max_tokens} with dispatcher='allreduce': expected None")
+        _expect_max_tokens(max_tokens, dispatcher)
         self.dispatcher, self.max_tokens = dispatcher, max_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -67,25 +64,19 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"num_experts={layout.num_experts}: expected a multiple of {group.size} ranks")
         _expect_alike(device_mesh, module, layout, self.dispatcher)
         owners = ExpertRanks(layout.num_experts, group.size)
-        exchange = self._exchange(device_mesh, owners, layout.top_k)
+        exchange = self._exchange(device_mesh, layout, owners)
         for name in layout.parameters:
             whole = _whole_experts(module.get_parameter(name))
             _distribute(module, name, device_mesh, whole, self.src_data_rank)
-        _put(module, RankExperts(exchange), owners.expert_map(group.rank))
+        _put(module, RankExperts(exchange, group), owners.expert_map(group.rank))
         return module
 
-    def _exchange(self, mesh: DeviceMesh, owners: ExpertRanks, top_k: int | None) -> Exchange:
+    def _exchange(self, mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks) -> Exchange:
         dispatcher = self.dispatcher
         if dispatcher == "auto":
-            moves = part_of_all_gather(owners, top_k or owners.num_experts)
+            moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
             dispatcher = "alltoall" if moves <= _WORTH_AN_ALL_TO_ALL else "allgather"
-        if dispatcher == "allreduce":
-            return AllReducePrepareAndFinalize(mesh)
-        if dispatcher == "allgather":
-            return AllGatherPrepareAndFinalize(mesh, max_tokens=self.max_tokens)
-        if self.max_tokens is None:
-            return AllToAllPrepareAndFinalize(mesh, owners)
-        return PaddedAllToAllPrepareAndFinalize(mesh, owners, max_tokens=self.max_tokens)
+        return exchange_of(dispatcher, mesh, owners, self.max_tokens)
 
 
 class ExpertTensorParallel(ParallelStyle):
@@ -111,7 +102,7 @@ class ExpertTensorParallel(ParallelStyle):
         self, dispatcher: Literal["allreduce", "allgather"] = "allreduce", *, max_tokens: int | None = None
     ) -> None:
         expect_choice("dispatcher", dispatcher, Literal["allreduce", "allgather"])
-        self._as_experts = ExpertParallel(dispatcher, max_tokens=max_tokens)
+        _expect_max_tokens(max_tokens, dispatcher)
         self.dispatcher, self.max_tokens = dispatcher, max_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -119,15 +110,40 @@ class ExpertTensorParallel(ParallelStyle):
         shard = TensorShard(group.rank, group.size)
         shard.local_size("intermediate_size", layout.intermediate_size)
         _expect_alike(device_mesh, module, layout, self.dispatcher)
-        owners = ExpertRanks(layout.num_experts, 1)
-        exchange = self._as_experts._exchange(device_mesh, owners, layout.top_k)
+        exchange = self._exchange(device_mesh)
         for name, each in layout.parameters.items():
             part = _parts_of_experts(module.get_parameter(name), each)
             _distribute(module, name, device_mesh, part, self.src_data_rank)
-        _put(module, RankExperts(exchange), None)
+        _put(module, RankExperts(exchange, group), None)
         if isinstance(module, FusedMoE):
             module.shard = shard
         return module
+
+    def _exchange(self, mesh: DeviceMesh) -> Exchange:
+        if self.dispatcher == "allreduce":
+            return AllReducePrepareAndFinalize(mesh)
+        return AllGatherPrepareAndFinalize(mesh, max_tokens=self.max_tokens)
+
+
+def exchange_of(
+    dispatcher: Dispatcher, mesh: DeviceMesh, owners: ExpertRanks, max_tokens: int | None
+) -> Exchange:
+    """The exchange of this name, among the ranks of `mesh`."""
+    if dispatcher == "allreduce":
+        return AllReducePrepareAndFinalize(mesh)
+    if dispatcher == "allgather":
+        return AllGatherPrepareAndFinalize(mesh, max_tokens=max_tokens)
+    if max_tokens is None:
+        return AllToAllPrepareAndFinalize(mesh, owners)
+    return PaddedAllToAllPrepareAndFinalize(mesh, owners, max_tokens=max_tokens)
+
+
+def _expect_max_tokens(max_tokens: int | None, dispatcher: str) -> None:
+    if max_tokens is None:
+        return
+    expect_positive("max_tokens", max_tokens)
+    if dispatcher == "allreduce":
+        raise ValueError(f"max_tokens={max_tokens} with dispatcher='allreduce': expected None")
 
 
 def part_of_all_gather(owners: ExpertRanks, top_k: int) -> float:
