@@ -3,6 +3,7 @@
 from layers.parallel.all_gather import AllGatherPrepareAndFinalize
 from layers.parallel.all_reduce import AllReducePrepareAndFinalize
 from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAllPrepareAndFinalize
+from layers.parallel.clipping import clip_grad_norm_
 from layers.parallel.config import ParallelConfig
 from layers.parallel.group import ExpertRanks, Group
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
@@ -17,4 +18,5 @@ __all__ = [
     "Group",
     "PaddedAllToAllPrepareAndFinalize",
     "ParallelConfig",
+    "clip_grad_norm_",
 ]

@@ -1,4 +1,4 @@
-"""Tokens that several ranks have, such as behind tensor-parallel attention: each computes its part, parts are summed."""
+"""Tokens that several ranks have, as behind tensor-parallel attention: each computes its part, parts are summed."""
 
 import torch.distributed as dist
 from torch import Tensor

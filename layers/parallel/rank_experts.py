@@ -34,9 +34,7 @@ class RankExperts:
             run: what this rank computes of any tokens, given to it in the place of these, without `shared`.
         """
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
-        hook, receiver = self.exchange.prepare_async(*tokens, num_experts, args.placement.expert_map)
-        hook()
-        prepared = receiver()
+        prepared = self.exchange.prepare(*tokens, num_experts, args.placement.expert_map)
         received = args._replace(
             hidden_states=prepared.hidden_states,
             topk_weights=prepared.topk_weights,
@@ -44,12 +42,8 @@ class RankExperts:
             experts=self.local_weights(args.experts),
             shared=None,
         )
-        output = ExpertOutput(run(received))
-        hook, receiver = self.exchange.finalize_async(
-            output, prepared, TopKWeightAndReduceNoOp(), args.shared
-        )
-        hook()
-        return receiver()
+        output, summed = ExpertOutput(run(received)), TopKWeightAndReduceNoOp()
+        return self.exchange.finalize(output, prepared, summed, args.shared)
 
     def local_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """Their parts that are here."""

@@ -56,7 +56,8 @@ class ExpertParallel(ParallelStyle):
     def __init__(self, dispatcher: Dispatcher = "auto", *, max_tokens: int | None = None) -> None:
         expect_choice("dispatcher", dispatcher, Dispatcher)
         _expect_max_tokens(max_tokens, dispatcher)
-        self.dispatcher, self.max_tokens = dispatcher, max_tokens
+        self.dispatcher: Dispatcher = dispatcher
+        self.max_tokens = max_tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout, group = experts_layout(module), Group.of(device_mesh)
@@ -75,7 +76,8 @@ class ExpertParallel(ParallelStyle):
         dispatcher = self.dispatcher
         if dispatcher == "auto":
             moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
-            dispatcher = "alltoall" if moves <= _WORTH_AN_ALL_TO_ALL else "allgather"
+            is_worth_it = moves <= _WORTH_AN_ALL_TO_ALL
+            return exchange_of("alltoall" if is_worth_it else "allgather", mesh, owners, self.max_tokens)
         return exchange_of(dispatcher, mesh, owners, self.max_tokens)
 
 

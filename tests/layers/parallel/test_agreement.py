@@ -125,6 +125,16 @@ def test_what_exchanges_say_of_themselves():
     assert (padded.num_dispatchers, padded.max_num_tokens_per_rank, padded.output_is_reduced) == (2, 5, True)
     variable = AllToAllPrepareAndFinalize(world_group(), owners(config()))
     assert (variable.num_dispatchers, variable.max_num_tokens_per_rank) == (2, None)
+    assert AllReducePrepareAndFinalize(world_group()).num_dispatchers == 1
+    assert AllReducePrepareAndFinalize(world_group(), padded).num_dispatchers == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALL)
+def test_shared_output_of_another_length_is_refused(name):
+    hidden, routed = tokens_of(dist.get_rank(), name, sizes="even")
+    with pytest.raises(ValueError, match=r"shared has shape .*1, 16.*: expected"):
+        ALL[name](make_layer(config()))(hidden, routed, torch.zeros(1, H))
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "linear", "round_robin"])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
-from layers.parallel import ExpertParallel, ExpertRanks, ExpertTensorParallel
+from layers.parallel import ExpertParallel, ExpertRanks, ExpertTensorParallel, clip_grad_norm_
 from layers.parallel.styles import part_of_all_gather
 from moe_ops import Activation, RoutingConfig
 from tests.helpers import assert_matches_oracle, assert_same
@@ -212,6 +212,30 @@ def test_experts_are_clipped_together(style):
     for name, parameter in sharded.experts.named_parameters():
         expected = block.experts.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad.full_tensor().view(expected.shape), expected)
+
+
+@on_ranks(2)
+@styles
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_blocks_are_clipped_whole(style, norm_type):
+    block = make_block(**OPTIONS["plain"])
+    sharded, ranks = parallel(block, style), [0] if style in SAME_TOKENS else [0, 1]
+    tokens = torch.randn(2, 5, H)
+    loss(sharded(tokens[dist.get_rank() if len(ranks) > 1 else 0])).backward()
+    for rank in ranks:
+        loss(block(tokens[rank])).backward()
+    for parameter in sharded.parameters():
+        if len(ranks) > 1 and not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)
+    found = clip_grad_norm_(sharded.parameters(), 0.5, norm_type)
+    torch.testing.assert_close(found, torch.nn.utils.clip_grad_norm_(block.parameters(), 0.5, norm_type))
+    for name, parameter in sharded.named_parameters():
+        expected = block.get_parameter(name).grad
+        torch.testing.assert_close(whole(parameter.grad).view(expected.shape), expected)
+
+
+def test_nothing_to_clip():
+    assert clip_grad_norm_(torch.ones(3), 1.0) == 0
 
 
 @on_ranks(2)
