@@ -127,7 +127,7 @@ def num_tokens(rank: int, name: str, sizes: str = "uneven") -> int:
         return MOST
     if name in REPLICATED or sizes == "even":
         return 6
-    return 0 if rank == 1 else MOST - rank
+    return 0 if rank == 1 else MOST - 4 + rank
 
 
 def tokens_of(rank: int, name: str, routing="random", dtype=torch.float32, sizes="uneven", step=0):

@@ -122,16 +122,26 @@ def test_uneven_experts_of_every_strategy(make, strategy):
     assert_matches_oracle(out, oracle(layer, hidden, routed))
 
 
-@on_ranks(2)
+@on_ranks(2, 4)
 def test_a_token_is_sent_once_to_each_rank_that_it_needs():
-    kernel, rank = variable(make_layer(config())), dist.get_rank()
+    kernel, rank, size = variable(make_layer(config())), dist.get_rank(), dist.get_world_size()
     hidden, routed = tokens_of(rank, "variable")
     prepared = kernel.start(hidden, routed).wait()
     rows = []
-    for sender in range(2):
+    for sender in range(size):
         tokens, theirs = tokens_of(sender, "variable")
-        rows.append(tokens[(theirs.topk_ids // (E // 2) == rank).any(1)])
+        rows.append(tokens[(theirs.topk_ids // (E // size) == rank).any(1)])
     assert torch.equal(prepared.hidden_states, torch.cat(rows))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_static", "all_gather_slots", "padded"])
+def test_rows_without_a_token_have_no_expert(name):
+    hidden, routed = tokens_of(dist.get_rank(), name)
+    prepared = ALL[name](make_layer(config())).start(hidden, routed).wait()
+    is_empty = (prepared.hidden_states == 0).all(1)
+    assert is_empty.any()
+    assert (prepared.topk_ids[is_empty] == -1).all()
 
 
 @on_ranks(2)
