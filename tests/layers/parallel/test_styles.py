@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
+from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig, TensorShard
 from layers.parallel import ExpertParallel, ExpertRanks, ExpertTensorParallel, clip_grad_norm_
 from layers.parallel.styles import part_of_all_gather
 from moe_ops import Activation, RoutingConfig
@@ -284,9 +284,10 @@ def test_only_experts_are_sharded_and_only_once():
     parallelize_module(block, mesh_of_all(), {"experts": ExpertParallel()})
     with pytest.raises(ValueError, match="module holds a part of its experts: expected all of them"):
         parallelize_module(block, mesh_of_all(), {"experts": ExpertParallel()})
-    part = FusedMoE(block.config, torch.tensor([0, 1, 2, 3, -1, -1, -1, -1]))
-    with pytest.raises(ValueError, match="module holds a part of its experts: expected all of them"):
-        parallelize_module(part, mesh_of_all(), ExpertParallel())
+    half = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1])
+    for part in (FusedMoE(block.config, half), FusedMoE(block.config, shard=TensorShard(0, 2))):
+        with pytest.raises(ValueError, match="module holds a part of its experts: expected all of them"):
+            parallelize_module(part, mesh_of_all(), ExpertParallel())
 
 
 @on_ranks(2)
