@@ -6,9 +6,11 @@ from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAl
 from layers.parallel.clipping import clip_grad_norm_
 from layers.parallel.config import ParallelConfig
 from layers.parallel.group import ExpertRanks, Group
+from layers.parallel.monolithic import AllGatherMonolithic
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
 
 __all__ = [
+    "AllGatherMonolithic",
     "AllGatherPrepareAndFinalize",
     "AllReducePrepareAndFinalize",
     "AllToAllPrepareAndFinalize",

@@ -5,7 +5,7 @@ For few ranks, or many experts per token, this moves less than sending each toke
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from layers._checks import expect_choice, expect_positive
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import start_all_gather, start_reduce_scatter
 from layers.parallel.exchange import Exchange, Started, nothing, plus
+from layers.parallel.group import Group
 from layers.parallel.sizes import expect_at_most, most_tokens
 from moe_ops import combine
 
@@ -74,8 +75,8 @@ class AllGatherPrepareAndFinalize(Exchange):
         expert_map: Tensor | None,
     ) -> Started:
         """Tokens [W*M, H] of all ranks; past a rank's T come rows with the ids -1."""
-        num_rows = self._rows(hidden_states, topk_ids)
-        gather = _gathering(num_rows, self.group)
+        num_rows = rows_of_each(hidden_states, topk_ids, "top_k", self.max_tokens, self.group)
+        gather = gathering(num_rows, self.group)
         tokens, weights, ids = gather(hidden_states), gather(topk_weights), gather(topk_ids, -1)
         mine = Slots(hidden_states.shape[0], topk_weights, topk_ids)
         if self.order == "slots":
@@ -97,14 +98,20 @@ class AllGatherPrepareAndFinalize(Exchange):
             return nothing, lambda: _sum_in_slot_order(rows(), mine, shared)
         return nothing, lambda: plus(rows()[: mine.num_tokens], shared)
 
-    def _rows(self, hidden_states: Tensor, topk_ids: Tensor) -> int:
-        if self.max_tokens is None:
-            return most_tokens(hidden_states, topk_ids, self.group)
-        expect_at_most(hidden_states.shape[0], self.max_tokens, self.group)
-        return self.max_tokens
+
+def rows_of_each(
+    hidden_states: Tensor, beside: Tensor, name: str, max_tokens: int | None, group: Group
+) -> int:
+    """M: `max_tokens`, or what the ranks say; see `most_tokens`."""
+    if max_tokens is None:
+        return most_tokens(hidden_states, beside, name, group)
+    expect_at_most(hidden_states.shape[0], max_tokens, group)
+    return max_tokens
 
 
-def _gathering(num_rows: int, group: Any) -> Callable[..., Callable[[], Tensor]]:
+def gathering(num_rows: int, group: Group) -> Callable[..., Callable[[], Tensor]]:
+    """What starts to gather [T, ...] of each rank, brought to so many rows."""
+
     def start(x: Tensor, value: float = 0.0) -> Callable[[], Tensor]:
         return start_all_gather(F.pad(x, (0, 0, 0, num_rows - x.shape[0]), value=value), group)
 

@@ -149,7 +149,7 @@ class AllToAllPrepareAndFinalize(_AllToAll):
         facts = torch.tensor(alike, dtype=torch.int64, device=counts.device).expand(size, len(alike))
         told = torch.cat([counts.long().unsqueeze(1), facts], dim=1)  # [W, 3]
         heard = start_all_to_all(told, [1] * size, [1] * size, self.group)()
-        expect_same_sizes(heard, list(alike))
+        expect_same_sizes(heard, list(alike), "top_k")
         sent, received = counts.tolist(), heard[:, 0].tolist()
         for rows in (*sent, *received):
             torch._check(rows >= 0)

@@ -11,24 +11,25 @@ from layers.parallel.group import Group, expect_alike
 from moe_ops.errors import value_error
 
 
-def most_tokens(hidden_states: Tensor, topk_ids: Tensor, group: Group) -> int:
-    """The largest T of all ranks, of tokens [T, H] and ids [T, K].
+def most_tokens(hidden_states: Tensor, beside: Tensor, name: str, group: Group) -> int:
+    """The largest T of all ranks, of tokens [T, H] and what goes beside them, [T, `name`].
 
     Raises:
-        ValueError: H or K differs between ranks, which the message names. It is raised on all of them, before a token
-            is sent; in compiled code, where sizes are part of the code, it is an assertion's RuntimeError.
+        ValueError: H or the size called `name` differs between ranks, which the message names. It is raised on all of
+            them, before a token is sent; in compiled code, where sizes are part of the code, it is an assertion's
+            RuntimeError.
     """
-    tokens, *alike = hidden_states.shape[0], hidden_states.shape[1], topk_ids.shape[1]
+    tokens, *alike = hidden_states.shape[0], hidden_states.shape[1], beside.shape[1]
     mine = torch.tensor([[tokens, *alike]], dtype=torch.int64, device=hidden_states.device)
     told = start_all_gather(mine, group)()  # [W, 3]
-    expect_same_sizes(told, alike)
+    expect_same_sizes(told, alike, name)
     most = told[:, 0].max().item()
     torch._check(most >= tokens)
     return int(most)
 
 
-def expect_same_sizes(told: Tensor, alike: list[int]) -> None:
-    """Raises unless columns from the second on hold, in every row, what this rank has: H and K."""
+def expect_same_sizes(told: Tensor, alike: list[int], name: str) -> None:
+    """Raises unless columns from the second on hold, in every row, what this rank has: H and the size `name`."""
     if torch.compiler.is_compiling():
         differ = (told[:, 1:] != torch.tensor(alike, device=told.device)).sum().item()
         torch._check(
@@ -36,8 +37,8 @@ def expect_same_sizes(told: Tensor, alike: list[int]) -> None:
         )
         return
     rows = told.tolist()
-    for column, name in enumerate(("hidden size", "top_k"), start=1):
-        expect_alike(name, {rank: row[column] for rank, row in enumerate(rows)})
+    for column, what in enumerate(("hidden size", name), start=1):
+        expect_alike(what, {rank: row[column] for rank, row in enumerate(rows)})
 
 
 def expect_at_most(num_tokens: int, max_tokens: int, group: Group) -> None:
