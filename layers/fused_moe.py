@@ -7,6 +7,7 @@ fused op. The module holds weights and nothing else: no streams, no names, no pe
 that identical layers share one compiled graph.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -167,7 +168,7 @@ class FusedMoE(ExpertParameters):
         self,
         hidden_states: Tensor,
         router_logits: Tensor | RouterOutput,
-        shared: Tensor | SharedExpert | None = None,
+        shared: Tensor | SharedExpert | Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """The weighted sum of the chosen experts, plus `shared`.
 
@@ -176,7 +177,8 @@ class FusedMoE(ExpertParameters):
             router_logits: [..., E] with the same leading dimensions, any floating dtype; or what `route` made of
                 them, when the caller wants to see or to change it.
             shared: [..., H], added to the routed output before it is rounded; or a shared expert that is to run beside
-                these, from `SharedExperts.operand`.
+                these, from `SharedExperts.operand`; or, of a layer sharded over ranks, a function without arguments
+                that computes [T, H] while tokens are on their way.
 
         Returns:
             [..., H] in the dtype of `hidden_states`.
@@ -240,17 +242,21 @@ class FusedMoE(ExpertParameters):
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
     def _run_routed(
-        self, tokens: Tensor, routed: RouterOutput, ids: Tensor, shared: Tensor | SharedExpert | None
+        self,
+        tokens: Tensor,
+        routed: RouterOutput,
+        ids: Tensor,
+        shared: Tensor | SharedExpert | Callable[[], Tensor] | None,
     ) -> Tensor:
         config, weights = self.config, routed.topk_weights
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
-        beside, shared = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
+        beside, shared = (None, shared) if isinstance(shared, Tensor) else (shared, None)
         args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
-        if beside is not None:
+        if isinstance(beside, SharedExpert):
             output = run_with_shared(args, beside)
         elif self.parallel is not None:
-            output = self.parallel.run(args, self.num_local_experts, self._run_received)
+            output = self.parallel.run(args, self.num_local_experts, self._run_received, beside)
         else:
             output = self._run_here(args)
         if config.experts.num_zero_experts:

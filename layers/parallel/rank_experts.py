@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput
 from layers.parallel.collectives import shared_by_all
 from layers.parallel.exchange import Exchange
@@ -25,16 +26,25 @@ class RankExperts:
     def __init__(self, exchange: Exchange, group: Group) -> None:
         self.exchange, self.group = exchange, group
 
-    def run(self, args: FusedExperts, num_experts: int, run: Callable[[FusedExperts], Tensor]) -> Tensor:
+    def run(
+        self,
+        args: FusedExperts,
+        num_experts: int,
+        run: Callable[[FusedExperts], Tensor],
+        shared: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """The output [T, H] for tokens of this rank.
 
         Args:
             args: tokens [T, H], how they are routed, and `shared` [T, H] or None.
             num_experts: E_local.
             run: what this rank computes of any tokens, given to it in the place of these, without `shared`.
+            shared: computes `shared` while tokens are on their way, where `args` has none.
         """
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
-        prepared = self.exchange.prepare(*tokens, num_experts, args.placement.expert_map)
+        started = self.exchange.prepare_async(*tokens, num_experts, args.placement.expert_map)
+        addend = args.shared if shared is None else shared()
+        prepared = Pending(*started).wait()
         received = args._replace(
             hidden_states=prepared.hidden_states,
             topk_weights=prepared.topk_weights,
@@ -43,7 +53,7 @@ class RankExperts:
             shared=None,
         )
         output, summed = ExpertOutput(run(received)), TopKWeightAndReduceNoOp()
-        return self.exchange.finalize(output, prepared, summed, args.shared)
+        return self.exchange.finalize(output, prepared, summed, addend)
 
     def local_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """Their parts that are here."""
