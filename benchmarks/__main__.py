@@ -3,7 +3,16 @@
 import argparse
 import sys
 
-from benchmarks import cpu_bench, demo, gpu_proof, loading, moe_bench, options_bench, stock_bench
+from benchmarks import (
+    cpu_bench,
+    demo,
+    gpu_proof,
+    loading,
+    moe_bench,
+    options_bench,
+    stock_bench,
+    training_bench,
+)
 
 COMMANDS = {
     "demo": demo,
@@ -12,6 +21,7 @@ COMMANDS = {
     "loading": loading,
     "options": options_bench,
     "stock": stock_bench,
+    "training": training_bench,
     "gpu": gpu_proof,
 }
 

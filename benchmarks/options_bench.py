@@ -1,4 +1,4 @@
-"""What options of the layer cost on a GPU: overlapped shared experts, expert balancing, chunks of a long input.
+"""What options of the layer cost on a GPU: overlapped shared experts, balancing, chunks of a long input, own gates.
 
 Every result is compared with the one that it must equal before anything is timed.
 """
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import inductor_passes
 import moe_ops
 from benchmarks.report import machine
 from benchmarks.timing import capture, time_in_turns
-from benchmarks.workloads import WORKLOADS, Cell, Inputs, make_inputs, make_weights
+from benchmarks.workloads import WORKLOADS, Cell, Inputs, Weights, make_inputs, make_weights
 from layers import EplbState, ExpertsConfig, FusedMoE, MoEConfig
 from moe_ops import RoutingConfig
 from moe_ops.arguments import LoadRecord, Replicas, Router
@@ -185,8 +186,76 @@ def _peak_mib(run: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The built-in gate, by hand."""
+    return F.silu(gate) * up
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def scaled(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+    """With numbers that each expert learns."""
+    return F.silu(gate) * up * scale
+
+
+GATES: dict[str, Callable[..., Tensor] | str] = {
+    "silu by name": "silu",
+    "swiglu": swiglu,
+    "clamped": clamped,
+    "scale per expert": scaled,
+}
+
+
+def gate_layer(gate: Callable[..., Tensor] | str, weights: Weights, top_k: int) -> Callable[..., Tensor]:
+    """A layer of hidden states and logits, with this gate."""
+    per_expert = [weights.w2.new_ones(weights.w2.shape[0], weights.w2.shape[2])] if gate is scaled else []
+
+    def layer(hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        routing = RoutingConfig(top_k)
+        given = hidden_states, router_logits, weights.w13, weights.w2, routing, gate
+        return moe_ops.fused_moe(*given, per_expert=per_expert, emit="stages")
+
+    return layer
+
+
+def gates(budget_ms: float) -> list[Row]:
+    """Gates that a pass inlines over the built-in SwiGLU: microseconds of a compiled layer, and how much more."""
+    rows: list[Row] = []
+    for workload in (WORKLOADS["W2"], WORKLOADS["W1"]):
+        weights = make_weights(workload, 0, "cuda")
+        layers = {name: gate_layer(gate, weights, workload.top_k) for name, gate in GATES.items()}
+        for tokens in (1, 4, 32, 256, 1024, 4096):
+            inputs = make_inputs(Cell(workload, tokens, "uniform"), "cuda")
+            torch.compiler.reset()  # layers share their code, of which Dynamo compiles only so many forms
+            compiled = {name: _inlined(layer, inputs[0]) for name, layer in layers.items()}
+            for name in ("swiglu", "scale per expert"):  # its scale is one
+                _expect_close(
+                    compiled[name](*_given(inputs[0])), compiled["silu by name"](*_given(inputs[0]))
+                )
+            calls: dict[str, list[Callable[[], object]]] = {
+                name: [partial(layer, *_given(each)) for each in inputs] for name, layer in compiled.items()
+            }
+            times = _timed(calls, budget_ms)
+            more = {f"{name} over silu": times[name] / times["silu by name"] for name in (*GATES,)[1:]}
+            _tell(rows, workload=workload.name, tokens=tokens, **times, **more)
+    return rows
+
+
+def _inlined(layer: Callable[..., Tensor], inputs: Inputs) -> Callable[..., Tensor]:
+    """The layer compiled; raises ValueError if a kernel does not hold its gate."""
+    report = inductor_passes.explain(layer, *_given(inputs))
+    if report.kept or report.refused:
+        raise ValueError(f"the gate is not inlined:\n{report}")
+    return torch.compile(layer, fullgraph=True, dynamic=False, options=inductor_passes.options())
+
+
 MEASUREMENTS: dict[str, Callable[[float], list[Row]]] = {
     "overlap": overlap,
     "balancing": balancing,
     "chunks": chunks,
+    "gates": gates,
 }

@@ -37,43 +37,19 @@ try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
 except ImportError:  # torch 2.11
     InferenceAwareGraphPass = CustomGraphPass
 
+# fmt: off
 __all__ = [
-    "CustomGraphPass",
-    "InferenceAwareGraphPass",
-    "cache_hits",
-    "call_when_compiled",
-    "called_op",
-    "call_with_is_inference",
-    "compile_fx",
-    "compile_id",
-    "detect_fake_mode",
-    "fresh_code",
-    "graph_breaks",
-    "inductor_option_names",
-    "is_cudagraph_unsafe_fx_node",
-    "kernel_constants",
-    "kernel_index",
-    "kernel_name",
-    "maybe_mark_dynamic",
-    "mode_table",
-    "op_body",
-    "POST_GRAD_SLOT",
-    "post_grad_backend",
-    "post_grad_slot",
-    "post_grad_slot_and_covered",
-    "preserved_dynamo_state",
-    "real_tensors",
-    "same_size",
-    "size_hint",
-    "stable_topological_sort",
-    "statically_known_true",
-    "trace",
-    "triton_launch",
-    "uncompiled",
-    "watch_post_grad_slot",
-    "with_launch_options",
+    "cache_hits", "call_when_compiled",
+    "call_with_is_inference", "called_op", "compile_fx", "compile_id", "CustomGraphPass",
+    "detect_fake_mode", "fresh_code", "graph_breaks",
+    "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "kernel_constants",
+    "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body", "post_grad_backend",
+    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "preserved_dynamo_state", "real_tensors", "same_size", "size_hint",
+    "slot_and_covered", "stable_topological_sort", "statically_known_true", "trace",
+    "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
     "written_arguments",
 ]
+# fmt: on
 
 
 def mode_table() -> dict[str, dict[str, Any]]:
@@ -86,17 +62,20 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(torch._inductor.list_options())
 
 
-# The slot our pass sits in
+# The slots our passes sit in
 
-POST_GRAD_SLOT = "post_grad_custom_pre_pass"
-_COVERED: ContextVar[tuple[Any, ...]] = ContextVar("values of the slot that later ones cover", default=())
+POST_GRAD_SLOT, PRE_GRAD_SLOT = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
+_COVERED: dict[str, ContextVar[tuple[Any, ...]]] = {
+    slot: ContextVar(f"values of {slot} that later ones cover", default=())
+    for slot in (POST_GRAD_SLOT, PRE_GRAD_SLOT)
+}
 
 
 @lru_cache(maxsize=1)
-def watch_post_grad_slot() -> None:
-    """Remembers from now on which value each new value of the slot covers.
+def watch_slots() -> None:
+    """Remembers from now on which value each new value of the slots covers.
 
-    `torch.compile(options=...)` patches the slot around a compile, and Inductor has no way to ask for what the user
+    `torch.compile(options=...)` patches a slot around a compile, and Inductor has no way to ask for what the user
     has there underneath. Every change goes through `__setattr__` of the config module's own class; a patch that ends
     puts the old value back from its `__exit__`.
     """
@@ -104,10 +83,11 @@ def watch_post_grad_slot() -> None:
     set_plainly = config_class.__setattr__
 
     def set_and_remember(config: Any, name: str, value: Any) -> None:
-        if name == POST_GRAD_SLOT:
-            covered = _COVERED.get()
+        if name in _COVERED:
+            covered = _COVERED[name].get()
             ends_patch = sys._getframe(1).f_code.co_name == "__exit__"
-            _COVERED.set(covered[:-1] if ends_patch else (*covered, post_grad_slot())[-_MOST_COVERED:])
+            now = covered[:-1] if ends_patch else (*covered, getattr(inductor_config, name))
+            _COVERED[name].set(now[-_MOST_COVERED:])
         set_plainly(config, name, value)
 
     config_class.__setattr__ = set_and_remember
@@ -116,14 +96,9 @@ def watch_post_grad_slot() -> None:
 _MOST_COVERED = 32  # plain assignments cover a value for good: the oldest are forgotten
 
 
-def post_grad_slot() -> Any:
-    """What is in the slot now: None, a pass, or (torch 2.13) several."""
-    return inductor_config.post_grad_custom_pre_pass
-
-
-def post_grad_slot_and_covered() -> tuple[Any, ...]:
-    """What is in the slot now, then what that covers, and so on down."""
-    return (post_grad_slot(), *reversed(_COVERED.get()))
+def slot_and_covered(slot: str) -> tuple[Any, ...]:
+    """What is in a slot now (None, a pass, or in torch 2.13 several), then what that covers, and so on down."""
+    return (getattr(inductor_config, slot), *reversed(_COVERED[slot].get()))
 
 
 def call_with_is_inference(
@@ -245,10 +220,10 @@ def cache_hits() -> int:
 OnGraph = Callable[[torch.fx.GraphModule, Sequence[Any]], None]
 
 
-def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
+def post_grad_backend(on_graph: OnGraph, before_autograd: Any = None) -> Callable[..., Any]:
     """A backend that shows every graph as our pass would get it, generates no code and runs the ATen graph.
 
-    Caches are off, so a graph compiled before is traced again.
+    `before_autograd` is the pass of the other slot. Caches are off, so a graph compiled before is traced again.
     """
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
@@ -257,7 +232,7 @@ def post_grad_backend(on_graph: OnGraph) -> Callable[..., Any]:
         return make_boxed_func(gm.forward)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        with inductor_config.patch(force_disable_caches=True):
+        with inductor_config.patch({"force_disable_caches": True, PRE_GRAD_SLOT: before_autograd}):
             return compile_fx(gm, example_inputs, inner_compile=inner)  # type: ignore[arg-type]
 
     return backend

@@ -53,6 +53,8 @@ class PassLog:
     raised: list[Fusion] = field(default_factory=list)
     """What of a model that knows nothing of us became our operators."""
     fused: list[Fusion] = field(default_factory=list)
+    captured: list[Fusion] = field(default_factory=list)
+    """Gates that went into the first product's kernel; each is of the kind of its formula."""
     refused: list[Refused] = field(default_factory=list)
     lowered: list[Fusion] = field(default_factory=list)
     """What a lowering wrote out, and as what."""
@@ -69,6 +71,13 @@ class PassLog:
         """Records a fusion of `nodes`, whose last one is `anchor`."""
         self.fused.append(
             _logged("fused", Fusion(layer_of(anchor), kind, tuple(node.name for node in nodes)))
+        )
+
+    def capture(self, formula: str, anchor: torch.fx.Node, nodes: Iterable[torch.fx.Node]) -> None:
+        """Records the gate that `nodes` computed."""
+        kind = formula.replace("|", "; ")
+        self.captured.append(
+            _logged("captured", Fusion(layer_of(anchor), kind, tuple(node.name for node in nodes)))
         )
 
     def lower(self, kind: str, node: torch.fx.Node) -> None:

@@ -31,12 +31,18 @@ from inductor_passes.graph_tools import (
 from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
+    FusedExpertsFormula,
     FusedMoe,
+    FusedMoeFormula,
     GatherGemmAct,
+    GatherGemmFormula,
     GemmCombine,
     RoutingDispatch,
     TopkRouting,
 )
+
+_FirstHalf = GatherGemmAct | GatherGemmFormula
+"""Of a layer; what its gate is comes last."""
 
 
 class CollapseMoE:
@@ -53,7 +59,9 @@ class CollapseMoE:
 
 def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
     second = arguments(down)
-    up = expect_op(second.x, "gather_gemm_act", "the input of gemm_combine", down)
+    up: Any = second.x
+    if not is_op(up, "gather_gemm_formula"):
+        up = expect_op(up, "gather_gemm_act", "the input of gemm_combine", down)
     expect_only_user(up, down, "the activated rows")
     first = arguments(up)
     plan = _plan_of(first, second, down)
@@ -67,7 +75,7 @@ def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
     _drop_plan(graph, plan, log)
 
 
-def _plan_of(first: GatherGemmAct, second: GemmCombine, down: Node) -> Node:
+def _plan_of(first: _FirstHalf, second: GemmCombine, down: Node) -> Node:
     plan = expect_one_plan(
         down,
         sorted_slots=first.sorted_slots,
@@ -82,7 +90,7 @@ def _plan_of(first: GatherGemmAct, second: GemmCombine, down: Node) -> Node:
     return plan  # type: ignore[return-value]
 
 
-def _expect_roles(plan: Node | None, first: GatherGemmAct, second: GemmCombine, down: Node) -> None:
+def _expect_roles(plan: Node | None, first: _FirstHalf, second: GemmCombine, down: Node) -> None:
     shift = 2 if is_op(plan, "routing_dispatch") else 0
     wanted = (first.sorted_slots, second.inverse, second.expert_offsets)
     for index, tensor in enumerate(wanted):
@@ -92,7 +100,7 @@ def _expect_roles(plan: Node | None, first: GatherGemmAct, second: GemmCombine, 
         raise Refusal(down, "the two grouped GEMMs use different expert_offsets")
 
 
-def _router_is_private(plan: Node, first: GatherGemmAct, second: GemmCombine) -> bool:
+def _router_is_private(plan: Node, first: _FirstHalf, second: GemmCombine) -> bool:
     """Whether the router serves this layer only, so that its weights and ids need not exist outside."""
     weights_are_ours = getitem_source(second.topk_weights) == (plan, 0)
     readers = {user for index, out in outputs(plan).items() if index < 2 for user in out.users}
@@ -100,26 +108,25 @@ def _router_is_private(plan: Node, first: GatherGemmAct, second: GemmCombine) ->
     return weights_are_ours and readers == ours and second.shared is None
 
 
-def _as_fused_moe(graph: Graph, plan: Node, first: GatherGemmAct, second: GemmCombine, down: Node) -> Node:
+def _as_fused_moe(graph: Graph, plan: Node, first: _FirstHalf, second: GemmCombine, down: Node) -> Node:
     routed: RoutingDispatch = arguments(plan)
     experts = ExpertWeights(first.w13, second.w2)
-    fused = FusedMoe(first.hidden_states, routed.router, experts, routed.placement, first.activation)
-    return replacement(graph, fused, down)
+    given = first.hidden_states, routed.router, experts, routed.placement
+    layer = FusedMoe if isinstance(first, GatherGemmAct) else FusedMoeFormula
+    return replacement(graph, layer(*given, first[-1]), down)  # type: ignore[arg-type]
 
 
-def _as_fused_experts(
-    graph: Graph, plan: Node, first: GatherGemmAct, second: GemmCombine, down: Node
-) -> Node:
-    fused = FusedExperts(
+def _as_fused_experts(graph: Graph, plan: Node, first: _FirstHalf, second: GemmCombine, down: Node) -> Node:
+    given = (
         first.hidden_states,
         ExpertWeights(first.w13, second.w2),
         second.topk_weights,
         _topk_ids(graph, plan),
         arguments(plan).placement,
         second.shared,
-        first.activation,
     )
-    return replacement(graph, fused, down)
+    experts = FusedExperts if isinstance(first, GatherGemmAct) else FusedExpertsFormula
+    return replacement(graph, experts(*given, first[-1]), down)  # type: ignore[arg-type]
 
 
 def _topk_ids(graph: Graph, plan: Node) -> Any:

@@ -7,7 +7,7 @@ Inductor asks for the key. So a compile is noted there and where the passes run,
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph
 
@@ -44,6 +44,13 @@ def passes_ran(log: PassLog, graph: Graph) -> None:
     compiling.hazards += capture_hazards(graph)
     if _compat.compile_id() is None:
         LOGGER.info("%s", _told(compiling))
+
+
+def layers_raised(log: PassLog) -> None:
+    """Notes what was raised before autograd, of which the graphs behind it tell the rest."""
+    compiling = _running()
+    if compiling is not None:
+        compiling.graphs.append(replace(log, layers={}))
 
 
 def _running() -> _Compile | None:

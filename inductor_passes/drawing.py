@@ -17,9 +17,9 @@ _LINE, _CHARACTER, _SMALL = 16, 7.3, 6.7
 
 # What our operators, and torch's by a part of the name, do. The first that fits counts.
 _OURS = {
-    **dict.fromkeys(
-        ("routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_experts", "fused_moe"), "fused"
-    ),
+    **dict.fromkeys(("routing_dispatch", "gather_gemm_act", "gather_gemm_formula", "gemm_combine"), "fused"),
+    **dict.fromkeys(("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"), "fused"),
+    **dict.fromkeys(("gather_gemm", "act_gemm_combine"), "fused"),
     **dict.fromkeys(("topk_routing", "build_dispatch", "map_replicas", "map_and_record"), "routing"),
     **dict.fromkeys(("grouped_gemm", "batched_gemm"), "product"),
     **dict.fromkeys(("permute", "combine"), "move"),

@@ -78,8 +78,8 @@ def _remarks(recorder: Recorder, unfused: tuple[Unfused, ...]) -> tuple[str, ...
         )
     if recorder.training:
         remarks.append(
-            "gradients are on, so this is the training graph, in which most fusions are not done yet. For the "
-            "inference graph call explain under torch.no_grad()"
+            "gradients are on, so this is the training graph, in which a layer is at most two operators, its halves. "
+            "For the inference graph call explain under torch.no_grad()"
         )
     return tuple(remarks)
 
@@ -94,7 +94,7 @@ def _report(
     """Everything recorded."""
     lists = {
         name: tuple(each for log in recorder.logs for each in getattr(log, name))
-        for name in ("raised", "fused", "refused", "lowered", "kept")
+        for name in ("raised", "fused", "captured", "refused", "lowered", "kept")
     }
     return Report(
         graph_breaks=breaks,

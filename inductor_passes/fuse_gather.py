@@ -9,10 +9,9 @@ out     = gather_gemm_act(hidden_states, w13, bias, sorted_slots, expert_offsets
 
 from torch.fx import Graph, Node
 
-from inductor_passes.base import LAYER_KEY, PassLog, Refusal
+from inductor_passes.base import LAYER_KEY, PassLog
 from inductor_passes.graph_tools import (
     arguments,
-    describe,
     erase_dead,
     expect_one_plan,
     expect_only_user,
@@ -33,9 +32,8 @@ class FuseGatherGemmActivation:
     inference_only = True
 
     def run(self, graph: Graph, log: PassLog) -> None:
-        """Fuses at every gated_activation, then reports gathered GEMMs whose gate is something else."""
+        """Fuses at every gated_activation."""
         rewrite_each(graph, find(graph, "gated_activation"), _rewrite, log)
-        rewrite_each(graph, find(graph, "grouped_gemm"), _refuse_other_gate, log)
 
 
 def _rewrite(graph: Graph, gate: Node, log: PassLog) -> None:
@@ -60,10 +58,3 @@ def _rewrite(graph: Graph, gate: Node, log: PassLog) -> None:
     log.fuse("gather_gemm_act", gate, (gather, gemm, gate))
     gate.replace_all_uses_with(fused)
     erase_dead(graph, (gate, gemm, gather))
-
-
-def _refuse_other_gate(graph: Graph, gemm: Node, log: PassLog) -> None:
-    if not is_op(arguments(gemm).x, "permute") or any(is_op(user, "gated_activation") for user in gemm.users):
-        return
-    readers = ", ".join(describe(user) for user in gemm.users)
-    raise Refusal(gemm, f"gate_up is read by {readers}, not by gated_activation")

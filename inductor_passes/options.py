@@ -5,6 +5,7 @@ from typing import Any
 
 from inductor_passes import _compat
 from inductor_passes.pipeline import MoEPasses
+from inductor_passes.training import RaiseForTraining
 
 
 def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
             pass such options as `**{"triton.cudagraphs": True}`.
 
     Returns:
-        A new dict. A pass of the user's in the post-grad slot runs after ours: the one given here, else the one that
+        A new dict. A pass of the user's in one of our slots runs after ours: the one given here, else the one that
         the global config holds when a graph is compiled, whenever it was put there.
 
     Raises:
@@ -29,9 +30,14 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
     """
     given = {name.replace("-", "_"): value for name, value in inductor_options.items()}
     _expect_known(given)
-    slot = _compat.POST_GRAD_SLOT
-    ours = MoEPasses.around(given[slot]) if slot in given else MoEPasses()
-    return {**_expand(mode), **given, slot: ours}
+    ours = {
+        slot: kind.around(given[slot]) if slot in given else kind()
+        for slot, kind in (
+            (_compat.POST_GRAD_SLOT, MoEPasses),
+            (_compat.PRE_GRAD_SLOT, RaiseForTraining),
+        )
+    }
+    return {**_expand(mode), **given, **ours}
 
 
 def _expand(mode: str | None) -> dict[str, Any]:

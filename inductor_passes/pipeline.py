@@ -16,9 +16,10 @@ from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
 from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
+from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import find
+from inductor_passes.graph_tools import find, is_moe_op
 from inductor_passes.lowerings import (
     ExpandFewSlots,
     ExpandOnCpu,
@@ -32,6 +33,7 @@ from inductor_passes.raising import RaiseExperts, RaiseRouters
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
     FuseRoutingDispatch(),
+    FuseFormula(),
     FuseGatherGemmActivation(),
     FuseGemmCombine(),
     CollapseMoE(),
@@ -63,7 +65,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
     passes: tuple[MoEPass, ...] = PIPELINE
 
     def __post_init__(self) -> None:
-        _compat.watch_post_grad_slot()
+        _compat.watch_slots()
 
     @classmethod
     def around(cls, slot: Any) -> "MoEPasses":
@@ -96,7 +98,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         if self.chained is not None:
             return self.passes, self.chained
         passes = self.passes
-        here, *covered = _compat.post_grad_slot_and_covered()
+        here, *covered = _compat.slot_and_covered(_compat.POST_GRAD_SLOT)
         if len(passes_in(here)) > 1 and _split(passes_in(here))[0]:
             return passes, ()  # of a sequence Inductor runs the others itself
         for slot in (here, *covered):
@@ -170,7 +172,8 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     log = log if log is not None else PassLog()
     passes = tuple(passes)
     LayerNames().write(graph)
-    log.layers |= dict.fromkeys(layer_of(node) for node in graph.nodes if LAYER_KEY in node.meta)
+    ours = (node for node in graph.nodes if LAYER_KEY in node.meta or is_moe_op(node))
+    log.layers |= dict.fromkeys(map(layer_of, ours))
     training = is_training(graph)
     if training and any(each.inference_only for each in passes):
         _refuse_training(graph, log)
@@ -188,9 +191,15 @@ def is_training(graph: Graph) -> bool:
 
 
 def _refuse_training(graph: Graph, log: PassLog) -> None:
+    """Tells which layers run as the halves that save least, and refuses what would be fused of the others."""
+    halves = {layer_of(node): node for node in find(graph, "act_gemm_combine")}
+    told = {each.layer for each in log.fused}
+    for layer, node in halves.items():
+        if layer not in told:
+            log.fuse("act_gemm_combine", node, (node,))
     layers: dict[str, str] = {}
     for node in graph.nodes:
-        if LAYER_KEY in node.meta:
+        if LAYER_KEY in node.meta and layer_of(node) not in halves:
             layers.setdefault(layer_of(node), node.name)
     for layer, node in layers.items():
         refused = Refused(layer, node, TRAINING_REASON)

@@ -26,6 +26,7 @@ from inductor_passes.naming import (
 from inductor_passes.pipeline import LOWERINGS, PIPELINE, is_training, run_passes
 from inductor_passes.records import Cost, GraphView, LayerGraph, Unfused
 from inductor_passes.survey import Named, moe_modules
+from inductor_passes.training import RaiseForTraining
 from inductor_passes.views import calls, launches, layers_by_node, view
 
 _REWRITES = tuple(each for each in PIPELINE if each not in LOWERINGS)
@@ -56,7 +57,8 @@ class Recorder:
             write_sources(traced.graph, inputs.names)
             self.record(traced, inputs.start)
 
-        return _compat.post_grad_backend(record)(module, example_inputs)
+        before_autograd = RaiseForTraining(note=self.logs.append)
+        return _compat.post_grad_backend(record, before_autograd)(module, example_inputs)
 
     @cached_property
     def weights(self) -> dict[int, str]:

@@ -21,7 +21,7 @@ class Entry:
     """One thing that a pass did to a layer, or did not do."""
 
     action: str
-    """"raised", "fused", "refused", "lowered", "kept": the name of its list in a `PassLog`."""
+    """"raised", "fused", "captured", "refused", "lowered", "kept": the name of its list in a `PassLog`."""
     layer: str
     nodes: tuple[str, ...]
     """Those that were replaced, or the one that a refusal is about."""

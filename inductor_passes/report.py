@@ -34,13 +34,15 @@ class Report:
     """What to know, and to do, in sentences."""
     raised: tuple[Fusion, ...] = ()
     """Plain PyTorch that became operators of ours."""
+    captured: tuple[Fusion, ...] = ()
+    """Gates without a name that went into the first product's kernel; each is of the kind of its formula."""
     subject: str = ""
     """What was explained: the class of a module, the name of a function."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Everything that the passes did and did not do."""
-        lists = ("raised", "fused", "refused", "lowered", "kept")
+        lists = ("raised", "fused", "captured", "refused", "lowered", "kept")
         return tuple(entry for name in lists for entry in entries_of(name, getattr(self, name)))
 
     @property

@@ -12,7 +12,7 @@ from inductor_passes.records import Break, Cost, Entry, LayerGraph, Unfused
 from inductor_passes.stories import Story, Told, Verdict, alike
 
 # What the lists of a pass log are called; another one is called what it is.
-_ACTIONS = {"lowered": "written out", "kept": "kept as a call"}
+_ACTIONS = {"lowered": "written out", "kept": "kept as a call", "captured": "gate inlined"}
 
 
 def lines(told: Told) -> list[str]:

@@ -3,14 +3,19 @@
 Importing this package registers `torch.ops.moe.*` and adds the hash of its sources to the compile cache key.
 """
 
-from moe_ops import route_and_record as _registered  # noqa: F401  # for layers
+from moe_ops import (
+    fused_moe_formula as _fused_moe_formula,  # noqa: F401  # for passes
+    route_and_record as _registered,  # noqa: F401  # for layers
+)
 from moe_ops._cache_key import source_hash, tag_compile_caches
+from moe_ops.act_gemm_combine import act_gemm_combine
 from moe_ops.activation import gated_activation
 from moe_ops.batched import batched_gemm
 from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.fused_experts import fused_experts
 from moe_ops.fused_moe import fused_moe
+from moe_ops.gather_gemm import gather_gemm
 from moe_ops.gather_gemm_act import gather_gemm_act
 from moe_ops.gemm_combine import gemm_combine
 from moe_ops.grouped_gemm import grouped_gemm
@@ -26,6 +31,7 @@ __all__ = [
     "Activation",
     "DispatchPlan",
     "RoutingConfig",
+    "act_gemm_combine",
     "batched_gemm",
     "build_dispatch",
     "combine",
@@ -33,6 +39,7 @@ __all__ = [
     "fused_experts_with_shared",
     "fused_moe",
     "gated_activation",
+    "gather_gemm",
     "gather_gemm_act",
     "gemm_combine",
     "grouped_gemm",

@@ -169,10 +169,11 @@ def define_gradient_of_formula(arguments: type, formula: Op) -> None:
     """
     operator = OPERATORS[arguments]
     leaves, build = operator.leaves, operator.build
-    positions = [index for index, leaf in enumerate(leaves) if leaf.is_differentiable]
+    differentiable = [index for index, leaf in enumerate(leaves) if leaf.is_differentiable]
 
     def backward(saved: Any, needs: Any, *grads: Tensor) -> Any:
         values = records.flatten(saved)
+        positions = [index for index in differentiable if values[index] is not None]
 
         def of_differentiable(*tensors: Tensor) -> Any:
             replaced = dict(zip(positions, tensors, strict=True))

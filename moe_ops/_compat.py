@@ -85,3 +85,8 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     Its own choice for float32, MKL, leaves half of the speed behind on processors of other makers.
     """
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces: in torch 2.11 Dynamo answers `torch.compiler.is_exporting()` with True always."""
+    return torch.compiler._is_exporting_flag

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_ops import _checks, errors, records
+from moe_ops import _checks, _compat, errors, records
 from moe_ops._cache_key import tag_compile_caches
 from moe_ops.records import Role
 
@@ -152,6 +152,15 @@ def call(arguments: Any) -> Any:
             if type(value) not in _ORDINARY and not (is_optional and value is None):
                 _expect_tensor(name, value)
     return errors.invoke(operator.overload, *values)
+
+
+def has_backward(arguments: Any) -> bool:
+    """Whether what a compiler traces of these arguments will have a backward; exported programs run without one."""
+    if not torch.is_grad_enabled() or _compat.is_exporting():
+        return False
+    operator = OPERATORS[type(arguments)]
+    values = operator.flatten(arguments)
+    return any(values[index] is not None and values[index].requires_grad for index, _, _ in operator.tensors)
 
 
 def launch(arguments: Any) -> Any:

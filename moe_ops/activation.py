@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from moe_ops import _autograd, _checks, _library
 from moe_ops.arguments import GatedActivation, GatedActivationBackward
 from moe_ops.errors import describe, type_error, value_error
+from moe_ops.formula import Formula
 from moe_ops.records import partial
 from moe_ops.types import Activation
 
@@ -62,7 +63,7 @@ def activation_spec(activation: str | Activation) -> str:
     return activation.spec
 
 
-def out_features(columns: int, activation: Activation, name: str = "gate_up") -> int:
+def out_features(columns: int, activation: Activation | Formula, name: str = "gate_up") -> int:
     """I for the 2I (or I) columns an activation takes. Raises ValueError, naming `name`, for an odd number."""
     if not activation.is_gated:
         return columns
@@ -85,7 +86,7 @@ def gate_times_up(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return _gate(gate, activation) * _up(up, activation)
 
 
-def split_gate_up(gate_up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+def split_gate_up(gate_up: Tensor, activation: Activation | Formula) -> tuple[Tensor, Tensor]:
     """Gate and up columns as views: [S, 2I] to [S, I], or the rows of weights [E, 2I, H] that make them."""
     if activation.interleaved:
         return gate_up[:, ::2], gate_up[:, 1::2]

@@ -45,6 +45,21 @@ class SharedExpert(NamedTuple):
     shared_activation: str
 
 
+class Gate(NamedTuple):
+    """A gate captured from PyTorch: tensors that it reads besides gate and up, and the spec of its `Formula`."""
+
+    operand0: Annotated[Tensor | None, Role.WHOLE]
+    operand1: Annotated[Tensor | None, Role.WHOLE]
+    operand2: Annotated[Tensor | None, Role.WHOLE]
+    operand3: Annotated[Tensor | None, Role.WHOLE]
+    formula: str
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Those that there are."""
+        return tuple(each for each in self[:-1] if each is not None)
+
+
 class Router(NamedTuple):
     """What chooses experts: logits [T, E_global], correction bias [E_global], and the spec of a `RoutingConfig`."""
 
@@ -222,6 +237,16 @@ class GatherGemmAct(NamedTuple):
     activation: str
 
 
+class GatherGemmFormula(NamedTuple):
+    """Of `gather_gemm_formula`."""
+
+    hidden_states: Tensor
+    w13: GroupedLinear
+    sorted_slots: Index
+    expert_offsets: Index
+    gate: Gate
+
+
 class GemmCombine(NamedTuple):
     """Of `gemm_combine`."""
 
@@ -231,6 +256,28 @@ class GemmCombine(NamedTuple):
     topk_weights: Tensor
     inverse: Index
     shared: Tensor | None
+
+
+class GatherGemm(NamedTuple):
+    """Of `gather_gemm`."""
+
+    hidden_states: Tensor
+    w13: GroupedLinear
+    sorted_slots: Index
+    expert_offsets: Index
+
+
+class ActGemmCombine(NamedTuple):
+    """Of `act_gemm_combine`; only the gradient reads `sorted_slots`."""
+
+    gate_up: Tensor
+    w2: GroupedLinear
+    expert_offsets: Index
+    topk_weights: Tensor
+    sorted_slots: Index
+    inverse: Index
+    shared: Tensor | None
+    activation: str
 
 
 class FusedExperts(NamedTuple):
@@ -243,6 +290,28 @@ class FusedExperts(NamedTuple):
     placement: Placement
     shared: PerTokenOrNone
     activation: str
+
+    def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmAct:
+        """Up to the second product, with this plan."""
+        w13 = self.experts.w13
+        return GatherGemmAct(self.hidden_states, w13, sorted_slots, expert_offsets, self.activation)
+
+
+class FusedExpertsFormula(NamedTuple):
+    """Of `fused_experts_formula`."""
+
+    hidden_states: PerToken
+    experts: ExpertWeights
+    topk_weights: PerToken
+    topk_ids: Ids
+    placement: Placement
+    shared: PerTokenOrNone
+    gate: Gate
+
+    def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmFormula:
+        """Up to the second product, with this plan."""
+        w13 = self.experts.w13
+        return GatherGemmFormula(self.hidden_states, w13, sorted_slots, expert_offsets, self.gate)
 
 
 class FusedExpertsWithShared(NamedTuple):
@@ -272,3 +341,23 @@ class FusedMoe(NamedTuple):
     experts: ExpertWeights
     placement: Placement
     activation: str
+
+    def routed(self, topk_weights: Tensor, topk_ids: Tensor) -> FusedExperts:
+        """What is left when the router has chosen."""
+        x, _, experts, placement, activation = self
+        return FusedExperts(x, experts, topk_weights, topk_ids, placement, None, activation)
+
+
+class FusedMoeFormula(NamedTuple):
+    """Of `fused_moe_formula`."""
+
+    hidden_states: PerToken
+    router: Router
+    experts: ExpertWeights
+    placement: Placement
+    gate: Gate
+
+    def routed(self, topk_weights: Tensor, topk_ids: Tensor) -> FusedExpertsFormula:
+        """What is left when the router has chosen."""
+        x, _, experts, placement, gate = self
+        return FusedExpertsFormula(x, experts, topk_weights, topk_ids, placement, None, gate)

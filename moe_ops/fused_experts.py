@@ -3,11 +3,12 @@
     out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
     e      = topk_ids[t, k]
 
-Traced by a compiler it emits the stage operators, so that passes can fuse across every border; eager it is one
-operator, which picks its kernels on the host from the token count. The operator saves inputs, routing and plan for
-its gradient and recomputes the rest.
+Traced by a compiler it emits the stage operators, so that passes can fuse across every border, or where a backward
+follows the two halves that save least for it; eager it is one operator, which picks its kernels on the host from the
+token count. That operator saves inputs, routing and plan for its gradient and recomputes the rest.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,28 +16,25 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
 from moe_ops._cpu_experts import run_experts
-from moe_ops.activation import activation_gradient, activation_spec, gated_activation, out_features
+from moe_ops.act_gemm_combine import gradients as down_gradients
+from moe_ops.activation import activation_spec, gated_activation, out_features
 from moe_ops.arguments import (
+    ActGemmCombine,
     BuildDispatch,
     ExpertWeights,
     FusedExperts,
-    GroupedGemm,
+    GatherGemm,
     GroupedLinear,
     Placement,
 )
 from moe_ops.combine import check_shared, combine
 from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.errors import value_error
-from moe_ops.grouped_gemm import (
-    check_linear,
-    expect_linear,
-    gradients as gemm_gradients,
-    input_gradient,
-    product,
-    product_flops,
-    weight_gradient,
-)
-from moe_ops.permute import permute, permute_gradient
+from moe_ops.formula import Formula
+from moe_ops.gate import Custom, GateFunction, apply_function, custom
+from moe_ops.gather_gemm import gradients as up_gradients, product_args
+from moe_ops.grouped_gemm import check_linear, expect_linear, product, product_flops
+from moe_ops.permute import permute
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan, is_gated_spec
 
@@ -49,13 +47,14 @@ def fused_experts(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    activation: str | Activation = "silu",
+    activation: str | Activation | GateFunction = "silu",
     *,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     shared: Tensor | None = None,
+    per_expert: Sequence[Tensor] = (),
     emit: Emit = "auto",
 ) -> Tensor:
     """Runs the chosen experts of each token and sums them with their weights.
@@ -66,12 +65,15 @@ def fused_experts(
             hidden_states, stride 1 in either of the last two dimensions, never copied.
         topk_weights: [T, K], any floating dtype. topk_ids: [T, K] int32 or int64; an id out of range (padding,
             remote expert) contributes exactly zero.
-        activation: a name or an `Activation`.
+        activation: a name, an `Activation`, or a function of plain PyTorch: `activation(gate, up)` of both halves
+            [S, I] where w13 has 2I rows, `activation(x)` where it has I. It gets float32 (float64 for float64).
         w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
         expert_map: [E_global] int32, global to local ids, -1 for remote ones; see `build_dispatch`.
         apply_router_weight_on_input: weigh the experts' input instead of their output; only for K = 1.
         shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
-        emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted.
+        per_expert: tensors [E] or [E, I] that a function reads: it gets, behind gate and up, what each is for the
+            expert of every row, [S, 1] or [S, I].
+        emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted. A function runs between stages.
 
     Returns:
         [T, H], dtype of hidden_states.
@@ -86,16 +88,51 @@ def fused_experts(
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
     """
     experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
-    placement, spec = Placement(expert_map), activation_spec(activation)
-    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, placement, shared, spec)
-    return run(weigh_input(args) if apply_router_weight_on_input else args, emit)
+    spec, gate = gate_given(activation, per_expert, experts)
+    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), shared, spec)
+    args = weigh_input(args) if apply_router_weight_on_input else args
+    return run(args, emit) if gate is None else run_custom(args, gate, emit)
+
+
+def gate_given(
+    activation: str | Activation | GateFunction, per_expert: Sequence[Tensor], experts: ExpertWeights
+) -> tuple[str, Custom | None]:
+    """The spec of an activation, or a user's function. Raises ValueError, TypeError as `fused_experts`."""
+    if isinstance(activation, str | Activation) or not callable(activation):
+        if len(per_expert):
+            value_error(
+                "per_expert has {} tensors: expected none, {} reads none",
+                len(per_expert),
+                "a named activation",
+            )
+        return activation_spec(activation), None  # type: ignore[arg-type]
+    return "", custom(activation, per_expert, experts.w13.weight, experts.w2.weight)
 
 
 def run(args: FusedExperts, emit: Emit) -> Tensor:
     """`fused_experts` of its arguments as one value."""
+    args = _autocast(args)
+    if not emits_stages(emit):
+        return _library.call(args)
+    return run_halves(args) if emit == "auto" and _library.has_backward(args) else run_stages(args)
+
+
+def _autocast(args: FusedExperts) -> FusedExperts:
     tensors = _library.autocast((args.hidden_states, args.experts, args.shared))
-    args = args._replace(hidden_states=tensors[0], experts=tensors[1], shared=tensors[2])
-    return run_stages(args) if emits_stages(emit) else _library.call(args)
+    return args._replace(hidden_states=tensors[0], experts=tensors[1], shared=tensors[2])
+
+
+def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
+    """`fused_experts` with a user's function between its products."""
+    if emit == "fused":
+        value_error(
+            "emit='fused' with a function as activation: expected 'auto' or 'stages'; a pass fuses it"
+        )
+    emits_stages(emit)  # for what it raises
+    args = _autocast(args)
+    features = args.experts.w2.weight.shape[2]
+    _check_in_callers_names(args, args.experts.w13.weight.shape[1] != features)
+    return _between_stages(args, lambda gate_up, offsets: apply_function(gate_up, gate, features, offsets))
 
 
 def emits_stages(emit: Emit) -> bool:
@@ -122,22 +159,45 @@ def weigh_input(args: FusedExperts) -> FusedExperts:
 
 def run_stages(args: FusedExperts) -> Tensor:
     """`fused_experts` as its stage operators."""
-    _check_in_callers_names(args)
+    _check_in_callers_names(args, is_gated_spec(args.activation))
+    return _between_stages(args, lambda gate_up, _: gated_activation(gate_up, args.activation))
+
+
+def _between_stages(args: FusedExperts, activate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
     rows = permute(args.hidden_states, plan.sorted_slots)
     gate_up = product(rows, args.experts.w13, plan.expert_offsets)
-    activated = gated_activation(gate_up, args.activation)
+    activated = activate(gate_up, plan.expert_offsets)
     expert_out = product(activated, args.experts.w2, plan.expert_offsets)
     return combine(expert_out, args.topk_weights, plan.inverse, args.shared)
 
 
-def _check_in_callers_names(args: FusedExperts) -> None:
+def run_halves(args: FusedExperts) -> Tensor:
+    """`fused_experts` as the two operators that keep nothing for their backward but tokens and gate_up."""
+    _check_in_callers_names(args, is_gated_spec(args.activation))
+    plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
+    up, down = _halves(args, plan)
+    return _library.call(down(_library.call(up)))
+
+
+def _halves(args: FusedExperts, plan: DispatchPlan) -> tuple[GatherGemm, Callable[[Tensor], ActGemmCombine]]:
+    """Arguments of both halves, of the second those that follow gate_up."""
+    (w13, w2), (slots, inverse, offsets) = args.experts, plan
+
+    def down(gate_up: Tensor) -> ActGemmCombine:
+        weights, shared = args.topk_weights, args.shared
+        return ActGemmCombine(gate_up, w2, offsets, weights, slots, inverse, shared, args.activation)
+
+    return GatherGemm(args.hidden_states, w13, slots, offsets), down
+
+
+def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
     x, (w13, w2), weights, ids = args.hidden_states, args.experts, args.topk_weights, args.topk_ids
     _checks.expect_floating("hidden_states", x)
     _checks.expect_shape("hidden_states", x, ("T", "H"))
     expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
-    columns, gated = w13.weight.shape[1], is_gated_spec(args.activation)
+    columns = w13.weight.shape[1]
     if gated and isinstance(columns, int) and columns % 2:
         value_error(
             "w13 has {} gate and up features: expected an even number for {!r}", columns, args.activation
@@ -151,8 +211,13 @@ def _check_in_callers_names(args: FusedExperts) -> None:
 
 def check(args: FusedExperts) -> None:
     """The checks of `fused_experts`."""
+    check_experts(args.hidden_states, args.experts, Activation.from_spec(args.activation))
+    check_routed(args)
+
+
+def check_routed(args: Any) -> None:
+    """The checks of what experts are given besides their input and weights: routing, placement, what is added."""
     x, placement, num_experts = args.hidden_states, args.placement, args.experts.w13.weight.shape[0]
-    check_experts(x, args.experts, args.activation)
     check_ids(BuildDispatch(args.topk_ids, placement, num_experts))
     _checks.expect_shape("topk_ids", args.topk_ids, (x.shape[0], "K"))
     _checks.expect_floating("topk_weights", args.topk_weights)
@@ -162,7 +227,7 @@ def check(args: FusedExperts) -> None:
     _checks.expect_same_device(x.device, "hidden_states", **tensors)
 
 
-def check_experts(hidden_states: Tensor, experts: ExpertWeights, activation: str) -> None:
+def check_experts(hidden_states: Tensor, experts: ExpertWeights, gate: Activation | Formula) -> None:
     """The checks of a layer's input and weights."""
     (w13, w2), x = experts, hidden_states
     _checks.expect_floating("hidden_states", x)
@@ -170,7 +235,7 @@ def check_experts(hidden_states: Tensor, experts: ExpertWeights, activation: str
     check_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
     if w13.weight.shape[0] < 1:
         value_error("w13 has shape {}: expected at least one expert", list(w13.weight.shape))
-    features = out_features(w13.weight.shape[1], Activation.from_spec(activation), "w13")
+    features = out_features(w13.weight.shape[1], gate, "w13")
     check_linear("w2", w2, (w13.weight.shape[0], x.shape[1], features), "hidden_states", x)
 
 
@@ -214,53 +279,27 @@ def _backward(saved: Any, needs: FusedExperts, grad: Tensor) -> FusedExperts:
 def expert_gradients(
     grad: Tensor, args: FusedExperts, plan: DispatchPlan, needs: FusedExperts
 ) -> FusedExperts:
-    """The gradients that `needs` asks for. Recomputes the first product of the layer, not the second.
-
-    With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
-    <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
-    (SonicMoE, arXiv 2512.14080).
-    """
-    (w13, w2), slots, offsets = args.experts, plan.sorted_slots, plan.expert_offsets
-    up = GroupedGemm(permute(args.hidden_states, slots), w13, offsets)
-    gate_up = product(*up)
+    """The gradients that `needs` asks for. Recomputes the first product of the layer, not the second."""
+    up, down = _halves(args, plan)
+    rows = product_args(up)
+    gate_up = product(*rows)
     activated = gated_activation(gate_up, args.activation)
-    grad_rows, scale = permute(grad.contiguous(), slots), args.topk_weights.flatten()[slots].unsqueeze(1)
-    back = input_gradient(grad_rows, w2, offsets)
-    down = GroupedGemm(activated, w2, offsets)
-    to_weights = (
-        _weights_gradient(back, grad_rows, down, slots, args.topk_weights) if needs.topk_weights else None
+    needs_up = partial(GatherGemm, hidden_states=needs.hidden_states, w13=needs.experts.w13)
+    needs_down = partial(
+        ActGemmCombine,
+        gate_up=needs_up.hidden_states or any(needs_up.w13),
+        w2=needs.experts.w2,
+        topk_weights=needs.topk_weights,
     )
-    scale = scale.to(grad_rows.dtype)
-    to_w2 = _scaled_gradient(grad_rows, activated, scale, offsets, needs.experts.w2)
-    wanted, to_up = (
-        partial(GroupedGemm, x=needs.hidden_states, weight=needs.experts.w13),
-        partial(GroupedGemm),
+    to_down = down_gradients(grad, activated, down(gate_up), needs_down)
+    to_up = partial(GatherGemm)
+    if to_down.gate_up is not None:
+        to_up = up_gradients(to_down.gate_up, rows, up, needs_up)
+    to_experts = ExpertWeights(to_up.w13, to_down.w2)
+    to_weights = to_down.topk_weights
+    return partial(
+        FusedExperts, hidden_states=to_up.hidden_states, experts=to_experts, topk_weights=to_weights
     )
-    if wanted.x or any(wanted.weight):
-        to_up = gemm_gradients(activation_gradient(back * scale, gate_up, args.activation), up, wanted)
-    to_hidden = None if to_up.x is None else permute_gradient(to_up.x, slots, args.hidden_states.shape[0])
-    to_experts = ExpertWeights(to_up.weight, to_w2)
-    return partial(FusedExperts, hidden_states=to_hidden, experts=to_experts, topk_weights=to_weights)
-
-
-def _weights_gradient(
-    back: Tensor, grad_rows: Tensor, down: GroupedGemm, slots: Tensor, topk_weights: Tensor
-) -> Tensor:
-    """<g, y> of every slot as [T, K]."""
-    dots = (back * down.x).sum(1, dtype=topk_weights.dtype)
-    if down.weight.bias is not None:
-        bias = GroupedLinear(down.weight.bias.unsqueeze(1))
-        dots = dots + product(grad_rows, bias, down.expert_offsets).squeeze(1).to(dots.dtype)
-    return torch.zeros_like(dots).index_copy(0, slots.long(), dots).view(topk_weights.shape)
-
-
-def _scaled_gradient(
-    grad: Tensor, x: Tensor, scale: Tensor, expert_offsets: Tensor, needs: GroupedLinear
-) -> GroupedLinear:
-    """Gradients to weight and bias of a product whose rows are weighed by scale [S, 1]."""
-    to_weight = weight_gradient(grad, x * scale, expert_offsets) if needs.weight else None
-    to_bias = weight_gradient(grad, scale, expert_offsets).squeeze(2) if needs.bias else None
-    return partial(GroupedLinear, weight=to_weight, bias=to_bias)
 
 
 _autograd.define_gradient(FusedExperts, _save, _backward, _autograd.tangent_of(run_stages))

@@ -3,13 +3,13 @@
 Traced by a compiler it emits the stage operators; eager it is one operator. See `fused_experts`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.activation import activation_spec
 from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
@@ -27,11 +27,14 @@ from moe_ops.fused_experts import (
     emits_stages,
     expert_gradients,
     fake,
+    gate_given,
     layer_flops,
     reference as experts_reference,
     run as run_experts,
+    run_custom,
     run_stages,
 )
+from moe_ops.gate import Custom, GateFunction
 from moe_ops.records import partial
 from moe_ops.routing import (
     check_router,
@@ -48,13 +51,14 @@ def fused_moe(
     w13: Tensor,
     w2: Tensor,
     routing: RoutingConfig,
-    activation: str | Activation = "silu",
+    activation: str | Activation | GateFunction = "silu",
     *,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     correction_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     shared: Tensor | None = None,
+    per_expert: Sequence[Tensor] = (),
     emit: Emit = "auto",
 ) -> Tensor:
     """Routes each token, runs its experts and sums them: `topk_routing`, then `fused_experts`.
@@ -75,21 +79,29 @@ def fused_moe(
     """
     router = Router(router_logits, correction_bias, routing_spec(routing))
     experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
-    placement, spec = Placement(expert_map), activation_spec(activation)
-    return run(FusedMoe(hidden_states, router, experts, placement, spec), shared, emit)
+    spec, gate = gate_given(activation, per_expert, experts)
+    args = FusedMoe(hidden_states, router, experts, Placement(expert_map), spec)
+    return run(args, shared, emit) if gate is None else _run_custom(args, shared, gate, emit)
+
+
+def _run_custom(args: FusedMoe, shared: Tensor | None, gate: Custom, emit: Emit) -> Tensor:
+    check_logits(args)
+    routed = _library.call(TopkRouting(args.router))
+    return run_custom(args.routed(*routed)._replace(shared=shared), gate, emit)
 
 
 def run(args: FusedMoe, shared: Tensor | None, emit: Emit) -> Tensor:
     """`fused_moe` of its arguments as one value, and what is added after the routed sum."""
     if emits_stages(emit) or shared is not None:
-        _check_logits(args)
+        check_logits(args)
         routed = _library.call(TopkRouting(args.router))
-        return run_experts(_experts_args(args, *routed)._replace(shared=shared), emit)
+        return run_experts(args.routed(*routed)._replace(shared=shared), emit)
     hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
     return _library.call(args._replace(hidden_states=hidden_states, experts=experts))
 
 
-def _check_logits(args: FusedMoe) -> None:
+def check_logits(args: Any) -> None:
+    """Checks router logits against tokens and experts."""
     x, expert_map = args.hidden_states, args.placement.expert_map
     _checks.expect_shape("hidden_states", x, ("T", "H"))
     num_experts = args.experts.w13.weight.shape[0] if expert_map is None else expert_map.shape[0]
@@ -97,23 +109,22 @@ def _check_logits(args: FusedMoe) -> None:
 
 
 def _check(args: FusedMoe) -> None:
+    check_experts(args.hidden_states, args.experts, Activation.from_spec(args.activation))
+    check_placed_router(args)
+
+
+def check_placed_router(args: Any) -> None:
+    """The checks of a layer's router and of where its experts are."""
     x, placement = args.hidden_states, args.placement
-    check_experts(x, args.experts, args.activation)
     check_router(args.router)
     check_placement(placement, args.experts.w13.weight.shape[0])
-    _check_logits(args)
+    check_logits(args)
     tensors = {"router_logits": args.router.router_logits, **placement._asdict()}
     _checks.expect_same_device(x.device, "hidden_states", **tensors)
 
 
 def _reference(args: FusedMoe) -> Tensor:
-    return experts_reference(_experts_args(args, *routing_reference(args.router)))
-
-
-def _experts_args(args: FusedMoe, topk_weights: Tensor, topk_ids: Tensor) -> FusedExperts:
-    return FusedExperts(
-        args.hidden_states, args.experts, topk_weights, topk_ids, args.placement, None, args.activation
-    )
+    return experts_reference(args.routed(*routing_reference(args.router)))
 
 
 def _cuda(args: FusedMoe) -> Tensor:
@@ -126,7 +137,7 @@ _library.define(FusedMoe, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fa
 def _save(args: FusedMoe, output: Tensor) -> Any:
     num_experts = args.experts.w13.weight.shape[0]
     weights, ids, *plan = _library.run(RoutingDispatch(args.router, args.placement, num_experts))
-    experts_args = _experts_args(args, weights, ids)._replace(placement=Placement())
+    experts_args = args.routed(weights, ids)._replace(placement=Placement())
     return args.router, experts_args, DispatchPlan(*plan)
 
 
@@ -150,7 +161,7 @@ def _backward(saved: Any, needs: FusedMoe, grad: Tensor) -> FusedMoe:
 
 def _stages(args: FusedMoe) -> Tensor:
     routed = _library.call(TopkRouting(args.router))
-    return run_stages(_experts_args(args, *routed))
+    return run_stages(args.routed(*routed))
 
 
 _autograd.define_gradient(FusedMoe, _save, _backward, _autograd.tangent_of(_stages))

@@ -19,16 +19,22 @@ from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_row
 from moe_ops import records
 from moe_ops.activation import reference as gated_activation
 from moe_ops.arguments import (
+    ActGemmCombine,
     BuildDispatch,
     Combine,
     FusedExperts,
+    FusedExpertsFormula,
     FusedMoe,
+    FusedMoeFormula,
     GatedActivation,
+    GatherGemm,
     GatherGemmAct,
+    GatherGemmFormula,
     GemmCombine,
     Permute,
     TopkRouting,
 )
+from moe_ops.gate import apply_formula
 from moe_ops.grouped_gemm import product
 from moe_ops.types import RoutingConfig
 
@@ -42,9 +48,14 @@ class ExpandOnCpu:
         "build_dispatch",
         "routing_dispatch",
         "gather_gemm_act",
+        "gather_gemm_formula",
         "gemm_combine",
         "fused_experts",
+        "fused_experts_formula",
         "fused_moe",
+        "fused_moe_formula",
+        "gather_gemm",
+        "act_gemm_combine",
     )
     inference_only = False
 
@@ -92,10 +103,24 @@ def expand(graph: Graph, stage: Node, args: Any, formula: Callable[[Any], Any]) 
     erase_dead(graph, [stage])
 
 
-def _first_half(args: GatherGemmAct) -> Tensor:
-    rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
-    gate_up = product(rows, args.w13, args.expert_offsets)
+def _first_half(args: GatherGemmAct | GatherGemmFormula) -> Tensor:
+    gate_up = _gathered_product(
+        GatherGemm(args.hidden_states, args.w13, args.sorted_slots, args.expert_offsets)
+    )
+    if isinstance(args, GatherGemmFormula):
+        return apply_formula(gate_up, args.gate, args.expert_offsets)
     return gated_activation(GatedActivation(gate_up, args.activation))
+
+
+def _gathered_product(args: GatherGemm) -> Tensor:
+    rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
+    return product(rows, args.w13, args.expert_offsets)
+
+
+def _from_gate_up(args: ActGemmCombine) -> Tensor:
+    activated = gated_activation(GatedActivation(args.gate_up, args.activation))
+    _, w2, offsets, weights, _, inverse, shared, _ = args
+    return _second_half(GemmCombine(activated, w2, offsets, weights, inverse, shared))
 
 
 def _second_half(args: GemmCombine) -> Tensor:
@@ -103,18 +128,15 @@ def _second_half(args: GemmCombine) -> Tensor:
     return weighted_sum(Combine(expert_out, args.topk_weights, args.inverse, args.shared))
 
 
-def _experts(args: FusedExperts) -> Tensor:
-    (w13, w2), x = args.experts, args.hidden_states
+def _experts(args: FusedExperts | FusedExpertsFormula) -> Tensor:
+    w13, w2 = args.experts
     slots, inverse, offsets = plan(BuildDispatch(args.topk_ids, args.placement, w13.weight.shape[0]))
-    activated = _first_half(GatherGemmAct(x, w13, slots, offsets, args.activation))
+    activated = _first_half(args.first_half(slots, offsets))
     return _second_half(GemmCombine(activated, w2, offsets, args.topk_weights, inverse, args.shared))
 
 
-def _layer(args: FusedMoe) -> Tensor:
-    weights, ids = route(TopkRouting(args.router))
-    return _experts(
-        FusedExperts(args.hidden_states, args.experts, weights, ids, args.placement, None, args.activation)
-    )
+def _layer(args: FusedMoe | FusedMoeFormula) -> Tensor:
+    return _experts(args.routed(*route(TopkRouting(args.router))))
 
 
 _FORMULAS: dict[str, Callable[[Any], Any]] = {
@@ -122,7 +144,12 @@ _FORMULAS: dict[str, Callable[[Any], Any]] = {
     "build_dispatch": plan,
     "routing_dispatch": route_and_plan,
     "gather_gemm_act": _first_half,
+    "gather_gemm_formula": _first_half,
     "gemm_combine": _second_half,
     "fused_experts": _experts,
+    "fused_experts_formula": _experts,
     "fused_moe": _layer,
+    "fused_moe_formula": _layer,
+    "gather_gemm": _gathered_product,
+    "act_gemm_combine": _from_gate_up,
 }

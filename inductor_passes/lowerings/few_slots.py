@@ -19,8 +19,18 @@ from inductor_passes.lowerings.cpu_stages import expand
 from inductor_passes.lowerings.pointwise import weighted_sum
 from moe_ops._checks import compute_dtype
 from moe_ops.activation import apply_activation, gate_times_up, split_gate_up
-from moe_ops.arguments import BuildDispatch, Combine, FusedExperts, FusedMoe, GroupedLinear, TopkRouting
+from moe_ops.arguments import (
+    BuildDispatch,
+    Combine,
+    FusedExperts,
+    FusedExpertsFormula,
+    FusedMoe,
+    FusedMoeFormula,
+    GroupedLinear,
+    TopkRouting,
+)
 from moe_ops.dispatch import local_experts
+from moe_ops.formula import Formula
 from moe_ops.types import Activation, RoutingConfig
 
 _FEW_SLOTS, _MOST_SLOTS, _SLOTS_PER_EXPERT = 16, 64, 2
@@ -29,10 +39,10 @@ products of few rows."""
 
 
 class ExpandFewSlots:
-    """fused_experts and fused_moe of few slots on a CPU become ATen."""
+    """fused_experts and fused_moe of few slots on a CPU become ATen, whatever their gate."""
 
     name = "expand_few_slots"
-    requires: tuple[str, ...] = ("fused_experts", "fused_moe")
+    requires: tuple[str, ...] = ("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula")
     inference_only = False
 
     def run(self, graph: Graph, log: PassLog) -> None:
@@ -51,10 +61,10 @@ def _suits(stage: Node) -> bool:
     return is_few and all(weight.stride(2) == 1 for weight in weights)  # rows that are read in order
 
 
-def _top_k(args: FusedExperts | FusedMoe) -> int | torch.SymInt:
-    if isinstance(args, FusedMoe):
+def _top_k(args: Any) -> int | torch.SymInt:
+    if hasattr(args, "router"):
         return RoutingConfig.from_spec(args.router.routing).top_k
-    return args.topk_ids.meta["val"].shape[1]  # type: ignore[attr-defined]
+    return args.topk_ids.meta["val"].shape[1]
 
 
 def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
@@ -62,22 +72,19 @@ def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
     log.lower("ATen", stage)
 
 
-def route_and_run(args: FusedMoe) -> Tensor:
+def route_and_run(args: FusedMoe | FusedMoeFormula) -> Tensor:
     """`fused_moe`."""
-    weights, ids = route(TopkRouting(args.router))
-    return few_slots(
-        FusedExperts(args.hidden_states, args.experts, weights, ids, args.placement, None, args.activation)
-    )
+    return few_slots(args.routed(*route(TopkRouting(args.router))))
 
 
-def few_slots(args: FusedExperts) -> Tensor:
+def few_slots(args: FusedExperts | FusedExpertsFormula) -> Tensor:
     """`fused_experts` with one row for each slot, in the compute dtype to the end."""
-    x, (w13, w2), topk_weights, topk_ids, placement, shared, activation = args
+    x, (w13, w2), topk_weights, topk_ids, placement, shared, _ = args
     num_experts, top_k = w13.weight.shape[0], topk_ids.shape[1]
     expert, slots, inverse = _rows(BuildDispatch(topk_ids, placement, num_experts))
     chosen = expert.masked_fill(expert == num_experts, 0)  # [S]
     rows = x.to(compute_dtype(x.dtype)).index_select(0, slots // top_k)  # [S, H]
-    activated = _gate_up(rows, w13, chosen, Activation.from_spec(activation))
+    activated = _activated(rows, args, chosen)
     expert_out = _product(activated, w2, chosen)
     return weighted_sum(Combine(expert_out, topk_weights, inverse, shared)).to(x.dtype)
 
@@ -91,16 +98,29 @@ def _rows(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:
     return expert, slots, slots.masked_fill(expert == args.num_experts, -1)
 
 
-def _gate_up(rows: Tensor, w13: GroupedLinear, chosen: Tensor, activation: Activation) -> Tensor:
-    """[S, I]. Gate and up in one loop: two sums at a time do not wait for each other's additions."""
-    if not activation.is_gated:
-        return apply_activation(_product(rows, w13, chosen), activation)
-    weights = split_gate_up(w13.weight, activation)
-    biases = (None, None) if w13.bias is None else split_gate_up(w13.bias, activation)
-    gate, up = (
-        _product(rows, GroupedLinear(*linear), chosen) for linear in zip(weights, biases, strict=True)
-    )
-    return gate_times_up(gate, up, activation)
+def _activated(rows: Tensor, args: FusedExperts | FusedExpertsFormula, chosen: Tensor) -> Tensor:
+    """[S, I]."""
+    w13 = args.experts.w13
+    if isinstance(args, FusedExpertsFormula):
+        formula = Formula.from_spec(args.gate.formula)
+        gate, up = _gate_and_up(rows, w13, chosen, formula)
+        return formula(gate, up, formula.rows_of(args.gate.operands, chosen, gate))
+    activation = Activation.from_spec(args.activation)
+    gate, up = _gate_and_up(rows, w13, chosen, activation)
+    return gate_times_up(gate, up, activation) if activation.is_gated else apply_activation(gate, activation)
+
+
+def _gate_and_up(
+    rows: Tensor, w13: GroupedLinear, chosen: Tensor, gate: Activation | Formula
+) -> tuple[Tensor, Tensor]:
+    """[S, I] each, in one loop: two sums at a time do not wait for each other's additions. Ungated both are one."""
+    if not gate.is_gated:
+        product = _product(rows, w13, chosen)
+        return product, product
+    weights = split_gate_up(w13.weight, gate)
+    biases = (None, None) if w13.bias is None else split_gate_up(w13.bias, gate)
+    both = [_product(rows, GroupedLinear(*linear), chosen) for linear in zip(weights, biases, strict=True)]
+    return both[0], both[1]
 
 
 def _product(rows: Tensor, linear: GroupedLinear, expert: Tensor) -> Tensor:
@@ -109,4 +129,9 @@ def _product(rows: Tensor, linear: GroupedLinear, expert: Tensor) -> Tensor:
     return product if linear.bias is None else product + linear.bias[expert].to(rows.dtype)
 
 
-_FORMULAS: dict[str, Callable[[Any], Any]] = {"fused_experts": few_slots, "fused_moe": route_and_run}
+_FORMULAS: dict[str, Callable[[Any], Any]] = {
+    "fused_experts": few_slots,
+    "fused_experts_formula": few_slots,
+    "fused_moe": route_and_run,
+    "fused_moe_formula": route_and_run,
+}

@@ -22,7 +22,11 @@ from inductor_passes.base import LOGGER, PassLog, Refusal
 from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, rewrite_each
 from moe_ops import records
 
-_FUSED = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_experts", "fused_moe")
+_FUSED = (
+    *("routing_dispatch", "gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
+    *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
+    *("gather_gemm", "act_gemm_combine"),
+)
 
 
 class LaunchPrograms:

@@ -4,19 +4,18 @@ The two products of a layer are found by what they multiply, everything around t
 where, which gate stands between, how the rows of a token are summed.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut
+from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.loops import experts_of, loops
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.tokens import tokens_of
@@ -28,7 +27,6 @@ from inductor_passes.raising.views_of_rows import (
     is_view_of_rows,
     only_user,
     operand,
-    prims,
     rank,
     size,
     unmasked,
@@ -53,6 +51,13 @@ class RaiseExperts:
                 log.lift("experts", second.node, (each.node for each in (*firsts, second)))
             except Refusal as refusal:
                 log.refuse(refusal, second.node)
+        for loop in loops(graph):
+            try:
+                with _compat.real_tensors():
+                    write(graph, experts_of(loop))
+                log.lift("experts", loop.seconds[-1], (*loop.firsts, *loop.seconds))
+            except Refusal as refusal:
+                log.refuse(refusal, loop.seconds[-1])
 
 
 def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
@@ -64,7 +69,7 @@ def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
 
 def _firsts(second: Product, found: Mapping[Node, Product]) -> list[Product]:
     """The products that go through a gate into `second`; none when it is one of these itself."""
-    between = cut([second.rows], lambda node: node in found or not _is_in_gate(node))
+    between = cut([second.rows], lambda node: node in found or not is_in_gate(node))
     return [found[leaf] for leaf in between.leaves if leaf in found]
 
 
@@ -77,7 +82,7 @@ def _experts(firsts: Sequence[Product], second: Product) -> Experts:
     if any(other != tokens for other in others):
         raise Refusal(second.node, "the products before the gate have different inputs")
     activated = without_views(second.rows, indices)
-    gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not _is_in_gate(node))
+    gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not is_in_gate(node))
     masks = _masks(gate, outcomes, indices, second.node)
     return Experts(
         indices,
@@ -89,38 +94,6 @@ def _experts(firsts: Sequence[Product], second: Product) -> Experts:
         last,
         weighted_sum(last.node, order, indices, tokens),
     )
-
-
-def _is_in_gate(node: Node) -> bool:
-    """Whether `node` works on each row by itself."""
-    target = node.target
-    if (
-        target in _SHAPES
-        or is_view(node)
-        or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
-    ):
-        value = node.meta.get("val")
-        return not (isinstance(value, Tensor) and value.dtype == torch.bool and _is_of_ids(node))
-    return not node.all_input_nodes
-
-
-def _is_of_ids(node: Node) -> bool:
-    """Whether a mask is of rows by their ids, rather than of numbers."""
-    values = (each.meta["val"] for each in node.all_input_nodes)
-    return not any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
-
-
-_SHAPES = frozenset(
-    (
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.select.int,
-        aten.clone.default,
-        prims.convert_element_type.default,
-        operator.getitem,
-    )
-)
 
 
 def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:

@@ -1,5 +1,6 @@
 """Which activation a piece of a graph computes."""
 
+import operator
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -7,12 +8,45 @@ from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes.raising.evaluation import Cut, evaluate, numbers
+from inductor_passes.raising.views_of_rows import aten, is_view, prims
 from moe_ops.activation import apply_activation, out_features
 from moe_ops.types import Activation
 
 _PLAIN = ("silu", "gelu", "gelu_tanh", "relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
 _ROWS = 64
 _CLOSE = 1e-9
+
+
+def is_in_gate(node: Node) -> bool:
+    """Whether `node` works on each row by itself."""
+    target = node.target
+    if (
+        target in _SHAPES
+        or is_view(node)
+        or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
+    ):
+        value = node.meta.get("val")
+        return not (isinstance(value, Tensor) and value.dtype == torch.bool and _is_of_ids(node))
+    return not node.all_input_nodes
+
+
+def _is_of_ids(node: Node) -> bool:
+    """Whether a mask is of rows by their ids, rather than of numbers."""
+    values = (each.meta["val"] for each in node.all_input_nodes)
+    return not any(isinstance(value, Tensor) and value.dtype.is_floating_point for value in values)
+
+
+_SHAPES = frozenset(
+    (
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.select.int,
+        aten.clone.default,
+        prims.convert_element_type.default,
+        operator.getitem,
+    )
+)
 
 
 def recognised(gate: Cut, gate_up: Node, output: Node, masks: Mapping[Node, bool]) -> Activation | None:

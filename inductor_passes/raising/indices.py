@@ -45,6 +45,8 @@ class Indices:
         self.ids = ids
         self.num_experts = num_experts
         shape = ids.meta["val"].shape
+        if not isinstance(num_experts, int):
+            raise Refusal(ids, f"a number of experts that is not known, {num_experts}, cannot be tried out")
         tokens, self.top_k = map(concrete, shape) if len(shape) == 2 else (None, None)
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
@@ -159,7 +161,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
         if not is_integral(node) or value.dtype == torch.bool:
             return False
         is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)
-        return is_choice or _is_chosen(node)
+        return is_choice or is_chosen(node)
 
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not _is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
@@ -167,7 +169,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     return leaves[0]
 
 
-def _is_chosen(node: Node) -> bool:
+def is_chosen(node: Node) -> bool:
     """Whether an integer comes out of an operator on floating numbers, as those of a top-k do."""
     source = getitem_source(node)
     inputs = node.all_input_nodes if source is None else source[0].all_input_nodes

@@ -46,3 +46,5 @@ class Experts(NamedTuple):
     """[S, I]: what the gate gives."""
     second: Outcome
     sum: WeightedSum
+    others: tuple[Node, ...] = ()
+    """First products of other experts, where each has its own."""

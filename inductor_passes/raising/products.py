@@ -45,7 +45,7 @@ class Product(NamedTuple):
     experts: Node
     """What says which expert a row belongs to: where experts end, or the expert of each row."""
     kind: str
-    """"grouped"; "gathered"; "shared" where a row [T, A] meets all experts of its token at once."""
+    """"grouped"; "gathered"; "shared" where a row [T, A] meets all experts of its token at once; "looped"."""
 
     @property
     def num_experts(self) -> int:

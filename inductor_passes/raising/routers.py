@@ -85,7 +85,9 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog) -> None:
         bias = choice.bias
         if bias is not None and bias.meta["val"].dim() != 1:
             bias = written(graph, torch.flatten, (bias,), dispatch)
-        router = call(graph, record.TopkRouting(record.Router(choice.logits, bias, config.spec)), dispatch)
+        router = call(
+            graph, record.TopkRouting(record.Router(choice.logits, bias, config.spec)), choice.weights
+        )
     log.lift("topk_routing", dispatch, choice.cut.nodes)
     router.meta[LAYER_KEY] = layer_of(dispatch)
     for index, old in ((0, choice.weights), (1, choice.ids)):

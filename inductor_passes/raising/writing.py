@@ -1,6 +1,6 @@
 """Writes a layer that was found as stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,9 @@ def write(graph: Graph, layer: Experts) -> None:
 def _expect_private(layer: Experts) -> None:
     """Refuses where anything but the sum reads a product: it would have to be computed twice."""
     inside = {layer.sum.root}
+    firsts = {outcome.product.node for outcome in layer.firsts} | {*layer.others}
     for node in cut([layer.sum.root], lambda node: node is layer.tokens.hidden_states).nodes:
-        if node in {outcome.product.node for outcome in layer.firsts} or inside & {*node.all_input_nodes} - {
-            layer.sum.root
-        }:
+        if node in firsts or inside & {*node.all_input_nodes} - {layer.sum.root}:
             inside.add(node)
     for node in inside - {layer.sum.root}:
         for user in readers(node):
@@ -91,15 +90,26 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
         activation = recognised(layer.gate, layer.firsts[0].node, layer.activated, layer.masks)
         if activation is not None:
             return call(graph, record.GatedActivation(firsts[0], activation.spec), like)
-    for mask in layer.masks:
-        raise Refusal(like, f"the gate is none of ours and also reads {describe(mask)}")
     shown = [_in_shape_of(graph, new, old.node) for new, old in zip(firsts, layer.firsts, strict=True)]
     copies = dict(zip((outcome.node for outcome in layer.firsts), shown, strict=True))
     for node in layer.gate.nodes:
-        copies[node] = graph.node_copy(node, lambda each: copies.get(each, each))
+        copies[node] = _copied(graph, node, copies, layer.masks, like)
     activated = copies[layer.activated]
     flat = activated.meta["val"].dim() == 2
     return activated if flat else written(graph, lambda rows: rows.flatten(0, 1), (activated,), like)
+
+
+def _copied(
+    graph: Graph, node: Node, copies: Mapping[Node, Node], masks: Mapping[Node, bool], like: Node
+) -> Node:
+    """A node of the gate on the new rows; of a mask whose value is known what it takes."""
+    if node.target is torch.ops.aten.where.self and node.args[0] in masks:
+        taken: Any = node.args[1 if masks[node.args[0]] else 2]  # type: ignore[index]
+        if taken.meta["val"].shape == node.meta["val"].shape:
+            return copies.get(taken, taken)
+    for mask in masks.keys() & set(node.all_input_nodes):
+        raise Refusal(like, f"the gate is none of ours and also reads {describe(mask)}")
+    return graph.node_copy(node, lambda each: copies.get(each, each))
 
 
 def _in_shape_of(graph: Graph, rows: Node, old: Node) -> Node:

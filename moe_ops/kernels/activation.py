@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.formula import Formula
 from moe_ops.kernels.common import activation_gradient, apply_activation, cdiv, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.permute import column_block
@@ -72,8 +73,12 @@ def _activation_backward_kernel(
         tl.store(out_ptr + up_columns, grad_up.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def activation_args(activation: Activation) -> dict:
+def activation_args(activation: Activation | Formula) -> dict:
     """The constexpr arguments that describe `activation` to any kernel that applies it."""
+    if isinstance(activation, Formula):
+        unnamed = dict.fromkeys(("ALPHA", "BETA", "LINEAR_BETA", "LIMIT"))
+        layout = {"GATED": activation.is_gated, "INTERLEAVED": activation.interleaved}
+        return {"NAME": "formula", **unnamed, **layout}
     return {
         "NAME": activation.function,
         "GATED": activation.is_gated,

@@ -66,6 +66,29 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def captured(gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr):
+    """Stands for a gate without a name, see `kernels/formula.py`, in kernels that are built again around one."""
+    tl.static_assert(False, "a kernel of a formula was not built around it")
+    return gate
+
+
+@triton.jit
+def activate(
+    gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    NAME: tl.constexpr, GATED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The gate of an expert, in compute dtype. A formula reads operands at `columns`, and is 0 where not `inside`."""
+    if NAME == "formula":
+        value = captured(
+            gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr
+        )
+    else:
+        value = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+    return value
+
+
+@triton.jit
 def apply_activation(
     gate, up, NAME: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
@@ -111,7 +134,7 @@ def _gate(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIM
         slope = tl.where(gate * sigmoid > LIMIT, 0.0, sigmoid + gate * sigmoid * (1.0 - sigmoid))
     elif NAME == "situ":
         sigmoid = tl.sigmoid(gate)
-        tanh = _tanh(gate / BETA)
+        tanh = tanh_of(gate / BETA)
         value = BETA * tanh * sigmoid
         slope = sigmoid * (1.0 - tanh * tanh + BETA * tanh * (1.0 - sigmoid))
     elif NAME == "gelu":
@@ -119,7 +142,7 @@ def _gate(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIM
         value = gate * cdf
         slope = cdf + gate * 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
     elif NAME == "gelu_tanh":
-        # 0.5 * (1 + tanh(z)) = sigmoid(2z)
+        # 0.5 * (1 + tanh_of(z)) = sigmoid(2z)
         cdf = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
         value = gate * cdf
         slope = cdf + gate * cdf * (1.0 - cdf) * 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
@@ -140,7 +163,7 @@ def _up(up, NAME: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, L
         value = _clamp(up, LIMIT)
         slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, slope)
     if LINEAR_BETA is not None:
-        tanh = _tanh(up / LINEAR_BETA)
+        tanh = tanh_of(up / LINEAR_BETA)
         value = LINEAR_BETA * tanh
         slope = 1.0 - tanh * tanh
     if NAME == "swiglu_oai":
@@ -149,7 +172,8 @@ def _up(up, NAME: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, L
 
 
 @triton.jit
-def _tanh(value):
+def tanh_of(value):
+    """tanh, to the last digits also near 0."""
     result = 2.0 * tl.sigmoid(2.0 * value) - 1.0
     if value.dtype == tl.float32:
         # Near 0 the difference keeps few of float32's digits, and the series all.

@@ -7,7 +7,7 @@ allow it, so that all of a CTA's bytes are in flight together. No atomics: deter
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, local_expert, offset
+from moe_ops.kernels.common import activate, local_expert, offset
 
 
 @triton.jit
@@ -42,18 +42,14 @@ def weight_rows(first, features, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INT
 
 
 @triton.jit
-def activate_rows(
-    value, BLOCK_N: tl.constexpr,
-    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """The activation [BLOCK_N] of products with the rows of `weight_rows`."""
+def gate_and_up(value, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both [BLOCK_N], of products with the rows of `weight_rows`; the same for an ungated activation."""
     gate, up = value, value
     if GATED and INTERLEAVED:
         gate, up = tl.reshape(value, (BLOCK_N, 2)).split()
     elif GATED:
         gate, up = tl.reshape(value, (2, BLOCK_N)).permute(1, 0).split()
-    return apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+    return gate, up
 
 
 @triton.jit
@@ -61,7 +57,7 @@ def gemv_activation_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
     top_k, num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    bias_stride_e, bias_stride_n,
+    bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -102,8 +98,13 @@ def gemv_activation_kernel(
                 x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=inner < DEPTH - k, other=0.0)
                 sums += weight.to(ACC) * x.to(ACC)[None, :]
             value = tl.sum(sums, 1) + bias
-        result = activate_rows(value, BLOCK_N, NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+        gate, up = gate_and_up(value, BLOCK_N, GATED, INTERLEAVED)
         columns = first + tl.arange(0, BLOCK_N)
+        result = activate(
+            gate, up, expert, columns, columns < features,
+            operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+        )  # fmt: skip
         out_row_ptr = out_ptr + slot.to(tl.int64) * features
         tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)
 

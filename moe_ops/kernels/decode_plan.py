@@ -10,11 +10,11 @@ from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
 from moe_ops.kernels.decode import gemv_activation_kernel, gemv_combine_kernel
 from moe_ops.kernels.decode_columns import gemv_columns_kernel, gemv_sum_kernel
 from moe_ops.kernels.dispatch import placement_args
+from moe_ops.kernels.formula import gate_of, operand_args, with_formula
 from moe_ops.kernels.gemm import Operand, bias_args, operands
 from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import ALIGNMENT, Buffer, Launch, Ref, TensorMeta
 from moe_ops.kernels.tma import is_transposed
-from moe_ops.types import Activation
 
 _MAX_TOKENS = 8
 # Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs;
@@ -178,13 +178,14 @@ def _output_args(args: Any) -> dict[str, Any]:
 
 def _up_launch(args: Any, gpu: Gpu) -> Launch:
     (num_tokens, top_k), x = args.topk_ids.shape, args.hidden_states
-    w13, activation = operands("w13", args.experts.w13), Activation.from_spec(args.activation)
-    features, config = args.experts.w2.weight.shape[2], up_config(w13.weight.meta, activation.is_gated, gpu)
+    w13, gate = operands("w13", args.experts.w13), gate_of(args)
+    features, config = args.experts.w2.weight.shape[2], up_config(w13.weight.meta, gate.is_gated, gpu)
     given = {
         **_route_args(args),
         **_weight_args(w13.weight, config),
         **bias_args(w13.bias),
-        **activation_args(activation),
+        **activation_args(gate),
+        **operand_args(gate),
         "x_ptr": Ref("hidden_states"),
         "out_ptr": Ref("activated"),
         "top_k": top_k,
@@ -195,7 +196,7 @@ def _up_launch(args: Any, gpu: Gpu) -> Launch:
         "TAKE_TURNS": takes_turns(args),
     }
     grid = (num_tokens * top_k * cdiv(features, config.block_n),)
-    return Launch(gemv_activation_kernel, grid, given, config.num_warps, 4)
+    return Launch(with_formula(gemv_activation_kernel, gate), grid, given, config.num_warps, 4)
 
 
 def _down_launch(args: Any, config: GemvConfig) -> Launch:

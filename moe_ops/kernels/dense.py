@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import activation_args
-from moe_ops.kernels.common import cdiv, offset
-from moe_ops.kernels.decode import activate_rows, weight_rows
+from moe_ops.kernels.common import apply_activation, cdiv, offset
+from moe_ops.kernels.decode import gate_and_up, weight_rows
 from moe_ops.kernels.decode_plan import GemvConfig, row_config
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
@@ -49,7 +49,8 @@ def dense_gemv_kernel(
         x = tl.load(x_ptrs, mask=inner < DEPTH, other=0.0)
         result = tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1)
         if NAME is not None:
-            result = activate_rows(result, BLOCK_N, NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+            gate, up = gate_and_up(result, BLOCK_N, GATED, INTERLEAVED)
+            result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
         if scale_ptr is not None:
             result = result * tl.load(scale_ptr + offset(token, scale_stride_t)).to(ACC)
         out_ptrs = out_ptr + offset(token, features) + columns

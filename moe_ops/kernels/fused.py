@@ -8,26 +8,27 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ops.arguments import FusedExperts
+from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv
 from moe_ops.kernels.dispatch import dispatch_launches
+from moe_ops.kernels.formula import gate_of
 from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gemm_config import sorts_rows_first
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.grouped_gemm import plan, plan_all
 from moe_ops.kernels.permute import permute_launch
-from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta
+from moe_ops.kernels.program import Buffer, Launch, Program
 from moe_ops.kernels.routing import routing_launches
-from moe_ops.types import Activation
 
 _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
 _MOST_BYTES_BESIDE = 1.5e9  # of weights read: from there on another stream's reads cost what they save (H200)
 
 
-def _up_gemm(hidden_states: TensorMeta, w13: Any, num_slots: int, activation: str, gpu: Gpu) -> Gemm:
-    top_k, linear = num_slots // max(hidden_states.shape[0], 1), operands("w13", w13)
-    x, formula = Operand("hidden_states", hidden_states), Activation.from_spec(activation)
-    return Gemm(x, linear, "activated", num_slots, gpu, top_k, formula)
+def _up_gemm(args: Any, w13: Any, num_slots: int, gpu: Gpu) -> Gemm:
+    top_k, linear = num_slots // max(args.hidden_states.shape[0], 1), operands("w13", w13)
+    x = Operand("hidden_states", args.hidden_states)
+    return Gemm(x, linear, "activated", num_slots, gpu, top_k, gate_of(args))
 
 
 def _down_gemm(x: Operand, w2: Any, gpu: Gpu) -> Gemm:
@@ -43,10 +44,27 @@ def routing_dispatch_program(args: Any, gpu: Gpu) -> Program:
 
 
 def gather_gemm_act_program(args: Any, gpu: Gpu) -> Program:
-    """The program of `moe.gather_gemm_act`."""
+    """The program of `moe.gather_gemm_act` and `moe.gather_gemm_formula`."""
     num_slots = args.sorted_slots.shape[0]
-    gemm = _up_gemm(args.hidden_states, args.w13, num_slots, args.activation, gpu)
+    gemm = _up_gemm(args, args.w13, num_slots, gpu)
     return Program(*plan(replace(gemm, tail=True)), ("activated",))
+
+
+def gather_gemm_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.gather_gemm`."""
+    x, num_slots = Operand("hidden_states", args.hidden_states), args.sorted_slots.shape[0]
+    top_k, w13 = num_slots // max(args.hidden_states.shape[0], 1), operands("w13", args.w13)
+    return Program(*plan(Gemm(x, w13, "gate_up", num_slots, gpu, top_k, tail=True)), ("gate_up",))
+
+
+def act_gemm_combine_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.act_gemm_combine`."""
+    gate = gated_activation_program(args, gpu)
+    (activated,) = gate.buffers
+    gemm = _down_gemm(Operand(activated.name, activated.meta), args.w2, gpu)
+    buffers, launches = plan(gemm)
+    buffer, launch = combine_launch(gemm.out_meta, args.topk_weights, args.shared)
+    return Program((activated, *buffers, buffer), (*gate.launches, *launches, launch), (buffer.name,))
 
 
 def gemm_combine_program(args: Any, gpu: Gpu) -> Program:
@@ -58,18 +76,15 @@ def gemm_combine_program(args: Any, gpu: Gpu) -> Program:
 
 
 def fused_experts_program(args: Any, gpu: Gpu) -> Program:
-    """The program of `moe.fused_experts`."""
+    """The program of `moe.fused_experts` and `moe.fused_experts_formula`."""
     return Program(*_experts_launches(args, gpu), ("combined",))
 
 
 def fused_moe_program(args: Any, gpu: Gpu) -> Program:
-    """The program of `moe.fused_moe`."""
+    """The program of `moe.fused_moe` and `moe.fused_moe_formula`."""
     buffers, launches = routing_launches(args.router)
     topk_weights, topk_ids = (buffer.meta for buffer in buffers)
-    experts = FusedExperts(
-        args.hidden_states, args.experts, topk_weights, topk_ids, args.placement, None, args.activation
-    )
-    more_buffers, more_launches = _experts_launches(experts, gpu)
+    more_buffers, more_launches = _experts_launches(args.routed(topk_weights, topk_ids), gpu)
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
 
 
@@ -96,7 +111,7 @@ def _grouped_experts(args: Any, gpu: Gpu) -> _Plan:
     (num_tokens, top_k), (w13, w2) = args.topk_ids.shape, args.experts
     num_slots = num_tokens * top_k
     buffers, launches = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
-    up = _up_gemm(args.hidden_states, w13, num_slots, args.activation, gpu)
+    up = _up_gemm(args, w13, num_slots, gpu)
     if sorts_rows_first(up):
         rows, permute = permute_launch(args.hidden_states, num_slots)
         buffers, launches = (*buffers, rows), (*launches, permute)

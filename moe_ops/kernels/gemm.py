@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ops import records
+from moe_ops.formula import Formula
 from moe_ops.kernels import tma
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Ref, TensorMeta
@@ -55,7 +56,7 @@ class Gemm:
     num_slots: int
     gpu: Gpu
     top_k: int | None = None
-    activation: Activation | None = None
+    activation: Activation | Formula | None = None
     tail: bool = False
     max_tokens: int | None = None
 

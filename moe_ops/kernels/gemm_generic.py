@@ -7,7 +7,7 @@ and float64. One CTA per tile; tiles past the last one return at once. Weight gr
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, dot, offset, source_row
+from moe_ops.kernels.common import activate, dot, offset, source_row
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -16,7 +16,7 @@ def grouped_gemm_generic_kernel(
     x_ptr, slots_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    bias_stride_e, bias_stride_n, out_stride_m,
+    bias_stride_e, bias_stride_n, out_stride_m, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -64,7 +64,11 @@ def grouped_gemm_generic_kernel(
                 bias = tl.load(bias_ptrs, mask=column_mask, other=0.0)
                 acc_up += bias.to(ACC)[None, :]
         if NAME is not None:
-            acc = apply_activation(acc, acc_up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+            acc = activate(
+                acc, acc_up, expert, columns[None, :], column_mask[None, :],
+                operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+            )  # fmt: skip
         out_row_ptr = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m
         out_mask = (rows < end)[:, None] & (columns < features)[None, :]
         tl.store(out_row_ptr + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -8,7 +8,7 @@ against rows sorted beforehand.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import apply_activation, dot, offset, source_row
+from moe_ops.kernels.common import activate, dot, offset, source_row
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -43,21 +43,27 @@ def _store(value, out_ptr, rows, end, column, features, stride_m):
 @triton.jit
 def _store_pair(
     gate, up, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
+    expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Gate and up products of the output columns from `column` on: bias, activation, store."""
+    columns = column + tl.arange(0, gate.shape[1])
     if bias_ptr is not None:
-        columns = column + tl.arange(0, gate.shape[1])
         gate = _add_bias(gate, bias_ptr, columns, columns < bias_features, bias_stride_n)
         up_bias_ptr = bias_ptr + offset(features, bias_stride_n)
         up = _add_bias(up, up_bias_ptr, columns, columns < bias_features, bias_stride_n)
-    value = apply_activation(gate, up, NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT)
+    value = activate(
+        gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
+        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT,
+    )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
 
 @triton.jit
 def _store_interleaved(
     acc, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
+    expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The same for alternating gate and up columns."""
@@ -65,7 +71,12 @@ def _store_interleaved(
         weight_rows = column * 2 + tl.arange(0, acc.shape[1])
         acc = _add_bias(acc, bias_ptr, weight_rows, weight_rows < bias_features * 2, bias_stride_n)
     gate, up = acc.reshape(acc.shape[0], acc.shape[1] // 2, 2).split()
-    value = apply_activation(gate, up, NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT)
+    columns = column + tl.arange(0, gate.shape[1])
+    value = activate(
+        gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
+        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT,
+    )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
 
@@ -74,6 +85,7 @@ def grouped_gemm_tma_kernel(
     x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth, programs,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+    operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -122,29 +134,37 @@ def grouped_gemm_tma_kernel(
         if PAIRED:
             _store_pair(
                 acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-                out_stride_m, NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
         elif HALVES:
             gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
             _store_pair(
                 gate, up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-                out_stride_m, NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
         elif GATED:
             # Two halves in turn: the whole tile at once needs more registers than there are.
             first, second = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
             _store_interleaved(
                 first, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-                out_stride_m, NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
             _store_interleaved(
                 second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_features, bias_stride_n,
-                out_stride_m, NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
         else:
+            columns = column + tl.arange(0, OUT_N)
             if bias_ptr is not None:
-                columns = column + tl.arange(0, OUT_N)
                 acc = _add_bias(acc, bias_row_ptr, columns, columns < bias_features, bias_stride_n)
             if NAME is not None:
-                acc = apply_activation(acc, acc, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+                acc = activate(
+                    acc, acc, expert, columns[None, :], (columns < bias_features)[None, :],
+                    operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                    NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                )  # fmt: skip
             _store(acc, out_ptr, rows, end, column, features, out_stride_m)

@@ -7,6 +7,7 @@ import torch
 from moe_ops.kernels import gemm_config, tma
 from moe_ops.kernels.activation import activation_args
 from moe_ops.kernels.common import cdiv
+from moe_ops.kernels.formula import operand_args, with_formula
 from moe_ops.kernels.gemm import Gemm, Operand, bias_args, operands
 from moe_ops.kernels.gemm_config import LaunchConfig
 from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel, weight_gradient_kernel
@@ -73,6 +74,7 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "x_stride_k": x.strides[1],
         "out_stride_m": gemm.features,
         **(_NO_ACTIVATION if gemm.activation is None else activation_args(gemm.activation)),
+        **operand_args(gemm.activation),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -91,7 +93,8 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
         "EVEN_K": weight.shape[2] % config.block_k == 0,
         "STAGES": config.num_stages,
     }
-    return Launch(grouped_gemm_tma_kernel, (programs,), args, config.num_warps, config.num_stages)
+    kernel = with_formula(grouped_gemm_tma_kernel, gemm.activation)
+    return Launch(kernel, (programs,), args, config.num_warps, config.num_stages)
 
 
 def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
@@ -121,7 +124,8 @@ def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
         "F64": weight.dtype == torch.float64,
     }
     grid = (_num_tiles(gemm, config),)
-    return Launch(grouped_gemm_generic_kernel, grid, args, config.num_warps, config.num_stages)
+    kernel = with_formula(grouped_gemm_generic_kernel, gemm.activation)
+    return Launch(kernel, grid, args, config.num_warps, config.num_stages)
 
 
 def grouped_gemm_program(args: Any, gpu: Gpu) -> Program:

@@ -40,10 +40,15 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.Combine: combine.combine_program,
     of.CombineBackward: combine.combine_backward_program,
     of.RoutingDispatch: fused.routing_dispatch_program,
+    of.GatherGemm: fused.gather_gemm_program,
+    of.ActGemmCombine: fused.act_gemm_combine_program,
     of.GatherGemmAct: fused.gather_gemm_act_program,
+    of.GatherGemmFormula: fused.gather_gemm_act_program,
     of.GemmCombine: fused.gemm_combine_program,
     of.FusedExperts: fused.fused_experts_program,
+    of.FusedExpertsFormula: fused.fused_experts_program,
     of.FusedMoe: fused.fused_moe_program,
+    of.FusedMoeFormula: fused.fused_moe_program,
     of.SharedAlone: dense.shared_alone_program,
 }
 

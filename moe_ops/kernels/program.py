@@ -47,6 +47,12 @@ class TensorMeta(NamedTuple):
     aligned: bool
 
 
+def is_dense(meta: TensorMeta) -> bool:
+    """Whether a tensor is contiguous: a dimension of size 1 may have any stride."""
+    pairs = zip(meta.shape, meta.strides, _contiguous(meta.shape), strict=True)
+    return all(size == 1 or stride == dense for size, stride, dense in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """A kernel argument: the tensor of that name."""

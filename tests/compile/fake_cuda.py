@@ -160,12 +160,19 @@ def compile_for_h200(
         torch.no_grad(),
     ):
         given = arguments(_symbol(mode.shape_env, tokens) if symbolic else tokens)
-        module = make_fx(function, decomposition_table=select_decomp_table())(*given)
+        module = make_fx(function, decomposition_table=_decompositions())(*given)
         with V.set_fake_mode(mode):
             joint_graph_passes(module)
             traced = len(mode.shape_env.guards)
             code = _generate(module, given, mode.shape_env)
     return Compiled(code, len(mode.shape_env.guards) - traced, _launches(code))
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's. That of index_select indexes as Python does, which wants a GPU while it is traced."""
+    aten = torch.ops.aten
+    plain = {aten.index_select.default: lambda x, dim, index: aten.index.Tensor(x, [None] * dim + [index])}
+    return {**select_decomp_table(), **plain}
 
 
 def _symbol(shape_env: ShapeEnv, hint: int) -> Any:

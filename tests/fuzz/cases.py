@@ -47,7 +47,7 @@ STAGES = (
     *("topk_routing", "build_dispatch", "permute", "grouped_gemm", "gated_activation", "combine"),
     "batched_gemm",
 )
-TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine")
+TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "halves")
 LAYERS = ("fused_moe", "fused_experts")
 LEVELS = (*LAYERS, *STAGES, *TARGETS, "compiled")
 COMPILED_EVERY = 150  # a compile takes as long as a hundred other cases

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.fuzz import halves as _halves  # noqa: F401  # adds its level
 from tests.fuzz.cases import Case
 from tests.fuzz.levels import LEVELS, Mismatch, Problem, Tensors
 from tests.fuzz.tensors import Maker

@@ -195,7 +195,15 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
         "gemm_combine", hidden, moved["w2"], offsets, weights, inverse, moved["w2_bias"], moved["shared"]
     )
     routed = {"topk_weights": weights.cpu(), "topk_ids": ids.cpu()}
-    assert_close(out, oracles.experts(**(tensors | routed), activation=Activation()))
+    expected = oracles.experts(**(tensors | routed), activation=Activation())
+    assert_close(out, expected)
+    up = moved["hidden_states"], moved["w13"], sorted_slots, offsets, moved["w13_bias"]
+    plan, biases = (sorted_slots, inverse), (moved["w2_bias"], moved["shared"])
+    gate_up = launch("gather_gemm", *up)
+    out = launch(
+        "act_gemm_combine", gate_up, moved["w2"], offsets, weights, *plan, *biases, activation=Activation()
+    )
+    assert_close(out, expected)
 
 
 def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
@@ -279,6 +287,8 @@ def test_gather_gemm_act_zeroes_rows_of_dropped_slots(device: str) -> None:
     out = launch("gather_gemm_act", *args, tensors["w13_bias"].to(device), Activation())
     kept = int(offsets[-1])
     assert 0 < kept < out.shape[0]
+    assert (out[kept:] == 0).all() and out[:kept].isfinite().all()
+    out = launch("gather_gemm", *args, tensors["w13_bias"].to(device))
     assert (out[kept:] == 0).all() and out[:kept].isfinite().all()
 
 

@@ -11,6 +11,12 @@ REPLICAS = torch.tensor([[0, 3], [1, -1], [2, 4]], dtype=torch.int32)
 REPLICA_COUNT = torch.tensor([2, 1, 2], dtype=torch.int32)
 
 
+# Numbers of each expert, by column and for all columns.
+FORMULA = "a0=expert*4+0+column*1|a1=expert*1+0+column*0|a2=expert*8+4+column*1|a3=expert*1+0+column*0"
+FORMULA += "|t0=tanh(gate)|t1=mul(t0,a0)|t2=add(t1,a1)|t3=mul(t2,a2)|t4=sub(t3,a3)|"
+ONE_FOR_ALL = "ungated|a0=expert*0+2+column*1|a1=expert*0+0+column*0|t0=mul(gate,a0)|t1=sub(t0,a1)|t1"
+
+
 def t(*shape, dtype=torch.float32):
     return torch.randn(shape, dtype=dtype, requires_grad=True)
 
@@ -27,6 +33,7 @@ def samples():
     moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3), t(3, 8), t(3, 4), None, "top_k=2", "silu")
     weights, ids = torch.rand(3, 8), torch.randint(8, (3, 8)).int()
     load, scalar = torch.zeros(5, dtype=torch.int32), torch.tensor
+    operands = t(3, 4), t(3), t(3, 8), t(3)
     return {
         "topk_routing": [
             (t(5, 8), None, "top_k=2"),
@@ -83,10 +90,24 @@ def samples():
         "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(7, 4), t(3, 2), INVERSE, None)],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
+        "gather_gemm": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8))],
+        "act_gemm_combine": [
+            (t(6, 8), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, t(3, 5), t(3, 5), "silu"),
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, None, None, "relu2"),
+        ],
         "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
+        "gather_gemm_formula": [
+            (t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), *operands)
+            + (f"interleaved|{FORMULA}t5=mul(t4,up)|t5",),
+            (t(3, 4), t(3, 4, 4), SLOTS, OFFSETS, None, t(6), t(1), None, None, ONE_FOR_ALL),
+        ],
         "gemm_combine": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), INVERSE, t(3, 5), t(3, 5))],
         "fused_experts": [
             (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), "silu")
+        ],
+        "fused_experts_formula": [
+            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4))
+            + (*operands, f"halves|{FORMULA}t5=mul(t4,up)|t5")
         ],
         "fused_experts_with_shared": [
             (
@@ -119,6 +140,7 @@ def samples():
             + ("relu2", "silu"),
         ],
         "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
+        "fused_moe_formula": [(*moe[:8], *operands, "top_k=2", f"halves|{FORMULA}t4")],
     }
 
 
@@ -126,6 +148,7 @@ def empty_samples():
     """The same without a token."""
     none, offsets, slots = t(0, 4), torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
     w13, w2, weights, ids = t(3, 8, 4), t(3, 4, 4), t(0, 2), torch.zeros(0, 2, dtype=torch.int32)
+    operands = t(3, 4), t(3), t(3, 8), t(3)
     return {
         "topk_routing": (t(0, 8), None, "top_k=2"),
         "topk_routing_backward": (t(0, 2), t(0, 8), t(0, 2), ids, "top_k=2"),
@@ -144,9 +167,14 @@ def empty_samples():
         "combine": (none, weights, slots, t(0, 4)),
         "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
+        "gather_gemm": (none, w13, slots, offsets, None),
+        "act_gemm_combine": (t(0, 8), w2, offsets, weights, slots, slots, None, None, "silu"),
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
+        "gather_gemm_formula": (none, w13, slots, offsets, None, *operands) + (f"halves|{FORMULA}t4",),
         "gemm_combine": (none, w2, offsets, weights, slots, None, None),
         "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
+        "fused_experts_formula": (none, w13, w2, weights, ids, None, None, None, None)
+        + (*operands, f"halves|{FORMULA}t4"),
         "fused_experts_with_shared": (
             none,
             w13,
@@ -161,6 +189,8 @@ def empty_samples():
             None,
         )
         + ("silu", "silu"),
+        "fused_moe_formula": (none, t(0, 3), w13, w2, None, None, None, None)
+        + (*operands, "top_k=2", f"halves|{FORMULA}t4"),
         "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
     }
 

@@ -34,9 +34,11 @@ FREE_SIZES = {
     ("routing_dispatch", "router_logits", 0),
     ("fused_experts", "expert_map", 0),
     ("fused_experts_with_shared", "expert_map", 0),
+    ("fused_experts_formula", "expert_map", 0),
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
 FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights"}
+FREE_DTYPES |= {f"operand{index}" for index in range(4)}
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
 
 

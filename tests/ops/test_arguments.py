@@ -23,6 +23,8 @@ class TestSchemas(expecttest.TestCase):
             """\
 fused_moe: hidden_states router_logits w13 w2 correction_bias? w13_bias? w2_bias? expert_map? routing activation
 fused_experts: hidden_states w13 w2 topk_weights topk_ids w13_bias? w2_bias? expert_map? shared? activation
+gather_gemm: hidden_states w13 sorted_slots expert_offsets w13_bias?
+act_gemm_combine: gate_up w2 expert_offsets topk_weights sorted_slots inverse w2_bias? shared? activation
 gather_gemm_act: hidden_states w13 sorted_slots expert_offsets w13_bias? activation
 gemm_combine: x w2 expert_offsets topk_weights inverse w2_bias? shared?""",
         )
@@ -94,7 +96,9 @@ OVER_TOKENS = {
     "gated_activation": ["gate_up"],
     "gated_activation_backward": ["grad", "gate_up"],
     "fused_experts": ["hidden_states", "topk_weights", "topk_ids", "shared"],
+    "fused_experts_formula": ["hidden_states", "topk_weights", "topk_ids", "shared"],
     "fused_moe": ["hidden_states", "router_logits"],
+    "fused_moe_formula": ["hidden_states", "router_logits"],
 }
 
 

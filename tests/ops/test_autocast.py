@@ -23,6 +23,14 @@ def gather_gemm_act(t):
     return moe_ops.gather_gemm_act(t["x"], t["w13"], PLAN, "silu", t["b13"])
 
 
+def gather_gemm(t):
+    return moe_ops.gather_gemm(t["x"], t["w13"], PLAN, t["b13"])
+
+
+def act_gemm_combine(t):
+    return moe_ops.act_gemm_combine(t["gate_up"], t["w2"], WEIGHTS, PLAN, "silu", t["b2"], t["x"])
+
+
 def gemm_combine(t):
     return moe_ops.gemm_combine(t["up"], t["w2"], WEIGHTS, PLAN, t["b2"], t["x"])
 
@@ -41,13 +49,15 @@ def fused_moe(t):
 
 
 CALLS = [grouped_gemm, gather_gemm_act, gemm_combine, fused_experts, fused_experts_stages, fused_moe]
+CALLS += [gather_gemm, act_gemm_combine]
 calls = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 
 
 def tensors(dtype=torch.float32):
     torch.manual_seed(0)
     shapes = {
-        "x": (T, H), "rows": (2 * T, H), "up": (2 * T, I), "logits": (T, E), "w13": (E, 2 * I, H), "w2": (E, H, I),
+        "x": (T, H), "rows": (2 * T, H), "up": (2 * T, I), "gate_up": (2 * T, 2 * I),
+        "logits": (T, E), "w13": (E, 2 * I, H), "w2": (E, H, I),
         "b13": (E, 2 * I), "b2": (E, H),
     }  # fmt: skip
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}

@@ -29,6 +29,9 @@ def test_forward():
     assert count(lambda: moe_ops.gather_gemm_act(x, w13, plan)) == UP
     up = moe_ops.gather_gemm_act(x, w13, plan)
     assert count(lambda: moe_ops.gemm_combine(up, w2, weights, plan)) == DOWN
+    assert count(lambda: moe_ops.gather_gemm(x, w13, plan)) == UP
+    gate_up = moe_ops.gather_gemm(x, w13, plan)
+    assert count(lambda: moe_ops.act_gemm_combine(gate_up, w2, weights, plan)) == DOWN
     assert count(lambda: moe_ops.fused_experts(x, w13, w2, weights, ids)) == UP + DOWN
     for emit in ("fused", "stages"):
         assert (

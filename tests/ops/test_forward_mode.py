@@ -38,6 +38,9 @@ def dispatched_weights(logits):
 
 PLAN = moe_ops.DispatchPlan(SLOTS, INVERSE, OFFSETS)
 W13, W2, B13, B2 = (3, 10, 4), (3, 4, 5), (3, 10), (3, 4)
+FORMULA = (
+    "a0=expert*5+0+column*1|a1=expert*1+0+column*0|t0=tanh(gate)|t1=mul(t0,a0)|t2=add(up,a1)|t3=mul(t1,t2)|t3"
+)
 # Every operator that has a derivative, called with its differentiable arguments.
 CALLS = {
     "topk_routing": (lambda x: moe_ops.topk_routing(x, TOP2)[0], [(3, 6)]),
@@ -62,6 +65,11 @@ CALLS = {
         [(3, 4), (6, 4), (3, 2)],
     ),
     "gather_gemm_act": (lambda x, w, b: moe_ops.gather_gemm_act(x, w, PLAN, "silu", b), [(3, 4), W13, B13]),
+    "gather_gemm": (lambda x, w, b: moe_ops.gather_gemm(x, w, PLAN, b), [(3, 4), W13, B13]),
+    "act_gemm_combine": (
+        lambda x, w, t, b, s: moe_ops.act_gemm_combine(x, w, t, moe_ops.build_dispatch(IDS, 3), "silu", b, s),
+        [(6, W13[1]), W2, (3, 2), B2, (3, 4)],
+    ),
     "gemm_combine": (
         lambda x, w, t, b, s: moe_ops.gemm_combine(x, w, t, PLAN, b, s),
         [(6, 5), W2, (3, 2), B2, (3, 4)],
@@ -78,6 +86,24 @@ CALLS = {
             x, w13, w2, t, IDS, s13, s2, shared_weights=s
         ),
         [(3, 4), W13, W2, (3, 2), (6, 4), (4, 3), (3, 1)],
+    ),
+    "gather_gemm_formula": (
+        lambda x, w, b, a, c: OPS.gather_gemm_formula(
+            x, w, PLAN.sorted_slots, PLAN.expert_offsets, b, a, c, None, None, f"interleaved|{FORMULA}"
+        ),
+        [(3, 4), W13, B13, (3, 5), (3,)],
+    ),
+    "fused_experts_formula": (
+        lambda x, w13, w2, t, b13, s, a, c: OPS.fused_experts_formula(
+            x, w13, w2, t, IDS, b13, None, None, s, a, c, None, None, f"halves|{FORMULA}"
+        ),
+        [(3, 4), W13, W2, (3, 2), B13, (3, 4), (3, 5), (3,)],
+    ),
+    "fused_moe_formula": (
+        lambda x, logits, w13, w2, a, c: OPS.fused_moe_formula(
+            x, logits, w13, w2, None, None, None, None, a, c, None, None, TOP2.spec, f"halves|{FORMULA}"
+        ),
+        [(3, 4), (3, 3), W13, W2, (3, 5), (3,)],
     ),
     "fused_moe": (
         lambda x, logits, w13, w2, b13, b2: moe_ops.fused_moe(

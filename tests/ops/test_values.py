@@ -48,6 +48,10 @@ def test_fusion_targets_by_hand(case, poisoned_empty):
     )
     out = moe_ops.gemm_combine(up, problem.w2, weights, plan, problem.w2_bias, shared)
     assert_matches_oracle(out, oracle(problem, weights, ids) + shared)
+    gate_up = moe_ops.gather_gemm(problem.hidden_states, problem.w13, plan, problem.w13_bias)
+    rest = problem.activation, problem.w2_bias, shared
+    out = moe_ops.act_gemm_combine(gate_up, problem.w2, weights, plan, *rest)
+    assert_matches_oracle(out, oracle(problem, weights, ids) + shared)
 
 
 @cases

@@ -130,7 +130,19 @@ def unsorted(x: Tensor, router: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     return summed.squeeze(1).to(x.dtype)
 
 
-STYLES = {style.__name__: style for style in (grouped, batched, einsums, scattered, unsorted)}
+def looped(x: Tensor, router: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """vLLM's reference: every token through every expert."""
+    weights, ids = softmax_router(F.linear(x, router))
+    total = None
+    for expert in range(EXPERTS):
+        weight = (weights.to(x.dtype) * (ids == expert)).sum(-1, keepdim=True)
+        term = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert]) * weight
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+STYLES = {style.__name__: style for style in (grouped, batched, einsums, scattered, unsorted, looped)}
 
 
 def oracle(inputs: Layer, style: Callable[..., Tensor]) -> Tensor:

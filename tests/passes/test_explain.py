@@ -12,7 +12,6 @@ from torch._dynamo.utils import counters
 
 import inductor_passes
 import moe_ops
-from inductor_passes.pipeline import TRAINING_REASON
 from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
 
 
@@ -89,15 +88,15 @@ def test_refusals_say_why(hidden):
     assert [(each.before, each.after) for each in report.layers] == [(7, 5)]  # picking an output is no call
 
 
-def test_training_graph_is_said_and_refused(hidden):
+def test_training_graph_is_said_and_halves_are_fused(hidden):
     report = inductor_passes.explain(Model(), hidden)
-    assert report.is_training and not report.fused
-    assert [(each.layer, each.reason) for each in report.refused] == [
-        ("layers.0", TRAINING_REASON),
-        ("layers.1", TRAINING_REASON),
+    assert report.is_training and not report.refused
+    assert [(each.layer, each.kind) for each in report.fused] == [
+        ("layers.0", "act_gemm_combine"),
+        ("layers.1", "act_gemm_combine"),
     ]
     assert len(report.remarks) == 1 and "torch.no_grad()" in report.remarks[0]
-    assert str(report).startswith("1 training graph, 2 MoE layers, none fused")
+    assert str(report).startswith("1 training graph, 2 MoE layers, all fused")
 
 
 @torch.no_grad()

@@ -4,11 +4,12 @@ import expecttest
 import torch
 
 import moe_ops
+from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from tests.passes.capture import rewrite
 from tests.passes.moe import inputs, routed, up
 
-PASS = (FuseGatherGemmActivation(),)
+PASS = (FuseFormula(), FuseGatherGemmActivation())
 
 
 def _gated(hidden, logits, w13, w2):

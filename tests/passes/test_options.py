@@ -12,10 +12,13 @@ from torch._inductor.utils import fresh_cache
 import inductor_passes
 from inductor_passes import _compat
 from inductor_passes.backend import moe_inductor
+from inductor_passes.cache_key import source_hash
 from inductor_passes.pipeline import PIPELINE, MoEPasses
+from inductor_passes.training import RaiseForTraining
 from tests.passes.moe import inputs, layer
 
-SLOT = "post_grad_custom_pre_pass"
+SLOT, BEFORE_AUTOGRAD = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
+LEFT = ["grouped_gemm", "grouped_gemm"]  # what our passes leave of a layer on a CPU
 TAKES_LISTS = hasattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass")  # torch 2.13
 
 
@@ -27,14 +30,17 @@ def _second(graph):
     pass
 
 
-def test_default_has_only_our_pass():
-    assert inductor_passes.options() == {SLOT: MoEPasses()}
+OURS = {SLOT: MoEPasses(), BEFORE_AUTOGRAD: RaiseForTraining()}
+
+
+def test_default_has_only_our_passes():
+    assert inductor_passes.options() == OURS
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_modes_expand_through_inductors_table(mode):
     expected = torch._inductor.list_mode_options(mode)
-    assert inductor_passes.options(mode) == {**expected, SLOT: MoEPasses()}
+    assert inductor_passes.options(mode) == {**expected, **OURS}
 
 
 def test_an_option_wins_over_its_mode():
@@ -89,7 +95,34 @@ def test_custom_passes_of_ours_in_the_slot_are_kept():
 
 def test_a_name_with_dashes_is_the_same_option():
     made = inductor_passes.options(**{SLOT.replace("_", "-"): _first, "max-autotune": False})
-    assert made == {SLOT: MoEPasses((_first,)), "max_autotune": False}
+    assert made == {**OURS, SLOT: MoEPasses((_first,)), "max_autotune": False}
+
+
+def test_a_users_pass_before_autograd_is_chained():
+    made = inductor_passes.options(**{BEFORE_AUTOGRAD: _first})
+    assert made == {**OURS, BEFORE_AUTOGRAD: RaiseForTraining((_first,))}
+    assert inductor_passes.options(**made) == made
+    assert inductor_passes.options(**OURS) == OURS
+
+
+@pytest.mark.parametrize("where", ["options", "config", "config and ours"])
+def test_a_users_pass_before_autograd_runs_once(where):
+    observer = Observer()
+    given = {BEFORE_AUTOGRAD: observer} if where == "options" else {}
+    under = {} if where == "options" else {BEFORE_AUTOGRAD: observer}
+    over = inductor_passes.options() if where == "config and ours" else {}
+    with inductor_config.patch(under), inductor_config.patch(over), fresh_cache():
+        _compile(backend=moe_inductor, options=given)
+    assert len(observer.seen) == 1
+
+
+def test_the_key_before_autograd_covers_sources_and_the_users_passes():
+    key = RaiseForTraining(()).uuid()
+    assert source_hash() in key and key == RaiseForTraining(()).uuid()
+    assert key != RaiseForTraining((Observer("one"),)).uuid() != RaiseForTraining((Observer("other"),)).uuid()
+    assert RaiseForTraining((_first,)).uuid() is None
+    with inductor_config.patch({BEFORE_AUTOGRAD: Observer("one")}):
+        assert RaiseForTraining().uuid() == RaiseForTraining((Observer("one"),)).uuid()
 
 
 def test_copies_are_equal():
@@ -150,10 +183,10 @@ def test_a_global_pass_set_after_options_runs_once_after_ours(form):
     observer = Observer()
     with fresh_cache(), inductor_config.patch({SLOT: observer}):
         _compile(**how)
-    assert observer.seen == [["fused_moe"]]
+    assert observer.seen == [LEFT]
     with fresh_cache():
         _compile(**how)
-    assert observer.seen == [["fused_moe"]], "it is not in the slot any more"
+    assert observer.seen == [LEFT], "it is not in the slot any more"
 
 
 def test_a_global_pass_set_after_options_sees_the_backward_too():
@@ -190,7 +223,7 @@ def test_a_pass_given_to_options_wins_over_the_global_one():
     with fresh_cache(), inductor_config.patch({SLOT: globally}):
         _compile(options=inductor_passes.options(**{SLOT: given}))
         _compile(backend=moe_inductor, options=inductor_passes.options(**{SLOT: given}))
-    assert len(given.seen) <= 2 and given.seen[0] == ["fused_moe"] and globally.seen == []
+    assert len(given.seen) <= 2 and given.seen[0] == LEFT and globally.seen == []
 
 
 @pytest.mark.parametrize("in_options", [None, MoEPasses(), MoEPasses(passes=PIPELINE[:1])])
@@ -198,7 +231,7 @@ def test_ours_globally_and_in_options_runs_once_with_the_users(in_options):
     observer, runs = Observer(), []
 
     class Counted:
-        name, requires, inference_only = "counted", ("routing_dispatch", "fused_moe"), False
+        name, requires, inference_only = "counted", ("grouped_gemm",), False
 
         def run(self, graph, log):
             runs.append(graph)

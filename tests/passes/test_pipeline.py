@@ -6,7 +6,7 @@ import moe_ops
 from inductor_passes import _compat, cache_key
 from inductor_passes.pipeline import FUSIONS, PIPELINE, TRAINING_REASON, MoEPasses, is_training, run_passes
 from tests.passes.capture import post_grad, rewrite
-from tests.passes.moe import inputs, layer
+from tests.passes.moe import ROUTING, inputs, layer
 
 
 class _Named(_compat.CustomGraphPass):
@@ -43,13 +43,24 @@ def _training_inputs():
     return [tensor.requires_grad_() for tensor in inputs()]
 
 
+def _stages(hidden_states, logits, w13, w2):
+    return moe_ops.fused_moe(hidden_states, logits, w13, w2, ROUTING, emit="stages")
+
+
 def test_training_graph_is_refused_with_a_reason():
-    (forward,) = post_grad(lambda *args: layer(*args).sum(), *_training_inputs())
+    (forward,) = post_grad(lambda *args: _stages(*args).sum(), *_training_inputs())
     assert is_training(forward.graph)
     before = [node.target for node in forward.graph.nodes]
     log = run_passes(forward.graph, FUSIONS)
     assert [refused.reason for refused in log.refused] == [TRAINING_REASON] and not log.fused
     assert [node.target for node in forward.graph.nodes] == before
+
+
+def test_a_layer_that_trains_is_told_to_be_its_halves():
+    (forward,) = post_grad(lambda *args: layer(*args).sum(), *_training_inputs())
+    log = run_passes(forward.graph, FUSIONS)
+    assert log.counts() == {"act_gemm_combine": 1} and not log.refused
+    assert run_passes(forward.graph, FUSIONS, log).counts() == {"act_gemm_combine": 1}
 
 
 def test_backward_graph_is_a_training_graph_too():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu_bench, demo, loading, moe_bench, options_bench, peers
+from benchmarks import cpu_bench, demo, loading, moe_bench, options_bench, peers, training_bench
 from benchmarks.checkpoints import UnsupportedCheckpoint, load, moe_blocks, write_small_checkpoint
 from benchmarks.demo_graph import BlockFacts
 from benchmarks.demo_run import Run
@@ -206,6 +206,22 @@ def test_a_wrong_option_is_not_timed(factor: float) -> None:
         options_bench._expect_close(expected * factor, expected)
 
 
+@torch.no_grad()
+def test_the_gates_that_are_timed_are_inlined_and_right() -> None:
+    weights, hidden = make_weights(SMALL, 0, "cpu"), torch.randn(24, 64).bfloat16()
+    inputs = options_bench.Inputs(hidden, torch.randn(24, 8))
+    layers = {name: options_bench.gate_layer(gate, weights, 2) for name, gate in options_bench.GATES.items()}
+    expected = layers["silu by name"](hidden, inputs.router_logits)
+    for name in ("swiglu", "scale per expert"):
+        options_bench._expect_close(layers[name](hidden, inputs.router_logits), expected)
+    options_bench._inlined(layers["clamped"], inputs)
+    options_bench.GATES["of a row"] = lambda gate, up: gate.softmax(-1) * up
+    with pytest.raises(ValueError, match="the gate is not inlined"):
+        options_bench._inlined(
+            options_bench.gate_layer(options_bench.GATES.pop("of a row"), weights, 2), inputs
+        )
+
+
 TINY = cpu_bench.Layer(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
 
 
@@ -250,3 +266,21 @@ def test_the_other_process_is_there_and_ends(monkeypatch: pytest.MonkeyPatch) ->
     with cpu_bench.other_process("loaded"):
         assert started[0].poll() is None
     assert started[0].returncode is not None
+
+
+def test_training_times_no_layer_whose_gradients_are_wrong(monkeypatch, capsys) -> None:
+    def right(*args):
+        return gmm(*args, SMALL.top_k)
+
+    ways = {"right": right, "wrong": lambda hidden, *rest: right(hidden, *rest) + hidden}
+    monkeypatch.setattr(training_bench, "ways", lambda top_k: ways)
+    cell = Cell(training_bench.SMALL, 16, "uniform")
+    assert training_bench.measure(cell, "cpu", 1.0) == 1
+    told = capsys.readouterr().out
+    assert "WRONG small wrong" in told and "small T=16 right" in told and "T=16 wrong" not in told
+
+
+def test_training_counts_what_is_kept_beside_weights() -> None:
+    hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    args = [hidden, torch.zeros(4, 2), weight, weight]
+    assert training_bench.kept_bytes(lambda x, _, w, __: (x @ w).sin(), args) == 2 * 4 * 8 * 4

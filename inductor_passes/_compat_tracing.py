@@ -1,0 +1,73 @@
+"""What `image.py` needs of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 and 2.13."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from inductor_passes._compat import detect_fake_mode, trace
+
+
+def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
+    """As `trace`, without gradients and with what changes in place made functional.
+
+    Backends compile under a fake mode other than the one that Dynamo traced with, so tensors are made anew in that.
+    """
+    mode = detect_fake_mode(()) or detect_fake_mode(values)
+    with torch.no_grad(), mode if mode is not None else contextlib.nullcontext():
+        fresh = [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
+        return trace(torch.func.functionalize(function), fresh)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def traced_node(value: Any) -> torch.fx.Node | None:
+    """Inside a `functional_trace`: the node that gave `value` as it is now; None for what is no traced tensor."""
+    if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
+        return None
+    torch._sync(value)
+    mode, inner = get_proxy_mode(), torch._from_functional_tensor(value)
+    slot = None if mode is None else get_proxy_slot(inner, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def traced_nodes() -> Iterator[torch.fx.Node]:
+    """Inside a `functional_trace`: all nodes so far, the last one first."""
+    mode: Any = get_proxy_mode()
+    return reversed(mode.tracer.graph.nodes)
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a value, or a size of it, is known at run time only."""
+    return isinstance(value, torch.Tensor | torch.SymInt) and bool(free_unbacked_symbols(value))
+
+
+def gradients_on_after(node: torch.fx.Node, are_on: bool) -> bool:
+    """Whether gradients are on behind a node of a Dynamo graph, in front of which they are or not."""
+    if node.target is torch._C._set_grad_enabled:
+        return bool(node.args[0])
+    if node.target is torch.autograd.grad_mode._enter_inference_mode:
+        return not node.args[0] and are_on
+    return are_on
+
+
+AUTOCAST_CALLS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+"""How a region under `torch.autocast` begins and ends in a Dynamo graph."""
+
+
+@contextlib.contextmanager
+def autocast_left_as_it_is() -> Iterator[None]:
+    """A region that something inside enters and does not leave ends here."""
+    devices = ("cpu", "cuda")
+    before = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in devices]
+    try:
+        yield
+    finally:
+        for device, (is_enabled, dtype) in zip(devices, before, strict=True):
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)

@@ -1,0 +1,225 @@
+"""The ATen image of a graph of Dynamo's: what it computes, functional and decomposed as the passes expect it.
+
+A Dynamo graph calls whatever the user called, changes tensors in place, and has regions with autocast. Its image is
+what AOTAutograd would make of the forward, node by node, so that what a pass finds there can be brought back. What must
+not be looked into (higher-order operators, operators of ours, functions of the user's) or need not be (large dense
+operators) is an input of the image.
+"""
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.fx.traceback import preserve_node_meta, set_current_meta
+
+from inductor_passes import _compat_tracing as tracing
+from inductor_passes.raising.views_of_rows import VIEWS, aten
+
+VALUE = "example_value"
+"""Where Dynamo keeps the fake value of a node."""
+
+
+class Image(NamedTuple):
+    """What a Dynamo graph computes, and how the two correspond."""
+
+    graph: Graph
+    made: dict[Node, Node]
+    """The node of the Dynamo graph that holds what a node here gives, once that is computed, and to the end."""
+    ambiguous: set[Node]
+    """What the Dynamo graph holds twice, once with a gradient and once without."""
+    sources: dict[Node, Node]
+    """The node of the Dynamo graph whose call a node here is part of."""
+    reads: dict[tuple[Node, Node], Node]
+    """For a node of the Dynamo graph and one that it reads: what that gives here, as it was when it was read."""
+    final: dict[Node, Node]
+    """What a node of the Dynamo graph holds in the end."""
+    with_gradients: set[Node]
+    """The nodes of the Dynamo graph whose values have a gradient."""
+
+    def stops_gradients(self, node: Node) -> bool:
+        """Whether what has a gradient goes into a node of the Dynamo graph, and what has none comes out."""
+        return _stops_gradients(node, self.with_gradients)
+
+
+def _stops_gradients(node: Node, with_gradients: set[Node]) -> bool:
+    return node not in with_gradients and not with_gradients.isdisjoint(node.all_input_nodes)
+
+
+def image_of(graph: Graph) -> Image:
+    """The image of a Dynamo graph, whose nodes have the fake values of tracing."""
+    traced = set(_traced(graph))
+    inputs = [*_read_by(traced, graph)]
+    run = _Tracing(graph, traced, inputs)
+    with preserve_node_meta():
+        module = tracing.functional_trace(run.compute, [node.meta[VALUE] for node in inputs])
+    return run.image(module.graph)
+
+
+class _Tracing:
+    """One run over a Dynamo graph that remembers what became of each of its values."""
+
+    def __init__(self, graph: Graph, traced: set[Node], inputs: list[Node]) -> None:
+        self.graph, self.traced, self.inputs = graph, traced, inputs
+        self.reads: dict[tuple[Node, Node], Node] = {}
+        self.last: dict[Node, Node] = {}
+        self.sources: dict[Node, Node] = {}
+        self.with_gradients = with_gradients(graph)
+
+    def compute(self, *values: Any) -> list[Any]:
+        """What nodes read that are not traced: the outputs of the image."""
+        known = dict(zip(self.inputs, values, strict=True))
+        self.sources.update(dict.fromkeys(tracing.traced_nodes()))  # of no call
+        outputs: list[Any] = []
+        with tracing.autocast_left_as_it_is():
+            for node in self.graph.nodes:
+                given = {each: known[each] for each in node.all_input_nodes if each in known}
+                self.reads.update({(node, each): found for each, found in _images(given).items()})
+                if node not in self.traced:
+                    outputs += [value for each, value in given.items() if isinstance(value, Tensor)]
+                    continue
+                with set_current_meta(node):
+                    known[node] = _run(node, known)
+                fresh = itertools.takewhile(lambda each: each not in self.sources, tracing.traced_nodes())
+                self.sources.update(dict.fromkeys([*fresh], node))
+        self.last.update(_images(known))
+        return outputs
+
+    def image(self, graph: Graph) -> Image:
+        """The image, once it is traced."""
+        stopping = {
+            found
+            for found, node in self.sources.items()
+            if node and _stops_gradients(node, self.with_gradients)
+        }
+        same = _without_repeated_views(graph, stopping)
+        final, reads = (
+            {key: same.get(found, found) for key, found in found_for.items()}
+            for found_for in (self.last, self.reads)
+        )
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
+        made = {found: node for node, found in zip(self.inputs, placeholders, strict=True) if _is_size(node)}
+        ambiguous: set[Node] = set()
+        for node, found in final.items():
+            other = made.setdefault(found, node)
+            if (other in self.with_gradients) != (node in self.with_gradients):
+                ambiguous.add(found)
+        return Image(graph, made, ambiguous, self.sources, reads, final, self.with_gradients)
+
+
+def _images(values: dict[Node, Any]) -> dict[Node, Node]:
+    found = ((node, tracing.traced_node(value)) for node, value in values.items())
+    return {node: image for node, image in found if image is not None}
+
+
+def _without_repeated_views(graph: Graph, stopping: set[Node]) -> dict[Node, Node]:
+    """Shows a tensor in one way once: functional code shows it anew whenever it may have changed in place."""
+    seen: dict[Any, Node] = {}
+    same: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.target in _VIEWS:
+            key = (node.target, str(node.args), str(node.kwargs), node in stopping)
+            first = seen.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                same[node] = first
+    graph.eliminate_dead_code()
+    return same
+
+
+_VIEWS = frozenset((*VIEWS, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.alias.default))
+
+
+def _run(node: Node, known: dict[Node, Any]) -> Any:
+    args: Any = map_arg(node.args, known.__getitem__)
+    kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _read_by(traced: set[Node], graph: Graph) -> Iterator[Node]:
+    read = {each for node in traced for each in node.all_input_nodes}
+    return (node for node in graph.nodes if node in read and node not in traced)
+
+
+def _traced(graph: Graph) -> Iterator[Node]:
+    """The nodes that are looked into, and of whose inputs the values are known."""
+    known: set[Node] = set()
+    for node in graph.nodes:
+        if _is_looked_into(node) and all(each in known or _has_value(each) for each in node.all_input_nodes):
+            known.add(node)
+            yield node
+
+
+def _is_size(node: Node) -> bool:
+    return not isinstance(node.meta[VALUE], Tensor)
+
+
+def _has_value(node: Node) -> bool:
+    return isinstance(node.meta.get(VALUE), Tensor | int | float | torch.SymInt | torch.SymFloat)
+
+
+def _is_looked_into(node: Node) -> bool:
+    value, target = node.meta.get(VALUE), node.target
+    if tracing.depends_on_data(value):
+        return False
+    if node.op == "call_method":
+        return isinstance(value, Tensor | tuple | list)
+    if node.op != "call_function" or target in _DENSE:
+        return False
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(target).partition(".")[0] in ("aten", "prims", "transformers")
+    return target in tracing.AUTOCAST_CALLS or _is_of_torch(target)
+
+
+_DENSE = frozenset(
+    (
+        torch.nn.functional.linear,
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.nn.functional.embedding,
+    )
+)
+_MODULES = frozenset(("torch", "torch.functional", "torch.nn.functional", "torch._C._nn"))
+
+
+def _is_of_torch(target: Any) -> bool:
+    """Whether a function is one of torch's on tensors, or an operator of Python's."""
+    name, module = getattr(target, "__name__", ""), getattr(target, "__module__", None)
+    if getattr(operator, name, None) is target or getattr(torch, name, None) is target:
+        return True
+    return module in _MODULES or target is getattr
+
+
+def with_gradients(graph: Graph) -> set[Node]:
+    """The nodes of a Dynamo graph whose values have a gradient.
+
+    A fake value does not say it all: of a view made where gradients are off it says what it says of the base.
+    """
+    found: set[Node] = set()
+    is_on = True
+    for node in graph.nodes:
+        is_on = tracing.gradients_on_after(node, is_on)
+        value, inputs = node.meta.get(VALUE), node.all_input_nodes
+        may_have = not isinstance(value, Tensor) or value.requires_grad
+        if is_on and may_have and (not inputs or not found.isdisjoint(inputs)):
+            found.add(node)
+            if inputs and _changes_its_input(node):
+                found.add(inputs[0])
+    return found
+
+
+def _changes_its_input(node: Node) -> bool:
+    """Whether a call changes the first tensor that it is given, as names say: `add_`, `setitem`, `iadd`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_operator = getattr(operator, name, None) is node.target
+    return name.partition(".")[0].endswith("_") or (is_operator and (name == "setitem" or name[0] == "i"))
+
+
+def reads_of(image: Image, node: Node) -> Iterable[tuple[Node, Node]]:
+    """Where the Dynamo graph reads what `node` of the image gives: who, and what there."""
+    return [pair for pair, found in image.reads.items() if found is node]

@@ -1,0 +1,120 @@
+"""RaiseForTraining: layers of graphs that will have a backward are raised before autograd sees them.
+
+Behind AOTAutograd forward and backward are two graphs, or one in which every intermediate has two readers. Before it
+there is one forward. What is raised there is differentiated as our operators are, so its gradients are right by
+construction, and what is saved for them is what the operators say. It sits in `pre_grad_custom_pass`. A graph in which
+nothing is raised stays as it is; one without a backward is left to the passes behind autograd.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from inductor_passes import _compat, compile_log
+from inductor_passes.base import LOGGER, PassLog, Refusal, layer_of
+from inductor_passes.cache_key import own_key, source_hash
+from inductor_passes.fingerprint import NoFingerprint
+from inductor_passes.fuse_for_backward import FuseForBackward
+from inductor_passes.image import VALUE, Image, image_of
+from inductor_passes.pipeline import RAISES, UserPass, passes_in, run_passes
+from inductor_passes.raising.experts import product_layers
+from inductor_passes.transplant import Transplant, inputs_of
+
+_BEFORE_AUTOGRAD = (*RAISES, FuseForBackward())
+
+
+@dataclass(frozen=True)
+class RaiseForTraining(_compat.CustomGraphPass):
+    """Raises the layers of a Dynamo graph that has a backward, then runs the user's passes of the slot."""
+
+    chained: tuple[UserPass, ...] | None = None
+    """The user's passes; None for those that this one covers in the slot when a graph is compiled."""
+    note: Callable[[PassLog], None] = compile_log.layers_raised
+
+    def __post_init__(self) -> None:
+        _compat.watch_slots()
+
+    @classmethod
+    def around(cls, slot: Any) -> "RaiseForTraining":
+        """What to put in the slot so that what is in it now runs too."""
+        given = passes_in(slot)
+        is_open = bool(given) and all(isinstance(each, cls) and each.chained is None for each in given)
+        return cls(None if is_open else _users_among(given))
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrites a Dynamo graph in place, or leaves it alone."""
+        log = raise_layers(graph)
+        if log is not None:
+            self.note(log)
+        for user_pass in self._settled():
+            user_pass(graph)
+
+    def uuid(self) -> Any | None:
+        """A key over our sources and the user's passes; None (no caching) without one.
+
+        Torch 2.11 does not ask: there the pass has run before the key of what it leaves is made.
+        """
+        try:
+            return ("moe before autograd", source_hash(), *map(own_key, self._settled()))
+        except NoFingerprint as reason:
+            compile_log.key_asked(str(reason))
+            return None
+
+    def _settled(self) -> tuple[UserPass, ...]:
+        """The user's passes, as things are now."""
+        if self.chained is not None:
+            return self.chained
+        here, *covered = map(passes_in, _compat.slot_and_covered(_compat.PRE_GRAD_SLOT))
+        if len(here) > 1:
+            return ()  # of a sequence Inductor runs the others itself
+        return next((found for found in map(_users_among, (here, *covered)) if found), ())
+
+    def __deepcopy__(self, memo: object) -> "RaiseForTraining":
+        return self  # a value; torch copies options
+
+
+def _users_among(given: Iterable[Any]) -> tuple[UserPass, ...]:
+    chained = ((each.chained or ()) if isinstance(each, RaiseForTraining) else (each,) for each in given)
+    return tuple(user_pass for some in chained for user_pass in some)
+
+
+def raise_layers(graph: Graph) -> PassLog | None:
+    """Raises every layer of a Dynamo graph that it can; None for a graph that no layer is in or no backward follows."""
+    if not _has_backward(graph) or not any(map(_may_be_a_product, graph.nodes)):
+        return None
+    try:
+        image = image_of(graph)
+    except Exception as error:  # whatever a model calls: then it trains as it is
+        LOGGER.warning("a training graph is not looked into: %r", error)
+        return None
+    products = [each.node for layer in product_layers(image.graph) for each in layer]
+    return _raised(graph, image, products) if products else None
+
+
+def _raised(graph: Graph, image: Image, products: list[Node]) -> PassLog:
+    transplant, log = Transplant(graph, image, inputs_of(image.graph)), PassLog()
+    run_passes(image.graph, _BEFORE_AUTOGRAD, log)
+    for refusal, node in transplant.commit():
+        log.refuse(refusal, node)
+    refused = {each.layer for each in log.refused}
+    raised = [node for node in products if node._erased and layer_of(node) not in refused]
+    for product in transplant.still_read(raised):
+        transplant.take_back()
+        log.refuse(Refusal(product, "something else also reads a product of the experts"), product)
+        refused.update(each.layer for each in log.raised)
+    log.raised[:] = [each for each in log.raised if each.layer not in refused]
+    log.fused.clear()  # seen, and told, behind autograd
+    return log
+
+
+def _has_backward(graph: Graph) -> bool:
+    inputs = (node.meta.get(VALUE) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    return torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs)
+
+
+def _may_be_a_product(node: Node) -> bool:
+    name = str(getattr(node.target, "__name__", node.target))
+    return any(word in name for word in ("grouped_mm", "bmm", "matmul", "einsum"))

@@ -1,0 +1,179 @@
+"""RaiseExperts on loops over all experts: what means the same is raised, what does something else stays."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.helpers import assert_matches_oracle
+from tests.passes import stock
+from tests.passes.capture import computed, rewrite
+from tests.passes.stock import EXPERTS, layer, oracle, softmax_router, swiglu
+
+PIPELINE = (*RAISES, *FUSIONS)
+
+
+def weigh(weights, ids, expert):
+    return (weights * (ids == expert)).sum(-1, keepdim=True)
+
+
+def looped_with(**parts):
+    """`stock.looped`, with some parts written differently."""
+    part = {
+        "experts": range(EXPERTS),
+        "first": lambda x, w13, expert: F.linear(x, w13[expert]),
+        "gate": lambda gate_up, expert: swiglu(gate_up),
+        "second": lambda rows, w2, expert: F.linear(rows, w2[expert]),
+        "weight": weigh,
+        "term": lambda out, weight: out * weight,
+        "start": torch.zeros_like,
+        "add": torch.add,
+        "result": lambda total, terms, firsts: total.to(torch.bfloat16),
+        **parts,
+    }
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        weights, total, terms, firsts = weights.to(x.dtype), part["start"](x), [], []
+        for expert in part["experts"]:
+            firsts.append(part["first"](x, w13, expert))
+            rows = part["gate"](firsts[-1], expert)
+            weight = part["weight"](weights, ids, expert)
+            terms.append(part["term"](part["second"](rows, w2, expert), weight))
+            total = part["add"](total, terms[-1])
+        return part["result"](total, terms, firsts)
+
+    return run
+
+
+SAME = {
+    "in another order": {"experts": [*range(5, EXPERTS), *range(5)]},
+    "summed in float32": {
+        "start": lambda x: torch.zeros_like(x, dtype=torch.float32),
+        "term": lambda out, weight: out.float() * weight,
+    },
+    "weights picked by where": {
+        "weight": lambda weights, ids, expert: torch.where(ids == expert, weights, 0.0).sum(1).unsqueeze(-1)
+    },
+    "stored transposed": {"first": lambda x, w13, expert: x @ w13.transpose(1, 2)[expert]},
+}
+
+
+@pytest.mark.parametrize("tokens, dynamic", [(5, False), (3, True)])
+@pytest.mark.parametrize("what", SAME)
+def test_what_means_the_same_is_raised(what, tokens, dynamic):
+    inputs = layer(tokens, dynamic=dynamic)
+    result, out = computed(looped_with(**SAME[what]), *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.looped))
+
+
+def test_weights_with_input_features_first():
+    def transposed(x, router, w13, w2):
+        apart = {"first": lambda x, w13, e: x @ w13[e], "second": lambda rows, w2, e: rows @ w2[e]}
+        return looped_with(**apart)(x, router, w13, w2)
+
+    inputs = layer(7)
+    turned = inputs._replace(w13=inputs.w13.mT.contiguous(), w2=inputs.w2.mT.contiguous())
+    result, out = computed(transposed, *turned, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.looped))
+
+
+OTHER = {
+    "one expert has another gate": (
+        {"gate": lambda gate_up, expert: swiglu(gate_up if expert != 7 else -gate_up)},
+        "the experts of the loop have different gates",
+    ),
+    "one expert has another input": (
+        {"first": lambda x, w13, expert: F.linear(x if expert != 7 else x + 1, w13[expert])},
+        "an expert of the loop reads something else than the others",
+    ),
+    "one expert reads another's product": (
+        {"second": lambda rows, w2, expert: F.linear(rows, w2[{7: 8, 8: 7}.get(expert, expert)])},
+        "an expert of the loop reads something else than the others",
+    ),
+    "a gate of their own": (
+        {"gate": lambda gate_up, expert: swiglu(gate_up) + 1},
+        "the gate of the loop is none of ours",
+    ),
+    "nothing weighs them": (
+        {"term": lambda out, weight: out + weight},
+        "the expert's output is not weighed by a number for each token",
+    ),
+    "a weight for each column": (
+        {"term": lambda out, weight: out * weight.expand_as(out).relu()},
+        "the expert's output is not weighed by a number for each token",
+    ),
+    "one is subtracted": ({"add": torch.sub}, "is not the sum of all experts"),
+    "weighed by the next expert's": (
+        {"weight": lambda weights, ids, expert: weigh(weights, ids, (expert + 1) % EXPERTS)},
+        "what the tokens of expert",
+    ),
+    "weighed twice as much": (
+        {"weight": lambda weights, ids, expert: 2 * weigh(weights, ids, expert)},
+        "what the tokens of expert",
+    ),
+    "weighed by other weights": (
+        {"weight": lambda weights, ids, expert: weigh(weights + (expert == 7), ids, expert)},
+        "not weighed by one tensor",
+    ),
+    "weights that no ids choose": (
+        {"weight": lambda weights, ids, expert: weights[:, :1] + expert},
+        "the weights of an expert come from",
+    ),
+    "something else is added": (
+        {"start": lambda x: x},
+        "is added among the experts",
+    ),
+    "something beside zero is added": (
+        {"start": torch.ones_like},
+        "is added among the experts",
+    ),
+    "one is left out": (
+        {"result": lambda total, terms, firsts: total - terms[3]},
+        "is also read by aten.sub.Tensor",
+    ),
+    "one is read by another": (
+        {"result": lambda total, terms, firsts: (total, terms[3])},
+        "is also read by output",
+    ),
+    "one counts twice": (
+        {"term": lambda out, weight: out * weight, "result": lambda total, terms, firsts: total + terms[0]},
+        "is also read by",
+    ),
+    "each counts twice": (
+        {"term": lambda out, weight: (term := out * weight) + term},
+        "adds up an expert twice",
+    ),
+    "the sum is multiplied on its way": (
+        {"term": lambda out, weight: (out * weight).relu()},
+        "is not the sum of all experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_does_something_else_stays(what):
+    parts, reason = OTHER[what]
+    result = rewrite(looped_with(**parts), *layer(5), passes=PIPELINE)
+    assert not result.log.raised and not result.ops()
+    (refused,) = result.reasons
+    assert reason in refused
+
+
+def test_a_part_of_the_experts_is_no_layer():
+    result = rewrite(looped_with(experts=range(EXPERTS - 1)), *layer(5), passes=PIPELINE)
+    assert not result.log.raised and not result.reasons
+
+
+def test_a_product_that_something_else_reads_stays():
+    parts = {"result": lambda total, terms, firsts: (total, firsts[7])}
+    result = rewrite(looped_with(**parts), *layer(5), passes=PIPELINE)
+    assert not result.log.raised
+    assert "is also read by" in result.reasons[0]
+
+
+def test_raising_again_finds_nothing():
+    result = rewrite(stock.looped, *layer(7), passes=(*RAISES, *RAISES))
+    assert len(result.log.raised) == 2 and not result.reasons
