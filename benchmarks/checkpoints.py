@@ -9,7 +9,7 @@ from torch import nn
 _SIZES = {
     "vocab_size": 512,
     "hidden_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
@@ -23,7 +23,7 @@ class UnsupportedCheckpoint(Exception):
 
 
 def small_mixtral() -> nn.Module:
-    """Three layers, 8 experts of which 2 are chosen, float32, random weights."""
+    """Two layers, 8 experts of which 2 are chosen, float32, random weights."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -33,7 +33,7 @@ def small_mixtral() -> nn.Module:
 
 
 def small_qwen3_moe() -> nn.Module:
-    """Three layers, 16 experts of which 4 are chosen, float32, random weights."""
+    """Two layers, 16 experts of which 4 are chosen, float32, random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(

@@ -1,12 +1,11 @@
-"""What the compiled graph of one mixture-of-experts block looks like: operator calls, and launches on a GPU."""
+"""What the compiled graph of one mixture-of-experts block looks like: operator calls, and launches, on a GPU."""
 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.checkpoints import moe_blocks
 
@@ -26,10 +25,10 @@ class NodeCount:
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """nodes: operator calls in the final graph of one block; launches: GPU kernels it starts, None on CPU."""
+    """nodes: operator calls in the final graph of one block; launches: GPU kernels it starts."""
 
     nodes: int
-    launches: int | None
+    launches: int
 
 
 def stock_block(model: nn.Module) -> BlockFacts:
@@ -38,20 +37,10 @@ def stock_block(model: nn.Module) -> BlockFacts:
 
 
 def our_block(model: nn.Module) -> BlockFacts:
-    """The first MoE block of a patched model under our passes."""
+    """The first MoE block of a model, patched or not, under our passes."""
     import inductor_passes
 
     return _facts(model, lambda count: inductor_passes.options(post_grad_custom_post_pass=count))
-
-
-def explain(step: Callable[[Tensor], Tensor], input_ids: Tensor, html: Path) -> object:
-    """Our report on the step function, also drawn to `html`."""
-    import inductor_passes
-
-    report = inductor_passes.explain(step, input_ids)
-    html.parent.mkdir(parents=True, exist_ok=True)
-    report.to_html(str(html))
-    return report
 
 
 @torch.no_grad()
@@ -63,7 +52,7 @@ def _facts(model: nn.Module, options: Callable[[NodeCount], dict[str, object]]) 
     count = NodeCount()
     compiled = torch.compile(block, dynamic=False, options=options(count))
     compiled(hidden)
-    return BlockFacts(count.nodes, launches(lambda: compiled(hidden)) if hidden.is_cuda else None)
+    return BlockFacts(count.nodes, launches(lambda: compiled(hidden)))
 
 
 def launches(call: Callable[[], object]) -> int:

@@ -1,4 +1,4 @@
-"""One model run one way: eager, stock torch.compile, or ours. Generates, counts compiles and takes times."""
+"""One model run one way: eager, stock torch.compile, or ours twice. Generates, counts compiles and takes times."""
 
 import statistics
 import time
@@ -70,11 +70,27 @@ def stock(mode: str | None = None) -> Way:
 
 
 def ours(mode: str | None = None) -> Way:
-    """`torch.compile` of the patched model with our backend, in one graph."""
+    """`torch.compile` with our backend, in one graph: what a user changes of a stock model."""
+    log = _counted(mode)
+    return Way("ours, backend", lambda step: torch.compile(step, fullgraph=True, backend=log), log)
+
+
+def ours_patched(mode: str | None = None) -> Way:
+    """The same of a patched model, without guards on this library's own modules."""
+    import inductor_passes
+
+    log, options = _counted(mode), {"guard_filter_fn": inductor_passes.trust_library}
+    return Way(
+        "ours, patched",
+        lambda step: torch.compile(step, fullgraph=True, backend=log, options=dict(options)),
+        log,
+    )
+
+
+def _counted(mode: str | None) -> CompileLog:
     from inductor_passes.backend import moe_inductor
 
-    log = CompileLog(partial(moe_inductor, mode=mode) if mode else moe_inductor)
-    return Way("ours", lambda step: torch.compile(step, fullgraph=True, backend=log), log)
+    return CompileLog(partial(moe_inductor, mode=mode) if mode else moe_inductor)
 
 
 def prompts(vocab_size: int, length: int, device: str) -> Tensor:
@@ -92,6 +108,7 @@ class Session:
         self.compiled = way.wrap(next_token_logits(model, self.cache))
         self.device = next(model.parameters()).device.type
         self.run = Run(way.name)
+        self._decode_compiles = 0
         self._prompt = self.prompt(PROMPT_LENGTH)
         self._token = self._prompt[:, :1].contiguous()
 
@@ -104,7 +121,7 @@ class Session:
         before = self.graphs
         logits = self.compiled(input_ids)
         if input_ids.shape[1] == 1:
-            self.run.decode_compiles += self.graphs - before
+            self._decode_compiles += self.graphs - before
         return logits
 
     @property
@@ -122,7 +139,7 @@ class Session:
         torch.compiler.reset()  # the ways share a step function: forget which of its sizes another one saw vary
         self.run.cold_s = self._first_calls(f"{self.way.name}: compiling, nothing cached")
         torch.compiler.reset()
-        self.run.decode_compiles, before = 0, self.graphs
+        self._decode_compiles, before = 0, self.graphs
         self.run.warm_s = self._first_calls(f"{self.way.name}: compiling again, disk cache kept")
         self.run.first_compiles = self.graphs - before
 
@@ -140,6 +157,7 @@ class Session:
             before = self.graphs
             self.run.further = [self.generate(length, 4) for length in FURTHER_LENGTHS]
             self.run.further_compiles = self.graphs - before
+        self.run.decode_compiles = self._decode_compiles
 
     def warm_up(self) -> None:
         """Compiles what is not compiled, and records CUDA graphs: a shape's second call is the first that replays."""
@@ -170,15 +188,18 @@ class Session:
 
 
 @torch.no_grad()
-def time_in_turns(sessions: Sequence[Session], repeats: int = 9, decode_steps: int = 16) -> None:
-    """Fills in each run's rates: medians of turns, so that a busy moment of the machine falls on every way."""
+def time_in_turns(sessions: Sequence[Session], repeats: int = 31, decode_steps: int = 16) -> None:
+    """Fills in each run's rates: medians of turns, so that a busy moment of the machine falls on every way.
+
+    Every other turn goes backwards, for what comes after a slow way meets a cold cache.
+    """
     for session in sessions:
         session.warm_up()
-    turns = [
-        [(session.prefill_seconds(), session.decode_seconds(decode_steps)) for session in sessions]
-        for _ in range(repeats)
-    ]
-    for session, seconds in zip(sessions, zip(*turns), strict=True):
-        prefill, decode = (statistics.median(times) for times in zip(*seconds))
+    seen: list[list[tuple[float, float]]] = [[] for _ in sessions]
+    for turn in range(repeats):
+        for session, times in list(zip(sessions, seen))[:: -1 if turn % 2 else 1]:
+            times.append((session.prefill_seconds(), session.decode_seconds(decode_steps)))
+    for session, times in zip(sessions, seen, strict=True):
+        prefill, decode = (statistics.median(seconds) for seconds in zip(*times))
         session.run.prefill_rate = BATCH * PROMPT_LENGTH / prefill
         session.run.decode_rate = BATCH * decode_steps / decode

@@ -69,6 +69,8 @@ def next_token_logits(model: nn.Module, cache: object) -> Callable[[Tensor], Ten
         output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float()
 
+    # Dynamo keeps what it compiled with a function's code and limits how often: each of these has a code of its own.
+    forward.__code__ = forward.__code__.replace()
     return forward
 
 

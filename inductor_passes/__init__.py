@@ -9,6 +9,7 @@ From a shell: python -m inductor_passes explain --model PATH
 
 from inductor_passes.base import Fusion, MoEPass, Refused
 from inductor_passes.explain import explain
+from inductor_passes.guards import trust_library
 from inductor_passes.hazards import Hazard
 from inductor_passes.options import options
 from inductor_passes.records import Break, Cost, Entry, LayerGraph, Unfused
@@ -30,4 +31,5 @@ __all__ = [
     "Verdict",
     "explain",
     "options",
+    "trust_library",
 ]

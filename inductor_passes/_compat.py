@@ -27,9 +27,10 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
@@ -41,10 +42,11 @@ except ImportError:  # torch 2.11
 __all__ = [
     "cache_hits", "call_when_compiled",
     "call_with_is_inference", "called_op", "compile_fx", "compile_id", "CustomGraphPass",
-    "detect_fake_mode", "fresh_code", "graph_breaks",
-    "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "kernel_constants",
-    "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body", "post_grad_backend",
-    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "preserved_dynamo_state", "real_tensors", "same_size", "size_hint",
+    "detect_fake_mode", "fresh_code", "graph_breaks", "grouped_mm",
+    "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "is_packaging",
+    "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body",
+    "packages_grouped_mm", "post_grad_backend",
+    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "preserved_dynamo_state", "real_tensors",
     "slot_and_covered", "stable_topological_sort", "statically_known_true", "trace",
     "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
     "written_arguments",
@@ -112,22 +114,6 @@ def call_with_is_inference(
     graph_pass(*given)
 
 
-def same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal.
-
-    Two symbols that are equal now are guarded to stay equal: the sizes compared are those that an operator's own
-    check requires to be equal. A symbol is never guarded to equal a number.
-    """
-    if statically_known_true(one == other):
-        return True
-    symbolic = [isinstance(size, torch.SymInt) and size.node.has_hint() for size in (one, other)]
-    return all(symbolic) and not _is_constant(one) and not _is_constant(other) and bool(one == other)
-
-
-def _is_constant(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) or size.node.maybe_as_int() is not None
-
-
 def trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
     """The ATen graph of `function` on fake `values`, after Inductor's decompositions."""
     from torch._inductor.decomposition import select_decomp_table
@@ -193,6 +179,38 @@ def with_launch_options(kernel: Any, num_warps: int, num_stages: int) -> Any:
     import triton
 
     return triton.autotune([triton.Config({}, num_warps=num_warps, num_stages=num_stages)], key=[])(kernel)
+
+
+# What AOTInductor packs
+
+
+def is_packaging() -> bool:
+    """Whether AOTInductor compiles: what runs in another process, which may know none of our operators."""
+    return V.aot_compilation
+
+
+@lru_cache(maxsize=1)
+def packages_grouped_mm() -> bool:
+    """Whether a package can call `_grouped_mm` on a CPU: since torch 2.12; before, its C++ does not compile."""
+    from torchgen.aoti.fallback_ops import inductor_fallback_ops
+
+    return "aten._grouped_mm.default" in inductor_fallback_ops
+
+
+@lru_cache(maxsize=1)
+def grouped_mm() -> Callable[..., Any]:
+    """Inductor's own lowering of `_grouped_mm`, to be called in a graph.
+
+    The operator takes more dtypes than its fake, which takes bfloat16 alone and would be asked of a node that calls
+    the operator. (torch 2.13)
+    """
+    from torch._inductor.lowering import lowerings
+
+    def grouped_mm(x: Any, weight: Any, offsets: Any) -> Any:
+        return lowerings[torch.ops.aten._grouped_mm.default](x, weight, offsets)
+
+    setattr(grouped_mm, "_inductor_lowering_function", True)  # noqa: B010 (what Inductor looks for)
+    return grouped_mm
 
 
 # When a compile is over
@@ -296,27 +314,6 @@ def fresh_code(function: types.FunctionType) -> types.FunctionType:
 
 
 _SERIAL = itertools.count()
-
-
-def size_hint(size: int | torch.SymInt) -> int | None:
-    """The number that a size had when it was traced; None for one that depends on data. Adds no guard."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else None
-
-
-def is_symbol(size: int | torch.SymInt) -> bool:
-    """Whether a size is one symbol, which may be any number."""
-    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
-
-
-def size_given(size: int | torch.SymInt, other: int | torch.SymInt, number: int) -> int | None:
-    """What a size is where `other` is this number; None where it does not follow from that."""
-    if not free_symbols(size) <= free_symbols(other):
-        return None
-    if isinstance(size, int) or isinstance(other, int) or not is_symbol(other):
-        return size_hint(size)
-    return int(size.node.expr.subs({other.node.expr: number}))
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

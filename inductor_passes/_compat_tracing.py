@@ -28,10 +28,10 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 def traced_node(value: Any) -> torch.fx.Node | None:
     """Inside a `functional_trace`: the node that gave `value` as it is now; None for what is no traced tensor."""
-    if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):
+    if not isinstance(value, torch.Tensor) or not torch._is_functional_tensor(value):  # type: ignore[attr-defined]
         return None
-    torch._sync(value)
-    mode, inner = get_proxy_mode(), torch._from_functional_tensor(value)
+    torch._sync(value)  # type: ignore[attr-defined]
+    mode, inner = get_proxy_mode(), torch._from_functional_tensor(value)  # type: ignore[attr-defined]
     slot = None if mode is None else get_proxy_slot(inner, mode.tracer, None)
     return None if slot is None else slot.proxy.node
 

@@ -17,9 +17,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from inductor_passes import _compat
 from inductor_passes.graph_tools import arguments, is_moe_op
 from inductor_passes.records import Cost, LayerGraph
+from inductor_passes.sizes import size_hint
 from inductor_passes.views import computes, past_bookkeeping
 from moe_ops import records
 
@@ -142,7 +142,7 @@ def _sketch(value: Any) -> Any:
     """A tensor without memory and with numbers for sizes; None for anything else and for sizes not known."""
     if not isinstance(value, Tensor):
         return None
-    sizes = [_compat.size_hint(size) for size in (*value.shape, *value.stride())]
+    sizes = [size_hint(size) for size in (*value.shape, *value.stride())]
     if None in sizes:
         return None
     shape, strides = sizes[: value.dim()], sizes[value.dim() :]

@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes import _compat
 from inductor_passes.base import LAYER_KEY, PassLog, Refusal
+from inductor_passes.sizes import same_size
 from moe_ops import records
 
 # What a new node inherits from the one it replaces. Not "val", and not "eager_input_vals": they describe the
@@ -177,7 +178,7 @@ def expect_same_value(new: Node, old: Node) -> None:
     """Refuses when the fake result of `new` differs from that of `old` in shape, stride or dtype."""
     ours, theirs = new.meta["val"], old.meta["val"]
     pairs = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=False)
-    same_layout = ours.dim() == theirs.dim() and all(_compat.same_size(a, b) for a, b in pairs)
+    same_layout = ours.dim() == theirs.dim() and all(same_size(a, b) for a, b in pairs)
     if not same_layout or ours.dtype != theirs.dtype:
         raise Refusal(
             old, f"{describe(new)} gives {_layout(ours)} where {describe(old)} gives {_layout(theirs)}"
@@ -226,6 +227,15 @@ def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
                 graph.erase_node(getitem)
         if not node.users:
             graph.erase_node(node)
+
+
+def drop_assertions(graph: Graph) -> None:
+    """Erases what asserts the dtype of a tensor, as exported programs do behind each cast: here it is known.
+
+    Inductor generates nothing of it; a pass would see a reader.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
 
 
 Rewrite = Callable[[Graph, Node, PassLog], None]

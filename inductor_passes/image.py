@@ -32,7 +32,7 @@ class Image(NamedTuple):
     """The node of the Dynamo graph that holds what a node here gives, once that is computed, and to the end."""
     ambiguous: set[Node]
     """What the Dynamo graph holds twice, once with a gradient and once without."""
-    sources: dict[Node, Node]
+    sources: dict[Node, Node | None]
     """The node of the Dynamo graph whose call a node here is part of."""
     reads: dict[tuple[Node, Node], Node]
     """For a node of the Dynamo graph and one that it reads: what that gives here, as it was when it was read."""
@@ -67,7 +67,7 @@ class _Tracing:
         self.graph, self.traced, self.inputs = graph, traced, inputs
         self.reads: dict[tuple[Node, Node], Node] = {}
         self.last: dict[Node, Node] = {}
-        self.sources: dict[Node, Node] = {}
+        self.sources: dict[Node, Node | None] = {}
         self.with_gradients = with_gradients(graph)
 
     def compute(self, *values: Any) -> list[Any]:
@@ -97,10 +97,8 @@ class _Tracing:
             if node and _stops_gradients(node, self.with_gradients)
         }
         same = _without_repeated_views(graph, stopping)
-        final, reads = (
-            {key: same.get(found, found) for key, found in found_for.items()}
-            for found_for in (self.last, self.reads)
-        )
+        final = {node: same.get(found, found) for node, found in self.last.items()}
+        reads = {read: same.get(found, found) for read, found in self.reads.items()}
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
         made = {found: node for node, found in zip(self.inputs, placeholders, strict=True) if _is_size(node)}
         ambiguous: set[Node] = set()

@@ -18,20 +18,25 @@ from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_combine import FuseGemmCombine
 from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
+from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import find, is_moe_op
+from inductor_passes.graph_tools import drop_assertions, find, is_moe_op
 from inductor_passes.lowerings import (
     ExpandFewSlots,
     ExpandOnCpu,
     ExpandPointwise,
     LaunchPrograms,
     MultiplyHalves,
+    PackageProducts,
 )
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
+from inductor_passes.share_repeats import ShareRepeats
 
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
+    ShareRepeats(),
+    FuseResidual(),
     FuseRoutingDispatch(),
     FuseFormula(),
     FuseGatherGemmActivation(),
@@ -43,7 +48,9 @@ LOWERINGS: tuple[MoEPass, ...] = (
     ExpandFewSlots(),
     ExpandOnCpu(),
     ExpandPointwise(),
+    ShareRepeats("share_what_is_written_out"),
     LaunchPrograms(),
+    PackageProducts(),
 )
 PIPELINE: tuple[MoEPass, ...] = RAISES + FUSIONS + LOWERINGS
 
@@ -171,6 +178,7 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
     """Runs `passes` in order over one graph; returns what they fused and refused."""
     log = log if log is not None else PassLog()
     passes = tuple(passes)
+    drop_assertions(graph)
     LayerNames().write(graph)
     ours = (node for node in graph.nodes if LAYER_KEY in node.meta or is_moe_op(node))
     log.layers |= dict.fromkeys(map(layer_of, ours))

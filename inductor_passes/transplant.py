@@ -91,6 +91,7 @@ class Transplant:
 
     def _replace(self, old: Node, new: Node) -> None:
         place = self.image.sources[old]
+        assert place is not None  # a node of no call is an input, which nothing replaces
         with self.graph.inserting_before(place):
             written = self._written(new, place)
         self._expect_gradients(old)

@@ -18,6 +18,8 @@ _FEW_ROWS = 4  # that a product takes column-major
 _LARGE_EXPERT = 1 << 17  # weights: more than stay in a core's cache
 _CALL = {torch.bfloat16: 1_500_000, torch.float32: 400_000}
 """What a call costs, in multiplications of the same time: 12 and 5 us on one core."""
+_COPY = 26
+"""What bringing one element of a padded row in or out costs, in the same unit."""
 _LAYOUT_ROWS = (
     8  # a bfloat16 product brings its weight into another layout first, which costs as much as these
 )
@@ -82,8 +84,10 @@ def _rows_to_pad_to(offsets: list[int], weight: Tensor) -> int | None:
     spared = busy * _CALL[weight.dtype]
     if weight.dtype == torch.bfloat16:
         spared += (busy - idle) * _LAYOUT_ROWS * numel
+    rows = most * len(sizes)
+    spent = (rows - offsets[-1]) * numel + rows * (weight.shape[1] + weight.shape[2]) * _COPY
     # Each further core makes small calls dearer.
-    return most if (most * len(sizes) - offsets[-1]) * numel < cores * spared else None
+    return most if spent < cores * spared else None
 
 
 def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most: int) -> Tensor:

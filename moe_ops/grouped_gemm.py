@@ -143,6 +143,7 @@ def _fake_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
 
 
 _library.define(GroupedGemm, "Tensor", check=check, cpu=reference, cuda=_cuda, fake=_fake)
+_library.define_compiled(GroupedGemm, cpu=reference, fake=_fake)
 _library.define(
     GroupedGemmWeightBackward,
     "Tensor",

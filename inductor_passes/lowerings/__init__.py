@@ -5,7 +5,8 @@
 2. `ExpandOnCpu`: on a CPU everything else but products becomes ATen as well, for any number of tokens.
 3. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
 4. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
-5. Everything else stays one operator call, which picks its kernels at run time.
+5. `PackageProducts`: in what AOTInductor packs on a CPU, products of experts become torch's own.
+6. Everything else stays one operator call, which picks its kernels at run time.
 
 They rewrite the graph of our compile. Nothing is registered globally, so a plain `torch.compile` in the same
 process never sees them.
@@ -14,7 +15,15 @@ process never sees them.
 from inductor_passes.lowerings.cpu_stages import ExpandOnCpu
 from inductor_passes.lowerings.few_slots import ExpandFewSlots
 from inductor_passes.lowerings.logits import MultiplyHalves
+from inductor_passes.lowerings.packaged import PackageProducts
 from inductor_passes.lowerings.pointwise import ExpandPointwise
 from inductor_passes.lowerings.programs import LaunchPrograms
 
-__all__ = ["ExpandFewSlots", "ExpandOnCpu", "ExpandPointwise", "LaunchPrograms", "MultiplyHalves"]
+__all__ = [
+    "ExpandFewSlots",
+    "ExpandOnCpu",
+    "ExpandPointwise",
+    "LaunchPrograms",
+    "MultiplyHalves",
+    "PackageProducts",
+]

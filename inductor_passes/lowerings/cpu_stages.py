@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import arguments, erase_dead, find, operator_name, pick, rewrite_each
 from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan
@@ -46,6 +47,7 @@ class ExpandOnCpu:
     requires: tuple[str, ...] = (
         "topk_routing",
         "build_dispatch",
+        "grouped_gemm",
         "routing_dispatch",
         "gather_gemm_act",
         "gather_gemm_formula",
@@ -60,9 +62,14 @@ class ExpandOnCpu:
     inference_only = False
 
     def run(self, graph: Graph, log: PassLog) -> None:
-        """Writes out every stage and layer on a CPU."""
-        stages = [node for node in find(graph, *self.requires) if _device(node).type == "cpu"]
-        rewrite_each(graph, stages, _rewrite, log, log.keep)
+        """Writes out every stage and layer on a CPU; products become calls that do nothing besides."""
+        rewrite_each(graph, _on_cpu(graph, *_FORMULAS), _rewrite, log, log.keep)
+        for node in () if _compat.is_packaging() else _on_cpu(graph, "grouped_gemm"):
+            node.target = torch.ops.moe.grouped_gemm.compiled
+
+
+def _on_cpu(graph: Graph, *names: str) -> list[Node]:
+    return [node for node in find(graph, *names) if _device(node).type == "cpu"]
 
 
 def _device(stage: Node) -> torch.device:

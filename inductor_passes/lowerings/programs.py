@@ -10,7 +10,7 @@ With a symbolic token count nothing is done and nothing is guarded: the operator
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from inductor_passes.graph_tools import arguments, find, inherit_meta, outputs, 
 from moe_ops import records
 
 _FUSED = (
-    *("routing_dispatch", "gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
+    *("topk_routing", "build_dispatch", "routing_dispatch"),
+    *("gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
     *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
     *("gather_gemm", "act_gemm_combine"),
 )
@@ -39,7 +40,7 @@ class LaunchPrograms:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out the launches of every fused operator with static sizes on CUDA."""
         candidates = [node for node in find(graph, *_FUSED) if _on_cuda(node)]
-        rewrite_each(graph, candidates, _rewrite, log, log.keep)
+        rewrite_each(graph, candidates, partial(_rewrite, launched={}), log, log.keep)
 
 
 def _on_cuda(node: Node) -> bool:
@@ -52,10 +53,14 @@ def _tensors(node: Node) -> dict[str, Any]:
     }
 
 
-def _rewrite(graph: Graph, fused: Node, log: PassLog) -> None:
+_Launched = dict[Any, dict[str, Node]]
+"""What launches gave, by what they are and what they were given: layers that share ids share their sorting."""
+
+
+def _rewrite(graph: Graph, fused: Node, log: PassLog, launched: _Launched) -> None:
     _expect_static(fused)
     program = _program(fused)
-    launcher = _Launcher(graph, fused)
+    launcher = _Launcher(graph, fused, dict(launched))
     try:
         with graph.inserting_before(fused):
             values = launcher.write(program)
@@ -64,6 +69,7 @@ def _rewrite(graph: Graph, fused: Node, log: PassLog) -> None:
     except Refusal:
         launcher.take_back()
         raise
+    launched |= launcher.launched
     log.lower(f"{len(program.launches)} launches", fused)
     _replace(graph, fused, results)
 
@@ -128,9 +134,10 @@ def _descriptors(launch: Any) -> dict[str, Any]:
 class _Launcher:
     """Writes a program's buffers and launches as functional nodes in front of the operator they stand for."""
 
-    def __init__(self, graph: Graph, fused: Node) -> None:
+    def __init__(self, graph: Graph, fused: Node, launched: _Launched) -> None:
         self.graph = graph
         self.fused = fused
+        self.launched = launched
         named = records.named(arguments(fused)).items()
         self.values: dict[str, Node] = {name: value for name, value in named if isinstance(value, Node)}
         self.device = next(iter(_tensors(fused).values())).device
@@ -142,9 +149,15 @@ class _Launcher:
         for launch in program.launches:
             sources = dict.fromkeys(map(_source, launch.args.values()))
             fresh = [buffers[name] for name in sources if name in buffers and name not in self.values]
-            for buffer in fresh:  # as late as can be: Inductor reuses memory that is free by then
-                self.values[buffer.name] = self._allocate(buffer)
-            self._launch(launch, buffers.keys())
+            given = tuple(self.values.get(name) for name in sources if name is not None)
+            key = (launch.kernel, launch.grid, *launch.args.items(), launch.num_warps, launch.num_stages)
+            if (key, given, *fresh) not in self.launched:
+                for buffer in fresh:  # as late as can be: Inductor reuses memory that is free by then
+                    self.values[buffer.name] = self._allocate(buffer)
+                self._launch(launch, buffers.keys())
+                results = {name: self.values[name] for name in sources if name is not None}
+                self.launched[(key, given, *fresh)] = results
+            self.values |= self.launched[(key, given, *fresh)]
         return self.values
 
     def take_back(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from inductor_passes import _compat
+from inductor_passes.sizes import size_hint
 
 
 class Cut(NamedTuple):
@@ -23,7 +23,7 @@ class Cut(NamedTuple):
 
 
 def cut(outputs: Iterable[Node], is_leaf: Callable[[Node], bool]) -> Cut:
-    """What `outputs` are computed from, back to leaves: inputs of the graph, and where `is_leaf` says so."""
+    """What `outputs` are computed from, back to leaves: inputs of the graph, sizes, and where `is_leaf` says so."""
     leaves: dict[Node, None] = {}
     nodes: dict[Node, None] = {}
     pending = [(node, False) for node in outputs]
@@ -33,12 +33,17 @@ def cut(outputs: Iterable[Node], is_leaf: Callable[[Node], bool]) -> Cut:
             nodes[node] = None
         elif node in leaves or node in nodes:
             continue
-        elif node.op != "call_function" or is_leaf(node):
+        elif node.op != "call_function" or is_size(node) or is_leaf(node):
             leaves[node] = None
         else:
             pending.append((node, True))
             pending.extend((each, False) for each in node.all_input_nodes)
     return Cut(tuple(leaves), tuple(nodes))
+
+
+def is_size(node: Node) -> bool:
+    """Whether `node` is a size. What it comes from tells no more: a subgraph asks it of any tensor that it gets."""
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
 def evaluate(nodes: Iterable[Node], values: Mapping[Node, Any]) -> dict[Node, Any]:
@@ -86,7 +91,7 @@ def _on_cpu_in_float64(option: Any) -> Any:
 
 def concrete(size: int | torch.SymInt) -> int | None:
     """A size as a number: a symbol's is the one it was traced with; None when it has none."""
-    return _compat.size_hint(size)
+    return size_hint(size)
 
 
 def numbers(nodes: Iterable[Node]) -> tuple[float, ...]:

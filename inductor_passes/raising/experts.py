@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.evaluation import Cut, cut
+from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
@@ -141,7 +141,7 @@ def _masks(gate: Cut, outcomes: tuple[Outcome, ...], indices: Indices, second: N
     """The leaves of a gate besides its products. Raises Refusal for what is not a mask."""
     masks: dict[Node, bool] = {}
     for leaf in gate.leaves:
-        if any(leaf is outcome.node for outcome in outcomes):
+        if is_size(leaf) or any(leaf is outcome.node for outcome in outcomes):
             continue
         value = next((v for v in (False, True) if indices.is_everywhere(leaf, v)), None)
         if value is None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from inductor_passes.raising.evaluation import Cut, evaluate, numbers
+from inductor_passes.raising.evaluation import Cut, evaluate, is_size, numbers
 from inductor_passes.raising.views_of_rows import aten, is_view, prims
 from moe_ops.activation import apply_activation, out_features
 from moe_ops.types import Activation
@@ -66,6 +66,8 @@ def _evaluated(
     values = torch.randn(_ROWS, columns, generator=generator, dtype=torch.float64)
     values = values * torch.logspace(-1, 2, _ROWS, dtype=torch.float64)[:, None]
     constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
+    if any(map(is_size, gate.leaves)):
+        return None  # as below, a symbol
     try:
         known = evaluate(gate.nodes, {gate_up: values, **constant})
     except (

@@ -14,7 +14,8 @@ from torch.fx import Node
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe, getitem_source
-from inductor_passes.raising.evaluation import concrete, cut, evaluate
+from inductor_passes.raising.evaluation import concrete, cut, evaluate, is_size
+from inductor_passes.sizes import is_symbol, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
 _MOST_SLOTS = 1 << 22
@@ -55,7 +56,7 @@ class Indices:
         draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
         self.samples = [draw.topk(self.top_k).indices for draw in draws]
         # All tokens at the same experts, and many where their number is open: a capacity would show.
-        many = max(2 * tokens, _MANY_TOKENS) if _compat.is_symbol(shape[0]) else tokens
+        many = max(2 * tokens, _MANY_TOKENS) if is_symbol(shape[0]) else tokens
         self.samples.append(self.samples[0][:1].repeat(many, 1))
         self._known: list[dict[Node, Any]] = [{ids: sample} for sample in self.samples]
 
@@ -120,9 +121,9 @@ class Indices:
 
     def _size(self, leaf: Node, tokens: int) -> int | None:
         """A size with so many tokens; None for one that does not follow from T: it may differ from what was traced."""
-        if not _is_size(leaf):
+        if not is_size(leaf):
             return None
-        return _compat.size_given(leaf.meta["val"], self.ids.meta["val"].shape[0], tokens)
+        return size_given(leaf.meta["val"], self.ids.meta["val"].shape[0], tokens)
 
     def _is_sorted(self, order: Order) -> bool:
         return all(
@@ -149,10 +150,6 @@ def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> boo
     )
 
 
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
-
-
 def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     """The [T, K] expert ids that `index` is computed from. Raises Refusal where there are none, or several."""
 
@@ -163,7 +160,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
         is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)
         return is_choice or is_chosen(node)
 
-    leaves = [leaf for leaf in cut([index], is_ids).leaves if not _is_size(leaf)]
+    leaves = [leaf for leaf in cut([index], is_ids).leaves if not is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
         raise Refusal(index, f"expert ids come from {', '.join(map(describe, leaves)) or 'nowhere'}")
     return leaves[0]

@@ -26,7 +26,7 @@ from inductor_passes.graph_tools import (
     outputs,
     pick,
 )
-from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_plain, numbers
+from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_plain, is_size, numbers
 from inductor_passes.raising.views_of_rows import args, aten
 from inductor_passes.raising.writing import erase_unread, record, written
 from moe_ops.arguments import Router
@@ -162,7 +162,7 @@ _PRODUCTS = (
 def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
     """Which of what a router reads may be its logits, and which its bias: of one token both are E numbers."""
     found = cut([weights, ids], lambda node: not _is_in_router(node))
-    leaves = [leaf for leaf in found.leaves if not _is_size(leaf)]
+    leaves = [leaf for leaf in found.leaves if not is_size(leaf)]
     tokens = ids.meta["val"].shape[0]
     choices = []
     for logits in leaves:
@@ -173,10 +173,6 @@ def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
     if not choices:
         raise Refusal(weights, f"the router reads {', '.join(map(describe, leaves))}, not logits and a bias")
     return choices
-
-
-def _is_size(leaf: Node) -> bool:
-    return isinstance(leaf.meta.get("val"), int | torch.SymInt)
 
 
 def _is_vector(leaf: Node) -> bool:
@@ -237,7 +233,7 @@ def _run(
     logits = torch.randn(tokens, num_experts, generator=generator, dtype=torch.float64)
     logits = logits * spreads[:, :1] + spreads[:, 1:]
     values: dict[Node, Any] = {
-        leaf: concrete(leaf.meta["val"]) for leaf in choice.cut.leaves if _is_size(leaf)
+        leaf: concrete(leaf.meta["val"]) for leaf in choice.cut.leaves if is_size(leaf)
     }
     values[choice.logits] = logits
     if choice.bias is not None:

@@ -41,19 +41,27 @@ def source_row(slots_ptr, rows, mask, top_k, num_tokens):
 
 
 @triton.jit
+def slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k):
+    """Where the expert id of each slot is."""
+    return ids_ptr + offset(slots // top_k, stride_t) + offset(slots % top_k, stride_k)
+
+
+@triton.jit
+def in_range(ids, count, otherwise):
+    """int32 ids, `otherwise` for those outside [0, count): checked in their own width, before narrowing."""
+    return tl.where((ids >= 0) & (ids < count), ids, otherwise).to(tl.int32)
+
+
+@triton.jit
 def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts):
     """Local expert of each slot, `num_experts` where the slot is dropped or masked.
 
-    The range is checked in the ids' own width, before narrowing; the map is read for valid ids only.
+    The map is read for valid ids only.
     """
-    slot_ptr = ids_ptr + offset(slots // top_k, stride_t) + offset(slots % top_k, stride_k)
-    ids = tl.load(slot_ptr, mask=mask, other=-1)
-    valid = (ids >= 0) & (ids < num_ids)
-    local = tl.where(valid, ids, 0).to(tl.int32)
+    ids = tl.load(slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k), mask=mask, other=-1)
     if map_ptr is not None:
-        local = tl.load(map_ptr + local, mask=valid, other=-1).to(tl.int32)
-        valid = valid & (local >= 0) & (local < num_experts)
-    return tl.where(valid, local, num_experts)
+        ids = tl.load(map_ptr + in_range(ids, num_ids, 0), mask=(ids >= 0) & (ids < num_ids), other=-1)
+    return in_range(ids, num_experts, num_experts)
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
 Few slots: one CTA ranks every slot against every other. Many: per-block histograms, a scan over the blocks of each
 expert, then a scatter that ranks inside its block. Dropped slots form a last bucket, number `num_experts`.
+
+Ids are loaded by the kernels themselves: where rows go depends on them, and torch takes whatever a function is given,
+on which the place of a store depends, for something that is written.
 """
 
 from typing import Any
@@ -10,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, local_expert, next_power_of_2
+from moe_ops.kernels.common import cdiv, in_range, next_power_of_2, slot_pointers
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 
@@ -29,14 +32,20 @@ def _dispatch_one_cta_kernel(
 ):  # fmt: skip
     slots = tl.arange(0, BLOCK_S)
     mask = slots < num_slots
-    expert = local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts)
+    ids = tl.load(slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k), mask=mask, other=-1)
+    if map_ptr is not None:
+        ids = tl.load(map_ptr + in_range(ids, num_ids, 0), mask=(ids >= 0) & (ids < num_ids), other=-1)
+    expert = in_range(ids, num_experts, num_experts)
     rank = tl.zeros((BLOCK_S,), tl.int32)
     for start in range(0, num_slots, CHUNK):
         others = start + tl.arange(0, CHUNK)
         present = others < num_slots
-        other = local_expert(
-            ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts
-        )
+        near = tl.load(slot_pointers(ids_ptr, others, top_k, stride_t, stride_k), mask=present, other=-1)
+        if map_ptr is not None:
+            near = tl.load(
+                map_ptr + in_range(near, num_ids, 0), mask=(near >= 0) & (near < num_ids), other=-1
+            )
+        other = in_range(near, num_experts, num_experts)
         earlier = (other[None, :] == expert[:, None]) & (others[None, :] < slots[:, None])
         before = (other[None, :] < expert[:, None]) | earlier
         rank += tl.sum((before & present[None, :]).to(tl.int32), 1)
@@ -57,7 +66,10 @@ def _block_histogram_kernel(
     block = tl.program_id(0)
     slots = block * BLOCK_S + tl.arange(0, BLOCK_S)
     mask = slots < num_slots
-    expert = local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts)
+    ids = tl.load(slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k), mask=mask, other=-1)
+    if map_ptr is not None:
+        ids = tl.load(map_ptr + in_range(ids, num_ids, 0), mask=(ids >= 0) & (ids < num_ids), other=-1)
+    expert = in_range(ids, num_experts, num_experts)
     bins = tl.arange(0, BLOCK_E)
     counts = tl.histogram(expert, BLOCK_E, mask=mask)
     tl.store(counts_ptr + bins.to(tl.int64) * num_blocks + block, counts, mask=bins <= num_experts)
@@ -92,7 +104,10 @@ def _block_scatter_kernel(
     first = block * BLOCK_S
     slots = first + tl.arange(0, BLOCK_S)
     mask = slots < num_slots
-    expert = local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts)
+    ids = tl.load(slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k), mask=mask, other=-1)
+    if map_ptr is not None:
+        ids = tl.load(map_ptr + in_range(ids, num_ids, 0), mask=(ids >= 0) & (ids < num_ids), other=-1)
+    expert = in_range(ids, num_experts, num_experts)
     rank = tl.load(prefix_ptr + expert.to(tl.int64) * num_blocks + block, mask=mask, other=0)
     bins = tl.arange(0, BLOCK_E)
     totals = tl.load(totals_ptr + bins, mask=bins <= num_experts, other=0)
@@ -101,9 +116,12 @@ def _block_scatter_kernel(
     for start in range(0, BLOCK_S, CHUNK):
         others = first + start + tl.arange(0, CHUNK)
         present = others < num_slots
-        other = local_expert(
-            ids_ptr, map_ptr, others, present, top_k, stride_t, stride_k, num_ids, num_experts
-        )
+        near = tl.load(slot_pointers(ids_ptr, others, top_k, stride_t, stride_k), mask=present, other=-1)
+        if map_ptr is not None:
+            near = tl.load(
+                map_ptr + in_range(near, num_ids, 0), mask=(near >= 0) & (near < num_ids), other=-1
+            )
+        other = in_range(near, num_experts, num_experts)
         earlier = (other[None, :] == expert[:, None]) & (others[None, :] < slots[:, None])
         rank += tl.sum((earlier & present[None, :]).to(tl.int32), 1)
     tl.store(sorted_ptr + rank, slots, mask=mask)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import moe_ops
+from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.lowerings import programs
-from inductor_passes.pipeline import MoEPasses
+from inductor_passes.pipeline import PIPELINE, MoEPasses
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.kernels.by_name import program_of
 
@@ -216,3 +217,52 @@ def test_halves_that_cannot_collapse_are_launched_or_called(symbolic):
         ["routing_dispatch", "gather_gemm_act", "gemm_combine"] if symbolic else []
     )
     assert bool(_ours(compiled)) != symbolic
+
+
+@pytest.mark.parametrize("tokens", [64, 1000])
+def test_layers_that_read_the_same_ids_launch_one_router_and_one_sort(tokens):
+    def twice(hidden, logits, w13, w2):
+        for _ in range(2):
+            hidden = moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, emit="stages")
+        return hidden
+
+    compiled = compile_for_h200(twice, _inputs, tokens=tokens)
+    assert "torch.ops.moe" not in body(compiled.code)
+    names = [re.sub(r"_\d+$", "", name) for name in _ours(compiled)]
+    once = _planned(tokens, *FORMULAS["usual"])
+    sorting = [name for name in once if "gemm" not in name and "combine" not in name]
+    assert len(sorting) >= 3 and [names.count(name) for name in sorting] == [1] * len(sorting)
+    assert len(names) == 2 * len(once) - len(sorting)
+
+
+_WITHOUT_RESIDUALS = MoEPasses(passes=tuple(each for each in PIPELINE if not isinstance(each, FuseResidual)))
+
+
+def _added(hidden, logits, w13, w2):
+    return hidden + _layer_alone(hidden, logits, w13, w2)
+
+
+def _added_and_normalised(hidden, logits, w13, w2):
+    out = _added(hidden, logits, w13, w2)
+    return out, torch.nn.functional.rms_norm(out, (HIDDEN,))
+
+
+def _added_with_a_gate(hidden, logits, w13, w2):
+    out = hidden * logits.sum(1, keepdim=True).sigmoid() + _layer_alone(hidden, logits, w13, w2)
+    return out, torch.nn.functional.rms_norm(out, (HIDDEN,))
+
+
+def _layer_alone(hidden, logits, w13, w2):
+    return moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, emit="stages")
+
+
+@pytest.mark.parametrize("tokens", [2, 64, 1000])
+@pytest.mark.parametrize(
+    "function, spared", [(_added, 1), (_added_and_normalised, 0), (_added_with_a_gate, 0)], ids=str
+)
+def test_a_residual_is_no_launch_and_never_one_more(function, spared, tokens):
+    before = compile_for_h200(function, _inputs, tokens=tokens, graph_pass=_WITHOUT_RESIDUALS)
+    after = compile_for_h200(function, _inputs, tokens=tokens)
+    assert "torch.ops.moe" not in body(before.code) + body(after.code)
+    assert len(before.launches) - len(after.launches) == spared
+    assert len(_ours(before)) == len(_ours(after))

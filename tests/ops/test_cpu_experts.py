@@ -48,7 +48,9 @@ def test_skewed_rows_are_not_padded(name, shape, threads, dtype, monkeypatch):
         ([12, 16, 9, 14] * 4, SMALL, torch.float32, 2, True),
         ([12, 16, 9, 14] * 4, SMALL, torch.float32, 1, False),
         ([2, 3, 1, 4] * 8, LARGE, torch.bfloat16, 1, True),
-        ([30, 44, 20, 28] * 8, LARGE, torch.bfloat16, 1, True),
+        ([30, 34, 28, 30] * 8, LARGE, torch.bfloat16, 1, True),
+        ([30, 44, 20, 28] * 8, LARGE, torch.bfloat16, 1, False),  # 2.7 ms one by one, 2.8 padded
+        ([30, 42, 22, 28] * 8, (512, 256), torch.bfloat16, 1, True),  # 1.59 and 1.57 ms
         ([20, 49, 20, 20] * 8, LARGE, torch.bfloat16, 1, False),
         ([20, 49, 20, 20] * 8, LARGE, torch.bfloat16, 2, True),
         ([30, 30, 30, 30] * 8, LARGE, torch.float32, 4, False),

@@ -46,6 +46,27 @@ def test_real_and_fake_outputs_agree(name, layout):
             assert (out.shape, out.dtype, out.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_compiled_code_calls_computes_the_same(layout, dtype):
+    """And its fake has the strides of the real one; it has no gradient, for there is nothing left to differentiate."""
+    default, compiled = OPS.grouped_gemm.default, OPS.grouped_gemm.compiled
+    assert str(compiled._schema).removeprefix("moe::grouped_gemm.compiled") == str(
+        default._schema
+    ).removeprefix("moe::grouped_gemm")
+    assert compiled.tags == default.tags
+    for args in samples()["grouped_gemm"]:
+        given = [
+            arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in laid_out(args, layout, dtype)
+        ]
+        out = compiled(*given)
+        assert torch.equal(out, default(*given))
+        fake = compiled(*(arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in given))
+        assert (out.shape, out.dtype, out.stride()) == (fake.shape, fake.dtype, fake.stride())
+        checks = ("test_schema", "test_faketensor")
+        assert set(torch.library.opcheck(compiled, given, test_utils=checks).values()) == {"SUCCESS"}
+
+
 KEPT_IN_FLOAT32 = {"router_logits", "correction_bias", "topk_weights", "grad_weights"}
 
 

@@ -153,8 +153,8 @@ def test_biases_map_and_correction_go_along():
 
 def test_twelve_layers_collapse_apart():
     def deep(hidden, logits, w13, w2):
-        for _ in range(12):
-            hidden = hidden + layer(hidden, logits, w13, w2)
+        for number in range(1, 13):
+            hidden = hidden + layer(hidden, logits * number, w13, w2)
         return hidden
 
     result = rewrite(deep, *inputs())

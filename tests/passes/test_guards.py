@@ -9,9 +9,9 @@ from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import moe_ops
-from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import arguments, expect_same_value
+from inductor_passes.sizes import same_size
 from moe_ops.arguments import Permute
 from tests.passes.capture import rewrite
 from tests.passes.moe import EXPERTS, HIDDEN, ROUTING, TOKENS, inputs, routed
@@ -48,9 +48,9 @@ def test_symbols_of_one_value_are_tied_and_others_differ():
 
     one, alike, other = symbol("a", 4), symbol("b", 4), symbol("c", 5)
     assert one.node.expr != alike.node.expr
-    assert _compat.same_size(one, alike) and one.node.expr == alike.node.expr
-    assert not _compat.same_size(one, other)
-    assert not _compat.same_size(one, 4)
+    assert same_size(one, alike) and one.node.expr == alike.node.expr
+    assert not same_size(one, other)
+    assert not same_size(one, 4)
 
 
 def test_what_the_fused_operator_does_not_take_stays_apart():

@@ -160,6 +160,15 @@ def test_products_pin_the_strides_of_their_weights():
         assert args[1].stride() == weight.stride() and not kwargs
 
 
+@torch.no_grad()
+def test_a_product_alone_becomes_the_call_that_does_nothing_besides():
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    given = torch.randn(5, 8), torch.randn(2, 6, 8), offsets
+    result = rewrite(moe_ops.grouped_gemm, *given, passes=PIPELINE)
+    (product,) = (node for node in result.graph.nodes if "grouped_gemm" in str(node.target))
+    assert product.target is torch.ops.moe.grouped_gemm.compiled and not result.log.lowered
+
+
 def test_a_second_run_finds_nothing():
     layer, tensors = layer_of(make(Case(40, 4, 2, 8, 6)), "stages")
     result = rewrite(layer, *tensors, passes=PIPELINE)

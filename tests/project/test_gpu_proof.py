@@ -72,7 +72,7 @@ def test_a_claim_of_the_demo_that_does_not_hold(holds: bool, tmp_path: Path, mon
         "_fresh_compiler_cache": lambda: None,
         "_checkpoints": lambda model: [("tiny", tmp_path)],
         "run_demo": lambda name, path, steps: None,
-        "check": lambda result: [Claim("tokens", holds, "")],
+        "check": lambda result: [Claim("tokens", "ours", holds, "")],
         "summary": lambda result, claims: "",
         "figures": lambda result, claims: {},
     }.items():

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers, stock_bench
+from benchmarks import cpu_bench, demo, peers, stock_bench
+from benchmarks.report import table
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
 STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "stock.json"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 CPU = ROOT / "benchmarks" / "results" / "cpu-2026-11-21.txt"
+RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
+"""Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
 PAGE = (ROOT / "docs" / "PERFORMANCE.md").read_text()
 
 
@@ -26,6 +29,25 @@ def test_the_page_shows_the_recorded_cpu_table() -> None:
     _, table = CPU.read_text().split("\n", 1)
     assert table.rstrip() in PAGE
     assert all(float(row.split()[-1]) >= 1 for row in table.splitlines()[2:])
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDED if path.stem == "cpu"], ids=str)
+def test_the_page_shows_what_the_cpu_bench_recorded(path: Path) -> None:
+    results = cpu_bench.read_results(path)
+    assert cpu_bench.tables(results) in PAGE
+    assert all(result.speedup(ways) >= 1 for result in results for ways in cpu_bench.CAPTIONS)
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDED if path.stem == "demo"], ids=str)
+def test_the_page_shows_what_the_demo_recorded(path: Path) -> None:
+    models = json.loads(path.read_text())["models"]
+    assert models and all(claim["holds"] for model in models for claim in model["claims"])
+    for model in models:
+        assert table(*demo.rates(model)) in PAGE
+        _, stock, *ours = model["runs"]
+        assert all(
+            run[f"{kind}_rate"] > stock[f"{kind}_rate"] for run in ours for kind in ("prefill", "decode")
+        )
 
 
 def test_the_readme_table_holds_the_recorded_times() -> None:

@@ -1,0 +1,109 @@
+"""Layers of code that knows nothing of us, inside higher-order operators: raised and fused there, T symbolic or not."""
+
+import pytest
+import torch
+from torch._higher_order_ops.map import map as map_over
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch._inductor.utils import fresh_cache
+from torch.utils.checkpoint import checkpoint
+
+import inductor_passes
+from inductor_passes import _compat
+from inductor_passes.graph_tools import parts
+from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
+from tests.helpers import assert_matches_oracle
+from tests.passes import stock
+from tests.passes.stock import layer, oracle
+
+
+def branches(hidden, *rest):
+    return torch.cond(hidden.sum() > -1e9, stock.grouped, lambda *given: given[0] * 2, (hidden, *rest))
+
+
+def loop(hidden, *rest):
+    def body(index, hidden):
+        return index + 1, stock.grouped(hidden, *rest)
+
+    start = torch.zeros((), dtype=torch.int64), hidden
+    return while_loop(lambda index, _: index < 1, body, start)[1]
+
+
+def scanned(hidden, *rest):
+    def step(carry, each):
+        return carry + 0, stock.grouped(each, *rest)
+
+    return scan(step, hidden, hidden[None])[1][0]
+
+
+def mapped(hidden, *rest):
+    return map_over(stock.batched, hidden[None], *rest)[0]
+
+
+def checkpointed(*given):
+    return checkpoint(stock.grouped, *given, use_reentrant=False)
+
+
+@torch.compiler.nested_compile_region
+def region(*given):
+    return stock.grouped(*given)
+
+
+def regions(hidden, *rest):
+    region(hidden + 1, *rest)
+    return region(hidden, *rest)
+
+
+MODELS = [branches, loop, scanned, mapped, checkpointed, regions]
+
+
+def fused(model, inputs):
+    """What is raised and fused in all graphs of a model, the number of refusals, and what it computes then."""
+    logs = []
+
+    def rewrite(module, _):
+        for part in parts(module):
+            logs.append(run_passes(part.graph, (*RAISES, *FUSIONS)))
+            part.graph.owning_module.recompile()
+
+    with torch.no_grad():
+        out = torch.compile(model, backend=_compat.post_grad_backend(rewrite), fullgraph=True)(*inputs)
+    kinds = [each.kind for log in logs for each in (*log.raised, *log.fused)]
+    return kinds, sum(len(log.refused) for log in logs), out
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_a_stock_layer_is_one_operator(model, dynamic):
+    inputs = layer(9)
+    if dynamic:
+        torch._dynamo.mark_dynamic(inputs.hidden_states, 0)
+    kinds, refused, out = fused(model, inputs)
+    whole = ["experts", "topk_routing", "routing_dispatch", "gather_gemm_act", "gemm_combine", "fused_moe"]
+    assert kinds == whole and not refused
+    assert_matches_oracle(out, oracle(inputs, stock.grouped))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [branches, regions], ids=lambda model: model.__name__)
+def test_compiled_values(model):
+    inputs = layer(9)
+    with fresh_cache(), torch.no_grad():
+        out = torch.compile(model, options=inductor_passes.options(), fullgraph=True)(*inputs)
+    assert_matches_oracle(out, oracle(inputs, stock.grouped))
+
+
+def test_sizes_in_a_gate_are_no_masks():
+    """A gate that names its number of tokens is none of ours, and is kept as it is."""
+
+    def gate(gate_up, rows):
+        tokens = rows.shape[0] // stock.TOP_K
+        split = gate_up.view(tokens, stock.TOP_K, 2, stock.INTERMEDIATE)
+        gated = torch.nn.functional.silu(split[:, :, 0]) * split[:, :, 1]
+        return gated.reshape(tokens * stock.TOP_K, stock.INTERMEDIATE)
+
+    inputs = layer(9, dynamic=True)
+    model = stock.grouped_with(gate=gate)
+    kinds, _, out = fused(model, inputs)
+    assert kinds == ["experts", "topk_routing", "routing_dispatch", "gemm_combine"]
+    assert_matches_oracle(out, oracle(inputs, stock.grouped))

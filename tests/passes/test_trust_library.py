@@ -1,0 +1,66 @@
+"""trust_library: guards on this library's modules go, all others stay and do their work."""
+
+import pytest
+import torch
+
+import inductor_passes
+from tests.passes.moe import inputs, layer
+
+SCALE = 2.0
+
+
+def scaled(*args):
+    return layer(*args) * SCALE
+
+
+@pytest.fixture
+def asked():
+    """A compiled layer, and what its filter was asked and answered."""
+    torch._dynamo.reset()
+    answers: dict[str, bool] = {}
+
+    def spy(guards):
+        kept = inductor_passes.trust_library(guards)
+        answers.update(zip((guard.name for guard in guards), kept, strict=True))
+        return kept
+
+    compiled = torch.compile(scaled, backend="eager", dynamic=False, options={"guard_filter_fn": spy})
+    return compiled, answers
+
+
+@torch.no_grad()
+def test_guards_on_our_modules_go(asked):
+    compiled, answers = asked
+    compiled(*inputs())
+    dropped = {name for name, is_kept in answers.items() if not is_kept}
+    kept = set(answers) - dropped
+    assert len(dropped) > 40 and all("G['__import_moe_ops" in name for name in dropped)
+    assert not any("G['__import_moe_ops" in name for name in kept)
+    assert any("hidden" in name or "args" in name for name in kept) and any("SCALE" in name for name in kept)
+
+
+@torch.no_grad()
+def test_what_may_change_is_still_guarded(asked, monkeypatch):
+    compiled, _ = asked
+    given = inputs()
+    for args in (given, (given[0][:3], given[1][:3], *given[2:])):
+        torch.testing.assert_close(compiled(*args), layer(*args) * 2)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    torch.testing.assert_close(compiled(*given), layer(*given) * 3)
+
+
+def test_a_package_of_the_users_with_a_name_like_ours_is_not_trusted():
+    class Guard:
+        def __init__(self, name):
+            self.name = name
+
+    ours = ["G['__import_moe_ops'].fused_moe", "G['__import_moe_ops_dot_types'].x"]
+    ours.append("G['__import_layers_dot_huggingface_dot_routers'].NAME")
+    others = [
+        "G['__import_moe_ops_of_mine'].x",
+        "G['__import_layers_dot_mine'].x",
+        "L['moe_ops']",
+        "G['layers']",
+    ]
+    assert not any(inductor_passes.trust_library([Guard(name) for name in ours]))
+    assert all(inductor_passes.trust_library([Guard(name) for name in others]))
