@@ -4,8 +4,7 @@ topk_weights, topk_ids = topk_routing(router_logits, ...)         again with the
 sorted_slots, inverse, offsets = build_dispatch(topk_ids, ...)    likewise
 rows = permute(hidden_states, sorted_slots)                       and so on, until arguments differ
 
-Before the fusions these are operators, behind the lowerings what they were written out as. Operators of ours whose
-results nobody reads go as well.
+Before the fusions these are operators, behind the lowerings what they were written out as.
 """
 
 import operator
@@ -18,10 +17,6 @@ from torch.fx.node import map_arg
 from inductor_passes.base import LAYER_KEY, PassLog
 from inductor_passes.graph_tools import getitem_source, is_moe_op, operator_name, outputs
 
-aten = torch.ops.aten
-_FRESH = (aten.new_empty.default, aten.empty_like.default)
-"""Memory that somebody fills is, like constants, as good as any other of its kind, and nobody else's."""
-
 
 class ShareRepeats:
     """Nodes of layers that compute the same become one. `name` tells the one behind the lowerings from the first."""
@@ -33,8 +28,7 @@ class ShareRepeats:
         self.name = name
 
     def run(self, graph: Graph, log: PassLog) -> None:
-        """Keeps the first of equal nodes that belong to layers; erases operators that nobody reads."""
-        _erase_unread(graph)
+        """Keeps the first of equal nodes that belong to layers."""
         firsts: dict[Node, Node] = {}
         seen: dict[Any, Node] = {}
         constants: set[Node] = set()
@@ -43,8 +37,8 @@ class ShareRepeats:
                 continue
             args = map_arg((node.args, node.kwargs), lambda arg: firsts.get(arg, arg))
             first = firsts[node] = seen.setdefault((node.target, repr(args)), node)
-            if node.target in _FRESH or constants.issuperset(node.all_input_nodes):
-                constants.add(node)
+            if constants.issuperset(node.all_input_nodes):
+                constants.add(node)  # as cheap to have twice
             elif first is not node and not _is_returned(node):
                 _replace(graph, node, first, log)
 
@@ -73,9 +67,3 @@ def _replace(graph: Graph, node: Node, first: Node, log: PassLog) -> None:
         log.fuse(f"repeated {operator_name(node)}", node, (first, node))
     node.replace_all_uses_with(first)
     graph.erase_node(node)
-
-
-def _erase_unread(graph: Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        if LAYER_KEY in node.meta and not node.users and _gives_the_same(node):
-            graph.erase_node(node)

@@ -10,88 +10,20 @@ from typing import Annotated, NamedTuple
 from torch import Tensor
 
 from moe_ops.records import Role
-
-Index = Annotated[Tensor, Role.INDEX]
-PerToken = Annotated[Tensor, Role.PER_TOKEN]
-PerTokenOrNone = Annotated[Tensor | None, Role.PER_TOKEN]
-Ids = Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
-
-
-# Values: what always travels together
-
-
-class GroupedLinear(NamedTuple):
-    """A product of each expert: weight [E, B, A], bias [E, B]."""
-
-    NAMED_AFTER_FIELD = True
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-class ExpertWeights(NamedTuple):
-    """The two products of each expert: gate and up [E, 2I, H] ([E, I, H] without a gate), down [E, H, I]."""
-
-    w13: GroupedLinear
-    w2: GroupedLinear
-
-
-class SharedExpert(NamedTuple):
-    """The expert that every token visits: gate and up [2J, H], down [H, J], weight [T, 1], and its activation."""
-
-    shared_w13: Tensor
-    shared_w2: Tensor
-    shared_weights: PerTokenOrNone
-    shared_activation: str
-
-
-class Gate(NamedTuple):
-    """A gate captured from PyTorch: tensors that it reads besides gate and up, and the spec of its `Formula`."""
-
-    operand0: Annotated[Tensor | None, Role.WHOLE]
-    operand1: Annotated[Tensor | None, Role.WHOLE]
-    operand2: Annotated[Tensor | None, Role.WHOLE]
-    operand3: Annotated[Tensor | None, Role.WHOLE]
-    formula: str
-
-    @property
-    def operands(self) -> tuple[Tensor, ...]:
-        """Those that there are."""
-        return tuple(each for each in self[:-1] if each is not None)
-
-
-class Router(NamedTuple):
-    """What chooses experts: logits [T, E_global], correction bias [E_global], and the spec of a `RoutingConfig`."""
-
-    router_logits: PerToken
-    correction_bias: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT]
-    routing: str
-
-
-class Placement(NamedTuple):
-    """Where experts are: [E_global], the local index of each."""
-
-    expert_map: Annotated[Tensor | None, Role.WHOLE, Role.INDEX] = None
-
-    def num_ids(self, num_experts: int) -> int:
-        """How many experts ids may name, of which `num_experts` are here."""
-        return num_experts if self.expert_map is None else self.expert_map.shape[0]
-
-
-class Replicas(NamedTuple):
-    """Where the replicas of each expert are: [E_global, R] physical experts, and [E_global], how many of them count."""
-
-    logical_to_physical: Annotated[Tensor, Role.WHOLE, Role.CONSTANT]
-    replica_count: Annotated[Tensor, Role.WHOLE, Role.INDEX]
-
-
-class LoadRecord(NamedTuple):
-    """Where load is recorded: [P] counts, and on the device of how many tokens [], and whether at all []."""
-
-    load: Annotated[Tensor, Role.WHOLE, Role.MUTATED]
-    num_real_tokens: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
-    is_recording: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
-
+from moe_ops.values import (
+    ExpertWeights,
+    Gate,
+    GroupedLinear,
+    Ids,
+    Index,
+    LoadRecord,
+    PerToken,
+    PerTokenOrNone,
+    Placement,
+    Replicas,
+    Router,
+    SharedExpert,
+)
 
 # Stages
 

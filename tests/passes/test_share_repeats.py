@@ -168,6 +168,5 @@ def test_a_plan_nobody_reads_goes():
         moe_ops.build_dispatch(moe_ops.topk_routing(logits, ROUTING)[1], EXPERTS)
         return hidden
 
-    graph = rewrite(unread, *inputs(), passes=()).graph
-    ShareRepeats().run(graph, None)
+    graph = rewrite(unread, *inputs(), passes=PASS).graph
     assert not [node for node in graph.nodes if node.op == "call_function"]

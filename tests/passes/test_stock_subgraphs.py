@@ -1,5 +1,7 @@
 """Layers of code that knows nothing of us, inside higher-order operators: raised and fused there, T symbolic or not."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._higher_order_ops.map import map as map_over
@@ -13,7 +15,7 @@ from inductor_passes import _compat
 from inductor_passes.graph_tools import parts
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from tests.helpers import assert_matches_oracle
-from tests.passes import stock
+from tests.passes import moe, stock
 from tests.passes.stock import layer, oracle
 
 
@@ -107,3 +109,23 @@ def test_sizes_in_a_gate_are_no_masks():
     kinds, _, out = fused(model, inputs)
     assert kinds == ["experts", "topk_routing", "routing_dispatch", "gemm_combine"]
     assert_matches_oracle(out, oracle(inputs, stock.grouped))
+
+
+@pytest.mark.parametrize("model", [moe.layer, stock.batched], ids=["ours", "stock"])
+def test_values_under_vmap(model):
+    """Nothing is fused there across what the batch unrolls; nothing is wrong either."""
+    given = moe.inputs() if model is moe.layer else layer(9)
+    batched = 2 if model is moe.layer else 1  # of our layer tokens and their logits
+    exact = model if model is moe.layer else partial(oracle, style=stock.batched)
+
+    def batch(tensors):
+        return [torch.stack([tensor, tensor.flip(0)]) for tensor in tensors[:batched]] + [*tensors[batched:]]
+
+    def mapped(*tensors):
+        return torch.vmap(model, (0,) * batched + (None,) * (4 - batched))(*tensors)
+
+    out = fused(mapped, batch(given))[2]
+    doubles = batch([tensor.double() for tensor in given])
+    for index in range(2):
+        sample = [tensor[index] for tensor in doubles[:batched]] + doubles[batched:]
+        assert_matches_oracle(out[index], exact(*sample) if exact is model else exact(layer(9)._make(sample)))
