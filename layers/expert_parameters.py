@@ -61,6 +61,12 @@ class ExpertParameters(nn.Module):
         """How many experts have their weights here: without an `expert_map` all, replicas included."""
         return self.config.num_physical_experts if self._placement is None else max(self._placement) + 1
 
+    def hold(self, expert_map: Tensor | None) -> None:
+        """From now on the parameters are those of the experts that `expert_map` [E] says are here; None for all."""
+        count = self.config.num_physical_experts
+        self._placement = None if expert_map is None else local_experts(expert_map, count)
+        self.expert_map = self._placement_on(self.w13_weight.device)
+
     def reset_parameters(self) -> None:
         """Fills weights and biases uniformly in ±1/sqrt(fan_in) like `nn.Linear`. Scales are 1, selection biases 0."""
         config = self.config

@@ -7,7 +7,9 @@ fused op. The module holds weights and nothing else: no streams, no names, no pe
 that identical layers share one compiled graph.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,9 @@ from moe_ops.fused_experts import run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
 from moe_ops.shared import run as run_with_shared
 
+if TYPE_CHECKING:
+    from layers.parallel.rank_experts import RankExperts
+
 
 class FusedMoE(ExpertParameters):
     """Routes every token to K of E experts and adds up what they return.
@@ -64,6 +69,7 @@ class FusedMoE(ExpertParameters):
             that routes instead: `RoutedExpertsReplay`, `HashRouting`, `SimulatedRouting`, or any other.
         capture: None, or a `RoutedExpertsCapture`, which remembers the chosen experts.
         balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
+        parallel: None, or the `RankExperts` that a style of `layers.parallel` made; parameters are then DTensors.
 
     Raises:
         TypeError, ValueError: `config` is not a `MoEConfig`, `expert_map` does not describe `config.num_experts`
@@ -83,6 +89,7 @@ class FusedMoE(ExpertParameters):
         self.routing_override: nn.Module | None = None
         self.capture: RoutedExpertsCapture | None = None
         self.balancing: ExpertBalancing | None = None
+        self.parallel: RankExperts | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
         self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
@@ -161,7 +168,7 @@ class FusedMoE(ExpertParameters):
         self,
         hidden_states: Tensor,
         router_logits: Tensor | RouterOutput,
-        shared: Tensor | SharedExpert | None = None,
+        shared: Tensor | SharedExpert | Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """The weighted sum of the chosen experts, plus `shared`.
 
@@ -170,7 +177,8 @@ class FusedMoE(ExpertParameters):
             router_logits: [..., E] with the same leading dimensions, any floating dtype; or what `route` made of
                 them, when the caller wants to see or to change it.
             shared: [..., H], added to the routed output before it is rounded; or a shared expert that is to run beside
-                these, from `SharedExperts.operand`.
+                these, from `SharedExperts.operand`; or, of a layer sharded over ranks, a function without arguments
+                that computes [T, H] while tokens are on their way.
 
         Returns:
             [..., H] in the dtype of `hidden_states`.
@@ -183,7 +191,8 @@ class FusedMoE(ExpertParameters):
             config.expect_overlap()
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
         addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
-        chunk_size = config.experts.chunk_size
+        # Ranks exchange all tokens at once, as often as each other; what they get is then run in chunks.
+        chunk_size = config.experts.chunk_size if self.parallel is None else None
         if isinstance(router_logits, RouterOutput):
             routed, ids = router_logits, self._physical(router_logits.topk_ids)
         else:
@@ -198,7 +207,7 @@ class FusedMoE(ExpertParameters):
         """Whether something looks at the chosen experts before they run, which the fused operator would hide."""
         if self._routes_first or self.routing_override is not None:
             return True
-        return self.capture is not None or self.balancing is not None
+        return any(each is not None for each in (self.capture, self.balancing, self.parallel))
 
     def _route_and_place(self, logits: Tensor, tokens: Tensor) -> tuple[RouterOutput, Tensor]:
         """How tokens are routed, and where the chosen experts are: in one operator, where routing is ours."""
@@ -233,22 +242,40 @@ class FusedMoE(ExpertParameters):
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
     def _run_routed(
-        self, tokens: Tensor, routed: RouterOutput, ids: Tensor, shared: Tensor | SharedExpert | None
+        self,
+        tokens: Tensor,
+        routed: RouterOutput,
+        ids: Tensor,
+        shared: Tensor | SharedExpert | Callable[[], Tensor] | None,
     ) -> Tensor:
         config, weights = self.config, routed.topk_weights
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
-        beside, shared = (shared, None) if isinstance(shared, SharedExpert) else (None, shared)
+        beside, shared = (None, shared) if isinstance(shared, Tensor) else (shared, None)
         args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
-        if beside is not None:
+        if isinstance(beside, SharedExpert):
             output = run_with_shared(args, beside)
-        elif config.experts.padded_size is None and self._scale == 1.0:
-            output = self._run_experts(args)
+        elif self.parallel is not None:
+            output = self.parallel.run(args, self.num_local_experts, self._run_received, beside)
         else:
-            output = self._run_before_shared(args)
+            output = self._run_here(args)
         if config.experts.num_zero_experts:
             output = output + zero_experts(tokens, routed, config.num_experts)
         return output
+
+    def _run_received(self, args: FusedExperts) -> Tensor:
+        """What this rank has to do for tokens of all."""
+
+        def run(tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            return self._run_here(args._replace(hidden_states=tokens, topk_weights=weights, topk_ids=ids))
+
+        routed = args.hidden_states, args.topk_weights, args.topk_ids
+        return in_chunks(run, self.config.experts.chunk_size, *routed)
+
+    def _run_here(self, args: FusedExperts) -> Tensor:
+        if self.config.experts.padded_size is None and self._scale == 1.0:
+            return self._run_experts(args)
+        return self._run_before_shared(args)
 
     def _run_before_shared(self, args: FusedExperts) -> Tensor:
         """With what comes between the routed sum and the shared output."""

@@ -5,7 +5,7 @@ Letters: T tokens, H hidden size, E experts held here, K experts per token, S = 
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class Prepared(NamedTuple):
         topk_weights, topk_ids: [T, K], of the tokens that `finalize` sums up.
         counts: [E] int32, only of batched experts.
         inverse: [S] int32, only of batched experts: the row in [E*M, H] of each slot, -1 for one that is dropped.
+        way_back: whatever `finalize` of the same exchange wants to know; experts pass over it.
     """
 
     hidden_states: Tensor
@@ -36,6 +37,7 @@ class Prepared(NamedTuple):
     topk_ids: Tensor
     counts: Tensor | None = None
     inverse: Tensor | None = None
+    way_back: Any = None
 
 
 class ExpertOutput(NamedTuple):

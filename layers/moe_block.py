@@ -1,5 +1,6 @@
 """The whole MoE block of a transformer layer: gate, routed experts, shared experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,15 +121,21 @@ class MoEBlock(nn.Module):
         return hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
 
     def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
-        shared = self._run_shared(tokens)
         into, back = self.routed_input_transform, self.routed_output_transform
         if into is None or back is None:
-            output = self.experts(tokens, routing, shared)
+            output = self.experts(tokens, routing, self._shared_for_experts(tokens))
         else:
+            shared = self._run_shared(tokens)
             routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
             output = back(self.experts(into(tokens), routed))
             output = output if shared is None else output + shared
         return output * 0.5 if self._averages else output
+
+    def _shared_for_experts(self, tokens: Tensor) -> Tensor | SharedExpert | Callable[[], Tensor] | None:
+        """What joins the experts' sum; computed later, where tokens go to other ranks first."""
+        if self.shared_experts is not None and getattr(self.experts, "parallel", None) is not None:
+            return lambda: self._run_shared(tokens)  # type: ignore[return-value]
+        return self._run_shared(tokens)
 
     def _run_shared(self, tokens: Tensor) -> Tensor | SharedExpert | None:
         if self.shared_experts is None:

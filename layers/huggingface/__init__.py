@@ -13,6 +13,8 @@ from layers.huggingface.report import PatchReport
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from layers.config import Emit, SaveForBackward
 
@@ -36,7 +38,12 @@ def register() -> None:
 
 
 def patch(
-    model: "nn.Module", *, emit: "Emit" = "auto", save_for_backward: "SaveForBackward" = "auto"
+    model: "nn.Module",
+    *,
+    emit: "Emit" = "auto",
+    save_for_backward: "SaveForBackward" = "auto",
+    mesh: "DeviceMesh | None" = None,
+    style: "ParallelStyle | None" = None,
 ) -> PatchReport:
     """Runs the experts and routers of `model` on `moe_ops`, in place, without copying a weight.
 
@@ -57,17 +64,22 @@ def patch(
         model: a loaded transformers model, or a module of one.
         emit, save_for_backward: as in `layers.MoEConfig`, for all its experts. Experts with a gate of their own
             always run stage by stage; with "inputs" they are checkpointed.
+        mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded. None
+            leaves them whole.
+        style: how, an `ExpertParallel` or `ExpertTensorParallel` of `layers.parallel`. None is
+            `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does.
 
     Returns:
         The names of what was changed, and of every MoE block left alone with the reason.
 
     Raises:
         ImportError: transformers is not installed.
-        TypeError, ValueError: `model` is not a module, or an option is not one; nothing has been changed then.
+        TypeError, ValueError: `model` is not a module, or an option is not one; nothing has been changed then. Experts
+            that cannot be shared by the mesh's ranks are patched, and stay whole.
     """
     from layers.huggingface import patching
 
-    return patching.patch(model, emit, save_for_backward)
+    return patching.patch(model, emit, save_for_backward, mesh, style)
 
 
 def unpatch(model: "nn.Module") -> None:
@@ -79,6 +91,7 @@ def unpatch(model: "nn.Module") -> None:
     Raises:
         ImportError: transformers is not installed.
         TypeError: `model` is not a module.
+        ValueError: its experts are sharded over a mesh.
     """
     from layers.huggingface import patching
 

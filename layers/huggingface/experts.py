@@ -69,17 +69,22 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H] in the dtype of `hidden_states`.
     """
-    options = getattr(self, "moe_ops_options", None)
+    options, parallel = getattr(self, "moe_ops_options", None), getattr(self, "moe_ops_parallel", None)
     activation = known_activation(self) if options is None else options.activation
-    emit = "auto" if options is None else emitted(options.emit, options.save_for_backward)
-    weights = _weights(self)
-    if activation is not None:
-        routed = top_k_weights, top_k_index
-        return run(FusedExperts(hidden_states, weights, *routed, Placement(), None, activation), emit)
-    tensors = (hidden_states, top_k_index, top_k_weights, weights)
+    placement = Placement(getattr(self, "moe_ops_expert_map", None))
+    tensors = hidden_states, _weights(self, parallel), top_k_weights, top_k_index
+    args = FusedExperts(*tensors, placement, None, activation or "")
+    if parallel is None:
+        return _run(self, options, args)
+    return parallel.run(args, args.experts.w2.weight.shape[0], lambda received: _run(self, options, received))
+
+
+def _run(experts: Any, options: ExpertsOptions | None, args: FusedExperts) -> Tensor:
+    if args.activation:
+        return run(args, "auto" if options is None else emitted(options.emit, options.save_for_backward))
     if options is not None and options.save_for_backward == "inputs" and torch.is_grad_enabled():
-        return checkpoint(_run_stages, self, *tensors, use_reentrant=False)
-    return _run_stages(self, *tensors)
+        return checkpoint(_run_stages, experts, args, use_reentrant=False)
+    return _run_stages(experts, args)
 
 
 def settled_activation(experts: Any) -> str | None:
@@ -117,32 +122,36 @@ def _has_gpt_oss_gate(experts: Any) -> bool:
     return type(experts)._apply_gate is GptOssExperts._apply_gate
 
 
-def _weights(experts: Any) -> ExpertWeights:
-    """w13 [E, 2I, H], w2 [E, H, I] and their biases, as views in whatever strides the checkpoint has."""
-    has_bias = getattr(experts, "has_bias", False)
+def _weights(experts: Any, parallel: Any) -> ExpertWeights:
+    """w13 [E, 2I, H], w2 [E, H, I] and their biases, as views in whatever strides the checkpoint has.
+
+    With `parallel`, a `RankExperts`, the parts that are here.
+    """
+    has_bias, is_transposed = getattr(experts, "has_bias", False), getattr(experts, "is_transposed", False)
     up = "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
     w13, w2 = getattr(experts, up), experts.down_proj
-    if getattr(experts, "is_transposed", False):
-        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     biases = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
+    if parallel is not None:
+        w13, w2 = parallel.local_part(w13, 3, 2 if is_transposed else 1), parallel.local_part(w2, 3)
+        biases = parallel.local_part(biases[0], 2), parallel.local_part(biases[1], 2)
+    if is_transposed:
+        w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     return ExpertWeights(GroupedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
 
 
-def _run_stages(
-    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights
-) -> Tensor:
+def _run_stages(experts: Any, args: FusedExperts) -> Tensor:
     """Our stages around the module's own activation and post-expert norm.
 
     Weights come as arguments: run again in backward, a module may have others by then (PEFT adds its adapters to
     them for the time of a forward).
     """
-    w13, w2 = weights
-    plan = build_dispatch(top_k_index, w13.weight.shape[0])
-    rows = permute(hidden_states, plan.sorted_slots)  # [S, H]
+    w13, w2 = args.experts
+    plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
+    rows = permute(args.hidden_states, plan.sorted_slots)  # [S, H]
     gate_up = grouped_gemm(rows, w13.weight, plan.expert_offsets, w13.bias)  # [S, 2I]
     has_gate = getattr(experts, "has_gate", True)
     activated = experts._apply_gate(gate_up) if has_gate else experts.act_fn(gate_up)  # [S, I]
     expert_out = grouped_gemm(activated, w2.weight, plan.expert_offsets, w2.bias)  # [S, H]
     if getattr(experts, "has_post_expert_norm", False):
         expert_out = experts.post_expert_norm(expert_out)
-    return combine(expert_out, top_k_weights, plan.inverse)
+    return combine(expert_out, args.topk_weights, plan.inverse)

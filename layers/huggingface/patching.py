@@ -7,6 +7,8 @@ config that belongs to this model alone, options on an experts module, a forward
 import copy
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice
@@ -14,13 +16,22 @@ from layers.config import Emit, SaveForBackward
 from layers.huggingface import experts, routers
 from layers.huggingface.finding import Found, find
 from layers.huggingface.report import PatchReport
+from layers.parallel.styles import ExpertParallel
 
 _STOCK = "moe_ops_stock_implementation"
 
 
-def patch(model: nn.Module, emit: Emit, save_for_backward: SaveForBackward) -> PatchReport:
+def patch(
+    model: nn.Module,
+    emit: Emit,
+    save_for_backward: SaveForBackward,
+    mesh: DeviceMesh | None,
+    style: ParallelStyle | None,
+) -> PatchReport:
     """See `layers.huggingface.patch`."""
     _expect_module(model)
+    if style is not None and mesh is None:
+        raise ValueError(f"mesh=None with style={type(style).__name__}: expected a mesh of one dimension")
     expect_choice("emit", emit, Emit)
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
     experts.register()
@@ -34,12 +45,22 @@ def patch(model: nn.Module, emit: Emit, save_for_backward: SaveForBackward) -> P
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
     for router in found.routers.values():
         routers.install(router.module, router.kind, router.routing, router.experts.config)
+    if mesh is not None:
+        _shard(found, mesh, ExpertParallel("allreduce") if style is None else style)
     return PatchReport(tuple(found.experts), tuple(found.routers), found.left)
+
+
+def _shard(found: Found, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    for module in found.experts.values():
+        if not hasattr(module, "moe_ops_parallel"):
+            parallelize_module(module, mesh, style)
 
 
 def unpatch(model: nn.Module) -> None:
     """See `layers.huggingface.unpatch`."""
     _expect_module(model)
+    if sharded := [name for name, module in model.named_modules() if hasattr(module, "moe_ops_parallel")]:
+        raise ValueError(f"{sharded[0]} is sharded over a mesh: expected experts that are all here")
     for module in model.modules():
         if _STOCK in vars(module):
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)

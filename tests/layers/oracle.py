@@ -50,8 +50,10 @@ def block(module: MoEBlock, hidden: Tensor) -> Tensor:
     else:
         latent = hidden @ module.routed_input_transform.weight.double().T
         routed = route(module.experts, hidden, logits)
-        rows = [_token(module.experts, row, *each) for row, each in zip(latent, routed, strict=True)]
-        out = torch.stack(rows) @ module.routed_output_transform.weight.double().T
+        rows = torch.empty_like(latent)
+        for token, (row, each) in enumerate(zip(latent, routed, strict=True)):
+            rows[token] = _token(module.experts, row, *each)
+        out = rows @ module.routed_output_transform.weight.double().T
     if config.shared_experts is not None:
         out = out + _shared(module, hidden)
         out = out / 2 if config.shared_experts.combination == "average" else out

@@ -8,7 +8,7 @@ import pytest
 from tests.project import doc_blocks
 from tests.project.doc_blocks import ROOT, blocks, documents
 
-PUBLIC = ("moe_ops", "layers", "layers.huggingface", "inductor_passes")
+PUBLIC = ("moe_ops", "layers", "layers.huggingface", "layers.parallel", "inductor_passes")
 
 
 def _with_code() -> list[str]:

@@ -1,0 +1,24 @@
+"""Experts on many devices: styles for `parallelize_module`, and exchanges of tokens for `layers.ModularKernel`."""
+
+from layers.parallel.all_gather import AllGatherPrepareAndFinalize
+from layers.parallel.all_reduce import AllReducePrepareAndFinalize
+from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAllPrepareAndFinalize
+from layers.parallel.clipping import clip_grad_norm_
+from layers.parallel.config import ParallelConfig
+from layers.parallel.group import ExpertRanks, Group
+from layers.parallel.monolithic import AllGatherMonolithic
+from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
+
+__all__ = [
+    "AllGatherMonolithic",
+    "AllGatherPrepareAndFinalize",
+    "AllReducePrepareAndFinalize",
+    "AllToAllPrepareAndFinalize",
+    "ExpertParallel",
+    "ExpertRanks",
+    "ExpertTensorParallel",
+    "Group",
+    "PaddedAllToAllPrepareAndFinalize",
+    "ParallelConfig",
+    "clip_grad_norm_",
+]

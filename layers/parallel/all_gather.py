@@ -1,0 +1,131 @@
+"""All tokens to all ranks, and sums of what their experts return: all-gather and reduce-scatter.
+
+For few ranks, or many experts per token, this moves less than sending each token to its experts' ranks, and with
+`max_tokens` every shape is static. Letters: T tokens of a rank, M the most of any rank, W ranks, K experts per token.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from layers._checks import expect_choice, expect_positive
+from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
+from layers.parallel.collectives import start_all_gather, start_reduce_scatter
+from layers.parallel.exchange import Exchange, Started, nothing, plus
+from layers.parallel.group import Group
+from layers.parallel.sizes import expect_at_most, most_tokens
+from moe_ops import combine
+
+CombineOrder = Literal["ranks", "slots"]
+
+
+class Slots(NamedTuple):
+    """What a rank keeps of its own tokens: how many, their weights and ids [T, K]."""
+
+    num_tokens: int
+    topk_weights: Tensor
+    topk_ids: Tensor
+
+
+class AllGatherPrepareAndFinalize(Exchange):
+    """Every rank sees every token, its experts do their part, and each token's parts are summed where it came from.
+
+    Args:
+        group: ranks with tokens of their own. Their experts may be different ones (an `expert_map` on each), or a
+            shard of all of them.
+        max_tokens: M. None asks the ranks in every forward, which waits for the device; with a number nothing does,
+            and every rank sends so many rows, those past T without experts.
+        order: "ranks" sums what each rank has summed. "slots" brings back a row for each of a token's K experts, and
+            sums them in the order of one device: the same to the bit for any W, if products are, for K times the
+            bytes.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or not the same on all ranks; later, a rank has more
+            tokens than `max_tokens`.
+
+    Example:
+        >>> layer = FusedMoE(config, ExpertRanks(E, W).expert_map(rank))
+        >>> kernel = ModularKernel(AllGatherPrepareAndFinalize(group, max_tokens=256), StandardExperts(layer))
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh,
+        *,
+        max_tokens: int | None = None,
+        order: CombineOrder = "ranks",
+    ) -> None:
+        if max_tokens is not None:
+            expect_positive("max_tokens", max_tokens)
+        expect_choice("order", order, CombineOrder)
+        super().__init__(group, max_tokens=max_tokens, order=order)
+        self.max_tokens, self.order = max_tokens, order
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+    ) -> Started:
+        """Tokens [W*M, H] of all ranks; past a rank's T come rows with the ids -1."""
+        num_rows = rows_of_each(hidden_states, topk_ids, "top_k", self.max_tokens, self.group)
+        gather = gathering(num_rows, self.group)
+        tokens, weights, ids = gather(hidden_states), gather(topk_weights), gather(topk_ids, -1)
+        mine = Slots(hidden_states.shape[0], topk_weights, topk_ids)
+        if self.order == "slots":
+            return nothing, lambda: _each_slot_a_token(tokens(), ids())._replace(way_back=mine)
+        return nothing, lambda: Prepared(tokens(), weights(), ids(), way_back=mine)
+
+    def finalize_async(
+        self,
+        output: ExpertOutput,
+        prepared: Prepared,
+        weigh_and_reduce: TopKWeightAndReduce,
+        shared: Tensor | None,
+    ) -> Started:
+        """Sums [T, H]; `shared` joins those in the order of slots before they are rounded."""
+        mine: Slots = prepared.way_back
+        parts = weigh_and_reduce.apply(output, prepared.topk_weights, None)
+        rows = start_reduce_scatter(parts, self.group)
+        if self.order == "slots":
+            return nothing, lambda: _sum_in_slot_order(rows(), mine, shared)
+        return nothing, lambda: plus(rows()[: mine.num_tokens], shared)
+
+
+def rows_of_each(
+    hidden_states: Tensor, beside: Tensor, name: str, max_tokens: int | None, group: Group
+) -> int:
+    """M: `max_tokens`, or what the ranks say; see `most_tokens`."""
+    if max_tokens is None:
+        return most_tokens(hidden_states, beside, name, group)
+    expect_at_most(hidden_states.shape[0], max_tokens, group)
+    return max_tokens
+
+
+def gathering(num_rows: int, group: Group) -> Callable[..., Callable[[], Tensor]]:
+    """What starts to gather [T, ...] of each rank, brought to so many rows."""
+
+    def start(x: Tensor, value: float = 0.0) -> Callable[[], Tensor]:
+        return start_all_gather(F.pad(x, (0, 0, 0, num_rows - x.shape[0]), value=value), group)
+
+    return start
+
+
+def _each_slot_a_token(tokens: Tensor, ids: Tensor) -> Prepared:
+    """Tokens of one expert each, with the weight 1."""
+    each = tokens.repeat_interleave(ids.shape[1], dim=0)
+    ones = torch.ones(each.shape[0], 1, dtype=torch.float32, device=each.device)
+    return Prepared(each, ones, ids.reshape(-1, 1))
+
+
+def _sum_in_slot_order(rows: Tensor, mine: Slots, shared: Tensor | None) -> Tensor:
+    ids = mine.topk_ids.flatten()
+    place = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+    return combine(rows[: ids.shape[0]], mine.topk_weights, place.masked_fill(ids < 0, -1), shared)

@@ -1,0 +1,70 @@
+"""Tokens that several ranks have, as behind tensor-parallel attention: each computes its part, parts are summed."""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from layers._checks import expect_type
+from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
+from layers.parallel.collectives import shared_by_all, start_all_reduce
+from layers.parallel.exchange import Exchange, Started, nothing, plus
+
+
+class AllReducePrepareAndFinalize(Exchange):
+    """Nothing is sent to the experts, and their outputs are all-reduced.
+
+    The ranks' experts may be shards of the same ones (`FusedMoE(shard=...)`) or different ones (an `expert_map` on
+    each). Tokens, weights and ids have to be the same on all ranks; nobody checks that they are.
+
+    Args:
+        group: ranks with the same tokens.
+        others: how these tokens are exchanged with those of other ranks, or None: the sums that it returns are
+            what is all-reduced.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks.
+
+    Example:
+        >>> layer = FusedMoE(config, shard=TensorShard(rank, size))
+        >>> kernel = ModularKernel(AllReducePrepareAndFinalize(group), StandardExperts(layer))
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh, others: Exchange | None = None) -> None:
+        if others is not None:
+            expect_type("others", others, Exchange)
+        super().__init__(group, others=None if others is None else type(others).__name__)
+        self.others = others
+
+    @property
+    def num_dispatchers(self) -> int:
+        """How many ranks send tokens here: this one, and those that `others` says."""
+        return 1 if self.others is None else self.others.num_dispatchers
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+    ) -> Started:
+        """What it is given; its gradients are summed over the ranks."""
+        tokens, weights = shared_by_all(hidden_states, self.group), shared_by_all(topk_weights, self.group)
+        if self.others is not None:
+            return self.others.prepare_async(tokens, weights, topk_ids, num_experts, expert_map)
+        return nothing, lambda: Prepared(tokens, weights, topk_ids)
+
+    def finalize_async(
+        self,
+        output: ExpertOutput,
+        prepared: Prepared,
+        weigh_and_reduce: TopKWeightAndReduce,
+        shared: Tensor | None,
+    ) -> Started:
+        """Sums [T, H], the same on all ranks; `shared`, which every rank has whole, is added once."""
+        if self.others is None:
+            parts = weigh_and_reduce.apply(output, prepared.topk_weights, None)
+        else:
+            parts = self.others.finalize(output, prepared, weigh_and_reduce, None)
+        sums = start_all_reduce(parts, self.group)
+        return nothing, lambda: plus(sums(), shared)

@@ -1,0 +1,110 @@
+"""What the exchanges of this package share: each is a start and a receiver, on the way there and on the way back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
+from layers.parallel.group import Group, expect_agreement
+from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
+from moe_ops._checks import expect_shape
+
+Started = tuple[Callable[[], None], Callable[[], Any]]
+
+
+class Exchange:
+    """An `AsyncPrepareAndFinalize` over a group of ranks, which gives experts tokens [R, H] of any rank.
+
+    Every rank has to call it as often as the others, with no tokens too: a rank that stays away makes the others
+    wait until the group's timeout.
+
+    Args:
+        group: whose ranks exchange tokens.
+        facts: what the ranks have to agree on besides the kind of exchange.
+
+    Attributes:
+        group: a `Group`.
+        max_tokens: the most tokens a rank may have, or None.
+
+    Raises:
+        ValueError: the ranks do not agree; all of them raise, and the message names them.
+    """
+
+    activation_format = ActivationFormat.Standard
+    weigh_and_reduce = TopKWeightAndReduceContiguous()
+    max_tokens: int | None = None
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh, **facts: Any) -> None:
+        self.group = Group.of(group)
+        expect_agreement(group, {"dispatcher": type(self).__name__, **facts})
+
+    @property
+    def num_dispatchers(self) -> int:
+        """W, how many ranks send tokens here."""
+        return self.group.size
+
+    @property
+    def max_num_tokens_per_rank(self) -> int | None:
+        """The most tokens that one rank sends another; None for any number."""
+        return self.max_tokens
+
+    @property
+    def output_is_reduced(self) -> bool:
+        """Whether `finalize` returns sums over all ranks: shared experts that ranks share are reduced on their own."""
+        return True
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+    ) -> Started:
+        """`prepare`, started. The receiver waits, on the device where that can."""
+        raise NotImplementedError
+
+    def finalize_async(
+        self,
+        output: ExpertOutput,
+        prepared: Prepared,
+        weigh_and_reduce: TopKWeightAndReduce,
+        shared: Tensor | None,
+    ) -> Started:
+        """`finalize`, started."""
+        raise NotImplementedError
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+    ) -> Prepared:
+        """Tokens [R, H] that experts of this rank are to see, and maybe others, whose ids `expert_map` drops."""
+        return self.prepare_async(hidden_states, topk_weights, topk_ids, num_experts, expert_map)[1]()
+
+    def finalize(
+        self,
+        output: ExpertOutput,
+        prepared: Prepared,
+        weigh_and_reduce: TopKWeightAndReduce,
+        shared: Tensor | None,
+    ) -> Tensor:
+        """[T, H]: the sums of all ranks for the tokens of this one."""
+        return self.finalize_async(output, prepared, weigh_and_reduce, shared)[1]()
+
+
+def nothing() -> None:
+    """The hook of an exchange whose receiver waits."""
+
+
+def plus(sums: Tensor, shared: Tensor | None) -> Tensor:
+    """The output of shared experts [T, H], added to sums that are rounded already."""
+    if shared is not None:
+        expect_shape("shared", shared, tuple(sums.shape))
+    return sums if shared is None else sums + shared

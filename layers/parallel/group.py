@@ -1,0 +1,127 @@
+"""Who exchanges tokens: a process group as a plain value, and what its ranks have to agree on.
+
+Letters: E experts over all ranks, W ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from layers._checks import expect_choice, expect_positive, expect_type
+from layers.placement import ExpertMapStrategy, determine_expert_map
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group by the name that operators know it by, which is the same on all ranks and in every launch.
+
+    Args:
+        name: of the process group.
+        size: W.
+        rank: of this process among them.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: "dist.ProcessGroup | DeviceMesh | Group") -> "Group":
+        """Of a process group, or a mesh of one dimension.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: the mesh has more dimensions.
+        """
+        if isinstance(group, Group):
+            return group
+        processes = process_group(group)
+        return cls(processes.group_name, processes.size(), processes.rank())
+
+
+def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a mesh of one dimension. Raises as `Group.of` does."""
+    expect_type("group", group, (dist.ProcessGroup, DeviceMesh))
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(f"group is a mesh of {group.ndim} dimensions: expected one, such as mesh['ep']")
+    return group.get_group()
+
+
+def expect_agreement(group: dist.ProcessGroup | DeviceMesh, facts: Mapping[str, Any]) -> None:
+    """Asks all ranks, and raises on all of them where they disagree. Every rank has to call it.
+
+    Ranks that exchange tensors of other sizes than they expect hang, abort, or return nonsense; so this comes first.
+
+    Raises:
+        ValueError: a fact, compared by its `repr`, differs. The message has its name and the ranks of each value.
+    """
+    processes = process_group(group)
+    told: list[Any] = [None] * processes.size()
+    dist.all_gather_object(told, {name: repr(value) for name, value in facts.items()}, group=processes)
+    ranks = dist.get_process_group_ranks(processes)
+    for name in sorted({name for each in told for name in each}):
+        values = {rank: each.get(name, "not given") for rank, each in zip(ranks, told)}
+        expect_alike(name, values)
+
+
+def expect_alike(name: str, values: Mapping[int, Any]) -> None:
+    """Raises ValueError that names the ranks, unless the value of each rank is the same."""
+    holders: dict[Any, list[str]] = {}
+    for rank, value in values.items():
+        holders.setdefault(value, []).append(str(rank))
+    if len(holders) > 1:
+        told = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+        raise ValueError(f"{name} differs between ranks: {told}; expected the same on all")
+
+
+def _ranks(ranks: list[str]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRanks:
+    """Which rank holds which expert, as arithmetic on ids: no tensor that would have to follow a module's moves.
+
+    Args:
+        num_experts: E, physical ones where experts have replicas.
+        num_ranks: W.
+        strategy: see `determine_expert_map`.
+
+    Raises:
+        TypeError, ValueError: as `determine_expert_map` does.
+    """
+
+    num_experts: int
+    num_ranks: int
+    strategy: ExpertMapStrategy = "balanced"
+
+    def __post_init__(self) -> None:
+        expect_positive("num_experts", self.num_experts)
+        expect_positive("num_ranks", self.num_ranks)
+        expect_choice("strategy", self.strategy, ExpertMapStrategy)
+        determine_expert_map(self.num_ranks, 0, self.num_experts, self.strategy)
+
+    def expert_map(self, rank: int) -> Tensor | None:
+        """[E] int32 of a rank, for `FusedMoE`; None where one rank holds all."""
+        return determine_expert_map(self.num_ranks, rank, self.num_experts, self.strategy)[1]
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The rank of each expert, in the dtype of `ids`; of an id out of range, -1."""
+        rank = self._unchecked(ids.clamp(0, self.num_experts - 1))
+        return rank.masked_fill((ids < 0) | (ids >= self.num_experts), -1)
+
+    def _unchecked(self, ids: Tensor) -> Tensor:
+        each, left_over = divmod(self.num_experts, self.num_ranks)
+        if self.strategy == "round_robin":
+            return ids % self.num_ranks
+        if self.strategy == "linear":
+            return (ids // each).clamp(max=self.num_ranks - 1)
+        wide = left_over * (each + 1)  # experts of the ranks that hold one more
+        in_narrow = (ids - wide).div(each, rounding_mode="floor") + left_over
+        return in_narrow.where(ids >= wide, ids // (each + 1))

@@ -1,0 +1,96 @@
+"""How the parameters of a module of experts lie, which is what sharding it needs to know.
+
+Letters: E experts, H hidden size, I intermediate size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from layers.fused_moe import FusedMoE
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLayout:
+    """Of one parameter [E, ...].
+
+    Args:
+        dim: the dimension of size I or 2I, None if it has none.
+        has_blocks: whether it is gate rows, then up rows, of which each half is to be sharded.
+    """
+
+    dim: int | None
+    has_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayout:
+    """Of a module.
+
+    Args:
+        num_experts: E, physical ones.
+        top_k: K, or None where the module does not know it.
+        intermediate_size: I.
+        parameters: by name, those [E, ...].
+    """
+
+    num_experts: int
+    top_k: int | None
+    intermediate_size: int
+    parameters: dict[str, ParameterLayout]
+
+
+def experts_layout(module: nn.Module) -> ExpertsLayout:
+    """Of a `FusedMoE`, or of experts that `layers.huggingface.patch` runs on our operators.
+
+    Raises:
+        TypeError: the module is neither.
+        ValueError: it holds a part of its experts already, or has an option that needs all of them on one device.
+    """
+    if isinstance(module, FusedMoE):
+        return _of_fused_moe(module)
+    if hasattr(module, "moe_ops_options"):
+        return _of_patched(module)
+    raise TypeError(
+        f"module={type(module).__name__}: expected FusedMoE, such as 'experts' of a MoEBlock, or experts of a "
+        "patched model"
+    )
+
+
+def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
+    config = module.config
+    if module.expert_map is not None or module.shard.size > 1 or module.parallel is not None:
+        raise ValueError("module holds a part of its experts: expected all of them, to be sharded once")
+    if config.experts.post_norm_eps is not None:
+        raise ValueError(f"experts.post_norm_eps={config.experts.post_norm_eps}: expected None among ranks")
+    if config.shared_experts is not None and config.shared_experts.overlap:
+        raise ValueError("shared_experts.overlap=True: expected False among ranks")
+    activation: Any = config.activation
+    rows = ParameterLayout(1, activation.is_gated and not activation.interleaved)
+    layouts = {
+        "w13_weight": rows,
+        "w2_weight": ParameterLayout(2),
+        "w13_bias": rows,
+        "w2_bias": ParameterLayout(None),
+    }
+    present = {name: layout for name, layout in layouts.items() if getattr(module, name) is not None}
+    return ExpertsLayout(config.num_physical_experts, config.top_k, config.intermediate_size, present)
+
+
+def _of_patched(module: Any) -> ExpertsLayout:
+    if getattr(module, "moe_ops_parallel", None) is not None:
+        raise ValueError("module holds a part of its experts: expected all of them, to be sharded once")
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(f"{type(module).__name__} has a norm behind its experts: expected none among ranks")
+    has_gate, is_transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
+    up, has_bias = "gate_up_proj" if has_gate else "up_proj", getattr(module, "has_bias", False)
+    has_blocks = has_gate and getattr(module, "is_concatenated", True)
+    layouts = {
+        up: ParameterLayout(2 if is_transposed else 1, has_blocks),
+        "down_proj": ParameterLayout(1 if is_transposed else 2),
+    }
+    if has_bias:
+        layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
+    down = module.down_proj
+    return ExpertsLayout(down.shape[0], None, down.shape[layouts["down_proj"].dim], layouts)

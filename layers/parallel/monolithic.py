@@ -1,0 +1,69 @@
+"""Router logits exchanged in the place of weights and ids, for experts that route themselves in the same operator."""
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from layers._checks import expect_features, expect_positive, expect_type
+from layers.fused_moe import FusedMoE
+from layers.parallel.all_gather import gathering, rows_of_each
+from layers.parallel.collectives import start_reduce_scatter
+from layers.parallel.exchange import plus
+from layers.parallel.group import Group, expect_agreement
+
+
+class AllGatherMonolithic(nn.Module):
+    """Every rank routes and runs every token, on its part of the experts; sums come back.
+
+    It takes what `FusedMoE` takes, and may stand in its place in a `MoEBlock`. Beside `AllGatherPrepareAndFinalize` it
+    sends a token's E logits instead of K weights and ids, and `FusedMoE` runs router and experts as one operator.
+
+    Args:
+        group: ranks with tokens of their own.
+        layer: with the experts, or the part of each, that this rank holds.
+        max_tokens: as in `AllGatherPrepareAndFinalize`. Rows past a rank's tokens have zeros for logits: they are
+            routed, and run for nothing.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or `max_tokens` is not the same on all ranks; later, as
+            `AllGatherPrepareAndFinalize` does, of E in the place of top_k.
+
+    Example:
+        >>> layer = FusedMoE(config, ExpertRanks(E, W).expert_map(rank))
+        >>> block.experts = AllGatherMonolithic(group, layer)
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh, layer: FusedMoE, *, max_tokens: int | None = None
+    ) -> None:
+        super().__init__()
+        expect_type("layer", layer, FusedMoE)
+        if max_tokens is not None:
+            expect_positive("max_tokens", max_tokens)
+        self.group = Group.of(group)
+        expect_agreement(group, {"dispatcher": "logits", "max_tokens": max_tokens})
+        self.layer, self.max_tokens = layer, max_tokens
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter of the layer anew."""
+        self.layer.reset_parameters()
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor, shared: Tensor | None = None) -> Tensor:
+        """[..., H] from hidden_states [..., H], router_logits [..., E] and `shared` [..., H].
+
+        Raises:
+            TypeError, ValueError: shapes or dtypes do not fit, as `FusedMoE` says.
+        """
+        expect_features("hidden_states", hidden_states, self.layer.config.expert_hidden_size)
+        expect_features("router_logits", router_logits, self.layer.config.router_size)
+        hidden, logits = hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
+        addend = None if shared is None else shared.flatten(0, -2)
+        rows = start_reduce_scatter(self._run(hidden, logits), self.group)()
+        return plus(rows[: hidden.shape[0]], addend).reshape(hidden_states.shape)
+
+    def _run(self, hidden: Tensor, router_logits: Tensor) -> Tensor:
+        """Sums [W*M, H] of this rank's experts for tokens of all."""
+        num_rows = rows_of_each(hidden, router_logits, "number of logits", self.max_tokens, self.group)
+        gather = gathering(num_rows, self.group)
+        tokens, logits = gather(hidden), gather(router_logits)
+        return self.layer(tokens(), logits())

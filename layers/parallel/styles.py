@@ -1,0 +1,206 @@
+"""The way in: `ParallelStyle`s that shard a module of experts over a mesh, for `parallelize_module`.
+
+Letters: E experts, K experts per token, W ranks.
+"""
+
+import re
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from layers._checks import expect_choice, expect_positive
+from layers.fused_moe import FusedMoE
+from layers.parallel.all_gather import AllGatherPrepareAndFinalize
+from layers.parallel.all_reduce import AllReducePrepareAndFinalize
+from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAllPrepareAndFinalize
+from layers.parallel.exchange import Exchange
+from layers.parallel.group import ExpertRanks, Group, expect_agreement, process_group
+from layers.parallel.layout import ExpertsLayout, ParameterLayout, experts_layout
+from layers.parallel.rank_experts import RankExperts
+from layers.weights.shard import TensorShard
+
+Dispatcher = Literal["auto", "allgather", "alltoall", "allreduce"]
+
+# An all-to-all that moves more than this part of an all-gather's bytes is not worth its splits.
+_WORTH_AN_ALL_TO_ALL = 0.5
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function: each process has its own
+
+
+class ExpertParallel(ParallelStyle):
+    """Whole experts on each rank, as many on every one; tokens go to them and come back.
+
+    Parameters [E, ...] become DTensors, `Shard(0)`, so that a state dict has all experts; rank r of the mesh computes
+    with the r-th E / W of them. Nothing else of the model is changed: routers and shared experts stay where they are.
+
+    Args:
+        dispatcher: "allgather" brings every token to every rank, "alltoall" each to the ranks of its experts, once to
+            each. "auto" takes the second where it moves at most half the bytes, which is for few experts per token
+            and many ranks. "allreduce" is for ranks that have the same tokens, as behind tensor-parallel attention.
+        max_tokens: the most tokens that a rank has in a forward. With it every shape is static and nothing waits for
+            the host, as CUDA graphs require; without, ranks tell each other how many they have.
+
+    Raises:
+        TypeError, ValueError: an option is none, or `max_tokens` is given where ranks have the same tokens. When it is
+            applied: the module is no module of experts, has an option that needs them all on one device, or E is
+            no multiple of W; a module or a style differs between ranks, which the message names.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
+        >>> parallelize_module(block, mesh["ep"], {"experts": ExpertParallel()})
+    """
+
+    def __init__(self, dispatcher: Dispatcher = "auto", *, max_tokens: int | None = None) -> None:
+        expect_choice("dispatcher", dispatcher, Dispatcher)
+        _expect_max_tokens(max_tokens, dispatcher)
+        self.dispatcher: Dispatcher = dispatcher
+        self.max_tokens = max_tokens
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout, group = experts_layout(module), Group.of(device_mesh)
+        if layout.num_experts % group.size:
+            raise ValueError(f"num_experts={layout.num_experts}: expected a multiple of {group.size} ranks")
+        _expect_alike(device_mesh, module, layout, self.dispatcher)
+        owners = ExpertRanks(layout.num_experts, group.size)
+        exchange = self._exchange(device_mesh, layout, owners)
+        for name in layout.parameters:
+            whole = _whole_experts(module.get_parameter(name))
+            _distribute(module, name, device_mesh, whole, self.src_data_rank)
+        _put(module, RankExperts(exchange, group), owners.expert_map(group.rank))
+        return module
+
+    def _exchange(self, mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks) -> Exchange:
+        dispatcher = self.dispatcher
+        if dispatcher == "auto":
+            moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
+            is_worth_it = moves <= _WORTH_AN_ALL_TO_ALL
+            return exchange_of("alltoall" if is_worth_it else "allgather", mesh, owners, self.max_tokens)
+        return exchange_of(dispatcher, mesh, owners, self.max_tokens)
+
+
+class ExpertTensorParallel(ParallelStyle):
+    """A part of every expert on each rank: rows of gate and up, columns of down. Outputs are summed over ranks.
+
+    Parameters become DTensors. Gate rows followed by up rows, [E, 2I, H], become [E, 2, I, H], since DTensor has no
+    other way to say which of them are here: so they are in a state dict, on any number of ranks. A bias behind the
+    second product stays whole on all ranks and counts once.
+
+    Args:
+        dispatcher: "allreduce" is for ranks that have the same tokens, "allgather" for ranks with tokens of their own,
+            as under sequence parallelism.
+        max_tokens: as in `ExpertParallel`, with "allgather".
+
+    Raises:
+        TypeError, ValueError: as `ExpertParallel` does; the intermediate size has to be a multiple of W.
+
+    Example:
+        >>> parallelize_module(block, mesh["tp"], {"experts": ExpertTensorParallel()})
+    """
+
+    def __init__(
+        self, dispatcher: Literal["allreduce", "allgather"] = "allreduce", *, max_tokens: int | None = None
+    ) -> None:
+        expect_choice("dispatcher", dispatcher, Literal["allreduce", "allgather"])
+        _expect_max_tokens(max_tokens, dispatcher)
+        self.dispatcher, self.max_tokens = dispatcher, max_tokens
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout, group = experts_layout(module), Group.of(device_mesh)
+        shard = TensorShard(group.rank, group.size)
+        shard.local_size("intermediate_size", layout.intermediate_size)
+        _expect_alike(device_mesh, module, layout, self.dispatcher)
+        exchange = self._exchange(device_mesh)
+        for name, each in layout.parameters.items():
+            part = _parts_of_experts(module.get_parameter(name), each)
+            _distribute(module, name, device_mesh, part, self.src_data_rank)
+        _put(module, RankExperts(exchange, group), None)
+        if isinstance(module, FusedMoE):
+            module.shard = shard
+        return module
+
+    def _exchange(self, mesh: DeviceMesh) -> Exchange:
+        if self.dispatcher == "allreduce":
+            return AllReducePrepareAndFinalize(mesh)
+        return AllGatherPrepareAndFinalize(mesh, max_tokens=self.max_tokens)
+
+
+def exchange_of(
+    dispatcher: Dispatcher, mesh: DeviceMesh, owners: ExpertRanks, max_tokens: int | None
+) -> Exchange:
+    """The exchange of this name, among the ranks of `mesh`."""
+    if dispatcher == "allreduce":
+        return AllReducePrepareAndFinalize(mesh)
+    if dispatcher == "allgather":
+        return AllGatherPrepareAndFinalize(mesh, max_tokens=max_tokens)
+    if max_tokens is None:
+        return AllToAllPrepareAndFinalize(mesh, owners)
+    return PaddedAllToAllPrepareAndFinalize(mesh, owners, max_tokens=max_tokens)
+
+
+def _expect_max_tokens(max_tokens: int | None, dispatcher: str) -> None:
+    if max_tokens is None:
+        return
+    expect_positive("max_tokens", max_tokens)
+    if dispatcher == "allreduce":
+        raise ValueError(f"max_tokens={max_tokens} with dispatcher='allreduce': expected None")
+
+
+def part_of_all_gather(owners: ExpertRanks, top_k: int) -> float:
+    """Bytes that an all-to-all moves, of those of an all-gather: how likely a token is wanted by a given other rank.
+
+    Of experts that are all as likely, K different ones.
+    """
+    num_experts, each = owners.num_experts, owners.num_experts // owners.num_ranks
+    unwanted = 1.0
+    for chosen in range(min(top_k, num_experts)):
+        unwanted *= max(num_experts - each - chosen, 0) / (num_experts - chosen)
+    return 1 - unwanted
+
+
+def _whole_experts(parameter: nn.Parameter) -> tuple[Tensor, Placement]:
+    return parameter.data, Shard(0)
+
+
+def _parts_of_experts(parameter: nn.Parameter, layout: ParameterLayout) -> tuple[Tensor, Placement]:
+    """Of each expert: a part of gate rows and the same of up rows, for which these get a dimension each."""
+    if layout.dim is None:
+        return parameter.data, Replicate()
+    if layout.has_blocks:
+        return parameter.data.unflatten(layout.dim, (2, -1)), Shard(layout.dim + 1)
+    return parameter.data, Shard(layout.dim)
+
+
+def _distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, sharded: tuple[Tensor, Placement], source: int | None
+) -> None:
+    tensor, placement = sharded
+    distributed = distribute_tensor(tensor, mesh, [placement], src_data_rank=source)
+    requires_grad = module.get_parameter(name).requires_grad
+    module.register_parameter(name, nn.Parameter(distributed, requires_grad=requires_grad))
+
+
+def _put(module: Any, experts: RankExperts, expert_map: Tensor | None) -> None:
+    if isinstance(module, FusedMoE):
+        module.parallel = experts
+        module.hold(expert_map)
+        return
+    module.moe_ops_parallel = experts
+    device = module.down_proj.device
+    expert_map = None if expert_map is None else expert_map.to(device)
+    module.register_buffer("moe_ops_expert_map", expert_map, persistent=False)
+
+
+def _expect_alike(mesh: DeviceMesh, module: Any, layout: ExpertsLayout, dispatcher: str) -> None:
+    """Before anything is sent: ranks with other layers would send each other tensors of other sizes."""
+    shapes = {
+        name: (tuple(each.shape), each.dtype)
+        for name in layout.parameters
+        if (each := module.get_parameter(name)) is not None
+    }
+    facts = {"experts": layout, "parameters": shapes, "style": dispatcher}
+    if isinstance(module, FusedMoE):
+        facts["config"] = _ADDRESS.sub("", repr(module.config))
+    expect_agreement(process_group(mesh), facts)

@@ -1,0 +1,184 @@
+"""What ranks have to agree on is compared before anything is exchanged, and the error has the names of the ranks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from layers import RouterOutput
+from layers.parallel import (
+    AllGatherPrepareAndFinalize,
+    AllReducePrepareAndFinalize,
+    AllToAllPrepareAndFinalize,
+    ExpertRanks,
+    Group,
+    PaddedAllToAllPrepareAndFinalize,
+)
+from tests.layers.parallel.exchanges import (
+    ALL,
+    E,
+    H,
+    K,
+    all_gather,
+    config,
+    make_layer,
+    owners,
+    tokens_of,
+    variable,
+)
+from tests.layers.parallel.world import on_ranks
+
+
+def world_group():
+    return dist.group.WORLD
+
+
+@on_ranks(2, 4)
+def test_options_that_differ():
+    with pytest.raises(ValueError) as caught:
+        AllGatherPrepareAndFinalize(world_group(), max_tokens=8 + (dist.get_rank() == 1))
+    others = "ranks 0, 2, 3" if dist.get_world_size() == 4 else "rank 0"
+    assert str(caught.value) == (
+        f"max_tokens differs between ranks: 8 on {others}; 9 on rank 1; expected the same on all"
+    )
+
+
+@on_ranks(2)
+def test_kinds_that_differ():
+    kinds = [AllGatherPrepareAndFinalize, AllReducePrepareAndFinalize]
+    with pytest.raises(
+        ValueError, match=r"dispatcher differs between ranks: .*Gather.* on rank 0; .*on rank 1;"
+    ):
+        kinds[dist.get_rank()](world_group())
+
+
+@on_ranks(2)
+def test_experts_that_differ():
+    ranks = ExpertRanks(E + dist.get_rank(), 2)
+    with pytest.raises(
+        ValueError, match=r"owners differs between ranks: .*num_experts=8.* on rank 0; .*on rank 1;"
+    ):
+        AllToAllPrepareAndFinalize(world_group(), ranks)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [all_gather, variable])
+@pytest.mark.parametrize("what", ["hidden size", "top_k"])
+def test_sizes_that_differ(make, what):
+    is_odd = dist.get_rank() == 1
+    hidden_size, top_k = (H + is_odd, K) if what == "hidden size" else (H, K + is_odd)
+    layer = make_layer(config(hidden_size=hidden_size))
+    ids = torch.zeros(5, top_k, dtype=torch.int32)
+    routed = RouterOutput(torch.zeros(5, E), torch.ones(5, top_k), ids)
+    numbers = (H, H + 1) if what == "hidden size" else (K, K + 1)
+    with pytest.raises(ValueError) as caught:
+        make(layer)(torch.randn(5, hidden_size), routed)
+    expected = f"{what} differs between ranks: {numbers[0]} on rank 0; {numbers[1]} on rank 1; "
+    assert str(caught.value) == expected + "expected the same on all"
+    dist.barrier()  # nothing is left on its way
+
+
+@on_ranks(2)
+def test_more_tokens_than_set_aside():
+    kernel = all_gather(make_layer(config()), max_tokens=3)
+    hidden, routed = tokens_of(0, "all_gather")
+    message = rf"hidden_states has 5 tokens on rank {dist.get_rank()}: expected at most max_tokens=3"
+    with pytest.raises(ValueError, match=message):
+        kernel(hidden, routed)
+
+
+@on_ranks(4)
+def test_groups():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    group = Group.of(mesh["ep"])
+    assert (group.size, group.rank) == (2, dist.get_rank() % 2)
+    assert group == Group.of(mesh["ep"].get_group()) == Group.of(group)
+    with pytest.raises(
+        ValueError, match=r"group is a mesh of 2 dimensions: expected one, such as mesh\['ep'\]"
+    ):
+        Group.of(mesh)
+    with pytest.raises(TypeError, match="group='ep': expected ProcessGroup or DeviceMesh, got str"):
+        Group.of("ep")
+    with pytest.raises(ValueError, match=r"owners.num_ranks=2: expected 4, the ranks of the group"):
+        AllToAllPrepareAndFinalize(world_group(), ExpertRanks(E, 2))
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        with pytest.raises((ValueError, TypeError), match="expected"):
+            Group.of(pair)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALL)
+def test_copies_and_pickles_exchange_as_well(name):
+    kernel = ALL[name](make_layer(config()))
+    hidden, routed = tokens_of(dist.get_rank(), name)
+    for twin in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+        assert torch.equal(twin(hidden, routed), kernel(hidden, routed))
+
+
+@on_ranks(2)
+def test_what_exchanges_say_of_themselves():
+    padded = PaddedAllToAllPrepareAndFinalize(world_group(), owners(config()), max_tokens=5)
+    assert (padded.num_dispatchers, padded.max_num_tokens_per_rank, padded.output_is_reduced) == (2, 5, True)
+    variable = AllToAllPrepareAndFinalize(world_group(), owners(config()))
+    assert (variable.num_dispatchers, variable.max_num_tokens_per_rank) == (2, None)
+    assert AllReducePrepareAndFinalize(world_group()).num_dispatchers == 1
+    assert AllReducePrepareAndFinalize(world_group(), padded).num_dispatchers == 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALL)
+def test_shared_output_of_another_length_is_refused(name):
+    hidden, routed = tokens_of(dist.get_rank(), name, sizes="even")
+    with pytest.raises(ValueError, match=r"shared has shape .*1, 16.*: expected"):
+        ALL[name](make_layer(config()))(hidden, routed, torch.zeros(1, H))
+
+
+@pytest.mark.parametrize("strategy", ["balanced", "linear", "round_robin"])
+@pytest.mark.parametrize("num_experts, num_ranks", [(8, 1), (8, 4), (7, 3), (11, 4), (5, 5)])
+def test_owners_are_those_of_the_expert_maps(strategy, num_experts, num_ranks):
+    ranks = ExpertRanks(num_experts, num_ranks, strategy)
+    found = ranks.of(torch.arange(-1, num_experts + 1, dtype=torch.int32))
+    assert found[0] == found[-1] == -1
+    for rank in range(num_ranks):
+        expert_map = ranks.expert_map(rank)
+        if expert_map is not None:
+            assert torch.equal(found[1:-1] == rank, expert_map >= 0)
+        else:
+            assert (found[1:-1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_experts": 0, "num_ranks": 2}, "num_experts=0: expected at least 1"),
+        ({"num_experts": 2, "num_ranks": "2"}, "num_ranks='2': expected an int"),
+        ({"num_experts": 2, "num_ranks": 3}, "global_num_experts=2: expected at least ep_size=3"),
+        ({"num_experts": 2, "num_ranks": 2, "strategy": "x"}, "strategy='x': expected one of"),
+    ],
+)
+def test_owners_that_make_no_sense(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ExpertRanks(**options)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        (AllGatherPrepareAndFinalize, {"max_tokens": 0}, "max_tokens=0: expected at least 1"),
+        (AllGatherPrepareAndFinalize, {"order": "x"}, "order='x': expected one of 'ranks', 'slots'"),
+        (AllToAllPrepareAndFinalize, {"owners": None}, "owners=None: expected ExpertRanks"),
+        (
+            PaddedAllToAllPrepareAndFinalize,
+            {"owners": ExpertRanks(2, 1), "max_tokens": 0},
+            "max_tokens=0: expected",
+        ),
+    ],
+)
+def test_options_that_make_no_sense(kind, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kind(world_group(), **options)

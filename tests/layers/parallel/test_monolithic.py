@@ -1,0 +1,93 @@
+"""Logits exchanged in the place of ids: values and gradients of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from layers.parallel import AllGatherMonolithic
+from tests.helpers import assert_matches_oracle, assert_same
+from tests.layers import oracle
+from tests.layers.parallel.exchanges import (
+    MOST,
+    H,
+    config,
+    held_by,
+    make_layer,
+    owners,
+    part_of_experts,
+    shard_of_experts,
+    tokens_of,
+)
+from tests.layers.parallel.test_exchanges import loss
+from tests.layers.parallel.world import on_ranks
+
+static = pytest.mark.parametrize("max_tokens", [None, MOST])
+
+
+def whole_experts(layer):
+    return part_of_experts(layer, owners(layer.config))
+
+
+@on_ranks(1, 2, 4)
+@static
+@pytest.mark.parametrize("part", [whole_experts, shard_of_experts])
+def test_values(max_tokens, part):
+    layer = make_layer(config(has_bias=True))
+    kernel = AllGatherMonolithic(dist.group.WORLD, part(layer), max_tokens=max_tokens)
+    hidden, (logits, _, _) = tokens_of(dist.get_rank(), "logits")
+    shared = torch.randn(hidden.shape)
+    out = kernel(hidden.unsqueeze(0), logits.unsqueeze(0), shared.unsqueeze(0)).squeeze(0)
+    assert_matches_oracle(out, oracle.experts(layer, hidden, logits) + shared.double())
+
+
+@on_ranks(2)
+@static
+def test_gradients(max_tokens):
+    layer, rank = make_layer(config(), torch.float64), dist.get_rank()
+    kernel = AllGatherMonolithic(dist.group.WORLD, whole_experts(layer), max_tokens=max_tokens)
+    inputs = [leaves(each) for each in range(2)]
+    mine = leaves(rank)
+    loss(kernel(*mine)).backward()
+    for each in inputs:
+        loss(layer(*each)).backward()
+    assert_same([each.grad for each in mine], [each.grad for each in inputs[rank]])
+    held = held_by(kernel.layer.expert_map)
+    for name, parameter in kernel.layer.named_parameters():
+        assert_same([parameter.grad], [layer.get_parameter(name).grad[held]])
+
+
+def leaves(rank):
+    hidden, (logits, _, _) = tokens_of(rank, "logits", dtype=torch.float64)
+    return hidden.requires_grad_(), logits.requires_grad_()
+
+
+@on_ranks(2)
+@static
+def test_compiled(max_tokens):
+    layer, counter = make_layer(config()), CompileCounterWithBackend("aot_eager")
+    kernel = AllGatherMonolithic(dist.group.WORLD, whole_experts(layer), max_tokens=max_tokens)
+    function = torch.compile(kernel, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (7, 5, 9):  # not E, which torch would take for the same size
+        hidden, (logits, _, _) = tokens_of(0, "logits", sizes="most", step=tokens)
+        mine = slice(tokens - 2 * dist.get_rank())
+        with torch.no_grad():
+            out = function(hidden[mine], logits[mine])
+        assert_matches_oracle(out, oracle.experts(layer, hidden[mine], logits[mine]))
+    assert counter.frame_count == 1
+
+
+@on_ranks(2)
+def test_ranks_that_differ():
+    layer = make_layer(config(num_experts=8 + dist.get_rank()))
+    with pytest.raises(ValueError, match="max_tokens differs between ranks: 8 on rank 0; 9 on rank 1"):
+        AllGatherMonolithic(dist.group.WORLD, layer, max_tokens=8 + dist.get_rank())
+    kernel = AllGatherMonolithic(dist.group.WORLD, layer)
+    with pytest.raises(ValueError, match="number of logits differs between ranks: 8 on rank 0; 9 on rank 1"):
+        kernel(torch.randn(3, H), torch.randn(3, layer.config.num_experts))
+
+
+@on_ranks(1)
+def test_layers_that_are_none():
+    with pytest.raises(TypeError, match="layer=None: expected FusedMoE"):
+        AllGatherMonolithic(dist.group.WORLD, None)

@@ -1,0 +1,173 @@
+"""Ranks for tests: processes that are started once, joined by gloo, and run one test after another.
+
+    @on_ranks(2, 4)
+    def test_something():  # runs on each of 2 ranks, and again on each of 4
+        assert dist.get_world_size() in (2, 4)
+
+An error on any rank is the test's, with that rank's traceback. Ranks that do not come back in time are killed and the
+stacks of all of them are the error. Either way the next test gets new ranks; these are forked from a server that has
+imported torch already, which takes milliseconds.
+"""
+
+import atexit
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT = 90.0  # a compiled test on a busy core
+_GRACE = 3.0  # for the other ranks, once one has failed
+_worlds: dict[int, "World"] = {}
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks."""
+
+
+class World:
+    """`size` processes in one process group."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.layers.parallel.preloaded"])
+        self.folder = tempfile.TemporaryDirectory()
+        pipes = [context.Pipe() for _ in range(size)]
+        self.pipes: list[Connection] = [ours for ours, _ in pipes]
+        self.ranks = [
+            context.Process(target=_serve, args=(rank, size, pipe, self.folder.name), daemon=True)
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for rank, (_, pipe) in zip(self.ranks, pipes):
+            rank.start()
+            pipe.close()
+
+    def run(self, module: str, name: str, arguments: dict[str, Any], timeout: float = TIMEOUT) -> list[Any]:
+        """What the function returns on each rank. Raises RankError, after which there is no world."""
+        for pipe in self.pipes:
+            pipe.send((module, name, arguments))
+        answers = self._answers(time.monotonic() + timeout)
+        failed = {rank: text for rank, (is_right, text) in answers.items() if not is_right}
+        missing = [rank for rank in range(len(self.ranks)) if rank not in answers]
+        if not failed and not missing:
+            return [answers[rank][1] for rank in range(len(self.ranks))]
+        stacks = self._stacks(missing)
+        self.kill()
+        told = [f"rank {rank} of {len(self.ranks)}:\n{text}" for rank, text in {**failed, **stacks}.items()]
+        raise RankError("\n\n" + "\n\n".join(told))
+
+    def _answers(self, deadline: float) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return answers
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                answers[rank] = _received(pipe)
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return answers
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        for rank in ranks:
+            if self.ranks[rank].is_alive():
+                os.kill(self.ranks[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5 if ranks else 0)
+        return {rank: "no answer\n" + _stack_file(self.folder.name, rank).read_text() for rank in ranks}
+
+    def kill(self) -> None:
+        """Ends all ranks."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.ranks:
+            rank.join()
+        self.folder.cleanup()
+        for size in [size for size, world in _worlds.items() if world is self]:
+            del _worlds[size]
+
+
+def world(size: int) -> World:
+    """The ranks of this size, started when they are first asked for."""
+    if size not in _worlds:
+        _worlds[size] = World(size)
+    return _worlds[size]
+
+
+def end_worlds() -> None:
+    """Ends what is running."""
+    for each in list(_worlds.values()):
+        each.kill()
+
+
+atexit.register(end_worlds)
+
+
+def on_ranks(*sizes: int, timeout: float = TIMEOUT):
+    """Runs a test on every rank of a world, for each of these sizes. It may be parametrised, with what pickles."""
+
+    def decorated(body):
+        @functools.wraps(body)
+        def test(world_size: int, **arguments: Any) -> None:
+            world(world_size).run(body.__module__, body.__name__, arguments, timeout)
+
+        parameters = inspect.signature(body).parameters.values()
+        size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([size, *parameters])
+        return pytest.mark.parametrize("world_size", sizes)(test)
+
+    return decorated
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "the process ended"
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stack{rank}")
+
+
+def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    with _stack_file(folder, rank).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(Path(folder, "store")), size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+        while True:
+            try:
+                module, name, arguments = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            pipe.send(_outcome(module, name, arguments))
+
+
+def _outcome(module: str, name: str, arguments: dict[str, Any]) -> tuple[bool, Any]:
+    import torch
+
+    try:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        function = getattr(importlib.import_module(module), name)
+        return True, inspect.unwrap(function)(**arguments)
+    except BaseException:
+        return False, traceback.format_exc()
