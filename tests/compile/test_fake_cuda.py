@@ -258,7 +258,9 @@ def _layer_alone(hidden, logits, w13, w2):
 
 @pytest.mark.parametrize("tokens", [2, 64, 1000])
 @pytest.mark.parametrize(
-    "function, spared", [(_added, 1), (_added_and_normalised, 0), (_added_with_a_gate, 0)], ids=str
+    "function, spared",
+    [(_added, 1), (_added_and_normalised, 0), (_added_with_a_gate, 0)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_residual_is_no_launch_and_never_one_more(function, spared, tokens):
     before = compile_for_h200(function, _inputs, tokens=tokens, graph_pass=_WITHOUT_RESIDUALS)
