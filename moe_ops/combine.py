@@ -96,7 +96,7 @@ def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 
 def _sum_kept_slots(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     out = weights.new_zeros((weights.shape[0], expert_out.shape[1]))
-    for k in range(weights.shape[1] if out.numel() else 0):
+    for k in range(weights.shape[1] if out.numel() and expert_out.shape[0] else 0):
         values = expert_out.index_select(0, rows[:, k].clamp(min=0)).to(out.dtype)
         # Before weighing: a dropped slot must not bring in row 0, which may be NaN.
         out += values.masked_fill_(rows[:, k, None] < 0, 0.0) * weights[:, k, None]

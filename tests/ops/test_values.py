@@ -167,7 +167,7 @@ def test_expert_map(tokens, size):
 
 
 @pytest.mark.parametrize("emit", ["fused", "stages"])
-@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_all_slots_dropped_gives_exact_zero(emit, tokens, poisoned_empty):
     x, w13, w2 = torch.randn(tokens, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
     ids = torch.full((tokens, 2), -1)
