@@ -71,11 +71,11 @@ class Watch:
         self.layers: dict[str, None] = {}
         self.passes, self.share, self.finish = (
             pipeline.run_passes,
-            pipeline.share_repeats,
+            pipeline.share_layers,
             _compat_regions.finish_region,
         )
         pipeline.run_passes = self._run_passes
-        pipeline.share_repeats = self._share
+        pipeline.share_layers = self._share
         _compat_regions.finish_region = self._finish
 
     def _run_passes(self, *args: Any) -> Any:

@@ -32,7 +32,7 @@ from inductor_passes.lowerings import (
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
 from inductor_passes.share_repeats import ShareRepeats
-from inductor_passes.sharing import share_repeats
+from inductor_passes.sharing import share_layers
 
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
@@ -91,7 +91,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         for user_pass in chained:
             _compat.call_with_is_inference(user_pass, graph, is_inference)
         if is_inference and log.layers:
-            share_repeats(graph)
+            share_layers(graph)
 
     def uuid(self) -> Any | None:
         """A key over the source and state of every pass, ours and the user's; None (no caching) without one."""

@@ -15,7 +15,7 @@ from inductor_passes.repeats import Repeats, Stretch, repeats
 _NAME = "repeated_layer"
 
 
-def share_repeats(graph: Graph) -> int:
+def share_layers(graph: Graph) -> int:
     """Puts calls of one function in the place of alike stretches of an inference graph; says how many there are."""
     found = repeats(graph) if _compat_regions.can_call_regions() else None
     if found is None:

@@ -16,11 +16,15 @@ def calls(stretch) -> list[str]:
     return [str(node.target) for node in stretch.nodes]
 
 
+def products(stretch) -> int:
+    return sum(name.startswith("moe.grouped_gemm") for name in calls(stretch))
+
+
 def test_alike_layers_are_found():
     result = found(stack, tokens(), weights(7))
     assert result is not None and len(result.stretches) >= 6
     first = result.stretches[0]
-    assert calls(first).count("moe.grouped_gemm.default") == 2 and calls(first).count("aten.mm.default") == 2
+    assert products(first) == 2 and calls(first).count("aten.mm.default") == 2
     assert all(calls(each) == calls(first) for each in result.stretches)
     nodes = [node for each in result.stretches for node in each.nodes]
     assert len(set(nodes)) == len(nodes)
@@ -49,13 +53,13 @@ def test_a_symbolic_number_of_tokens():
 
 
 def test_a_layer_that_is_put_together_otherwise_is_none_of_them():
-    def products(x, layers):
+    def multiplied(x, layers):
         for index, (first, second) in enumerate(layers):
             x = normed(x @ first) @ (first if index == 3 else second)
         return x
 
     square = [tuple(torch.randn(16, 16) for _ in range(2)) for _ in range(9)]
-    result = found(products, tokens(), square)
+    result = found(multiplied, tokens(), square)
     assert len(result.stretches) == 8
     assert all(len(each.inputs) == 3 for each in result.stretches)  # the fourth reads one weight twice
 
@@ -79,14 +83,14 @@ def test_who_reads_what_counts():
 
 
 def test_sizes_count():
-    def products(x, layers):
+    def multiplied(x, layers):
         for first, second in layers:
             x = normed(x @ first).sin() @ second
         return x
 
     widths = [8, 24] * 5
     layers = [(torch.randn(16, width), torch.randn(width, 16)) for width in widths]
-    result = found(products, tokens(), layers)
+    result = found(multiplied, tokens(), layers)
     assert all(calls(each).count("aten.mm.default") == 4 for each in result.stretches)
 
 
@@ -95,7 +99,7 @@ def test_layers_in_turns_are_alike_in_pairs():
     layers[1::2] = [(a, b[:3], c[:3], d[:3]) for a, b, c, d in layers[1::2]]
     result = found(stack, tokens(), layers)
     assert len(result.stretches) == 5
-    assert all(calls(each).count("moe.grouped_gemm.default") == 4 for each in result.stretches)
+    assert all(products(each) == 4 for each in result.stretches)
 
 
 def test_another_number_in_each_layer_leaves_none_alike():
