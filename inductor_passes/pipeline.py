@@ -31,6 +31,7 @@ from inductor_passes.lowerings import (
 )
 from inductor_passes.naming import LayerNames
 from inductor_passes.raising import RaiseExperts, RaiseRouters
+from inductor_passes.returned_inputs import read_inputs_themselves
 from inductor_passes.share_repeats import ShareRepeats
 from inductor_passes.sharing import share_layers
 
@@ -92,6 +93,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
             _compat.call_with_is_inference(user_pass, graph, is_inference)
         if is_inference and log.layers:
             share_layers(graph)
+        read_inputs_themselves(graph)
 
     def uuid(self) -> Any | None:
         """A key over the source and state of every pass, ours and the user's; None (no caching) without one."""

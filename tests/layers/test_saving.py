@@ -10,6 +10,8 @@ from tests.layers.test_compile import STAGES, Capture, aot
 
 H, I, E, K, T = 16, 48, 8, 2, 64
 
+HALVES = ["topk_routing", "build_dispatch", "gather_gemm", "act_gemm_combine"]
+
 
 def make(save_for_backward, emit="auto", **options) -> MoEBlock:
     torch.manual_seed(0)
@@ -89,7 +91,7 @@ def test_inference_runs_what_it_ran(emit, choice):
 @pytest.mark.parametrize(
     ("choice", "forward", "runs_again"),
     [
-        ("auto", STAGES, False),
+        ("auto", HALVES, False),
         ("activations", STAGES, False),
         ("inputs", ["fused_moe", "routing_dispatch"], True),
     ],
@@ -103,7 +105,7 @@ def test_compiled_training(choice, forward, runs_again):
     expected, actual = (torch.autograd.grad(fn(hidden, logits).sum(), hidden)[0] for fn in (module, compiled))
     torch.testing.assert_close(actual, expected)
     assert capture.operators[0] == forward
-    assert ("gated_activation" in capture.operators[1]) is runs_again
+    assert (capture.operators[1].count("grouped_gemm") > 2) is runs_again, "two are those of the gradients"
 
 
 def test_experts_of_a_given_routing_follow_the_choice():

@@ -83,14 +83,14 @@ def test_options_reach_the_model(configured, capsys, monkeypatch):
 
 def test_training_and_dynamic_graphs(configured, capsys):
     _, out = told(capsys, "--model", configured(), "--patch", "--train", "--layers", 1)
-    assert out.splitlines()[3].startswith("1 training graph, 1 MoE layer, none fused")
+    assert out.splitlines()[3].startswith("1 training graph, 1 MoE layer, all fused")
     _, out = told(capsys, "--model", configured(), "--patch", "--dynamic", "--layers", 1)
     assert "1 MoE layer, all fused" in out
 
 
 def test_check_fails_where_something_is_not_fused(configured, capsys):
     folder = configured()
-    arguments = ("--model", folder, "--patch", "--train", "--layers", 1)
+    arguments = ("--model", folder, "--experts", "eager", "--layers", 1)
     assert told(capsys, *arguments)[0] == 0
     assert told(capsys, *arguments, "--check")[0] == 1
 

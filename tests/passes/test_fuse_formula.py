@@ -103,7 +103,7 @@ def test_a_second_run_finds_nothing():
 def test_equal_gates_have_equal_texts():
     def both(hidden, logits, w13, w2):
         first = _layer(lambda g, u: torch.sigmoid(g) * u)(hidden, logits, w13, w2)
-        return _layer(lambda gate, up: torch.sigmoid(gate) * up)(first, logits, w13, w2)
+        return _layer(lambda gate, up: torch.sigmoid(gate) * up)(first, logits * 2, w13, w2)
 
     result = rewrite(both, *inputs())
     specs = [node.args[-1] for node in result.graph.nodes if "fused_moe_formula" in str(node.target)]
