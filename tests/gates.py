@@ -53,6 +53,11 @@ def learned_columns(gate: Tensor, up: Tensor, scale: Tensor, shift: Tensor) -> T
     return F.gelu(gate - shift) * up.abs().sqrt() * torch.sigmoid(scale)
 
 
+def root_of_scaled(gate: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+    """Where up is 0, its slope in `scale` is no number."""
+    return F.silu(gate) * (up * scale).abs().sqrt()
+
+
 CASES = {
     "gpt_oss": Case(
         gpt_oss,
@@ -71,6 +76,9 @@ CASES = {
             torch.where(g > 20, g, torch.log(1 + torch.exp(g))) * torch.where(u > 0, u, u / 10) * s
         ),
         ((EXPERTS,),),
+    ),
+    "root_of_scaled": Case(
+        root_of_scaled, lambda g, u, s: g * _sigmoid(g) * (u * s).abs() ** 0.5, ((EXPERTS, INTERMEDIATE),)
     ),
     "learned_columns": Case(
         learned_columns,

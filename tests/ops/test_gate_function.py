@@ -149,7 +149,9 @@ BAD_FORMULAS = {
     "thirds|gate": "layout 'thirds'",
     "halves|gate; up|gate": "item 'gate; up'",
     "silu": "layout 'silu'",
-    "|".join(("halves", *(f"a{i}=expert*1+0+column*0" for i in range(5)), "gate")): "reads 5 tensors",
+    "|".join(
+        ("halves", *(f"a{i}=expert*1+0+column*0" for i in range(5)), "gate")
+    ): "reads 5 tensors: expected at most 4",
 }
 
 

@@ -60,6 +60,11 @@ def test_other_plans_and_readers_stay():
             rows, logits[:, :2], inverse
         )
 
+    def rows_as_bias(hidden, logits, w13, w2, slots, inverse, offsets):
+        rows = moe_ops.permute(hidden[:2], slots)
+        out = moe_ops.grouped_gemm(hidden[2:6], w13, offsets, bias=rows)
+        return moe_ops.combine(out, logits[:2, :2], inverse)
+
     assert [each.reason for each in fused(read_rows).refused] == [
         "what reads the gathered rows comes from aten.sum, not from grouped_gemm"
     ]
@@ -69,3 +74,5 @@ def test_other_plans_and_readers_stay():
     assert log.counts() == {"gather_gemm": 1}
     assert "not from build_dispatch" in log.refused[0].reason
     assert not fused(rows_as_weight, *plan).fused
+    log = fused(rows_as_bias, *moe_ops.build_dispatch(ids[:2], EXPERTS))
+    assert not log.fused and "the gathered rows are no rows of" in log.refused[-1].reason

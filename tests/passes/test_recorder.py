@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import inductor_passes
+import moe_ops
 from inductor_passes import recorder
 from inductor_passes.base import LAYER_KEY, Fusion, Refusal
 from inductor_passes.graph_tools import inherit_meta, replacement
@@ -157,6 +158,17 @@ def test_a_training_graph_is_told_once(monkeypatch):
     monkeypatch.setattr(recorder, "LOWERINGS", (ForInference(), *recorder.LOWERINGS))
     report = inductor_passes.explain(Model(), inputs().hidden_states)
     assert [each.layer for each in report.fused] == ["layers.0", "layers.1"] and not report.refused
+
+
+def test_a_layer_that_both_parts_refuse_in_training_is_told_once():
+    def model(hidden, w13, w2, weights, ids):
+        return moe_ops.fused_experts(hidden, w13, w2, weights, ids, activation=lambda g, u: g.tanh() * u)
+
+    given = inputs()
+    weights, ids = moe_ops.topk_routing(given.router_logits, ROUTING)
+    tensors = (given.hidden_states, given.w13.requires_grad_(), given.w2, weights, ids)
+    report = inductor_passes.explain(model, *tensors)
+    assert report.is_training and len(report.refused) == 1
 
 
 def test_rewrites_are_all_passes_but_the_lowerings():
