@@ -264,7 +264,7 @@ def _processes_of(layers: dict[str, nn.Module]) -> dist.ProcessGroup:
     meshes = []
     for name, module in layers.items():
         for parameter in _sharded(module):
-            if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
+            if parameter.placements != (Shard(0),):
                 raise ValueError(
                     f"{name or 'model'} has parameters placed {parameter.placements}: expected (Shard(dim=0),), by "
                     "ExpertParallel alone"
