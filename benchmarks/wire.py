@@ -1,20 +1,15 @@
-"""What ranks send each other: bytes and seconds of the collectives of `layers.parallel`, counted as they are called."""
+"""What ranks send each other: bytes and seconds of torch's functional collectives, counted as they are called."""
 
 import time
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers.parallel import collectives
 
-
-class Wire:
+class Wire(TorchDispatchMode):
     """Counts while it is entered, on this rank.
-
-    It stands where `collectives` looks its operators up. As a dispatch mode, which would be the obvious way, it makes
-    processes crash now and then: gloo's threads let go of tensors while Python has them in hand (torch 2.13).
 
     Args:
         rank: of this process, in the one group that exchanges.
@@ -27,34 +22,24 @@ class Wire:
     """
 
     def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
         self.rank, self.size = rank, size
         self.sent, self.seconds, self.calls = 0.0, 0.0, 0
-        self._operators = collectives._ops
-        self._replaced = mock.patch.object(collectives, "_ops", self)
 
-    def __enter__(self) -> "Wire":
-        self._replaced.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._replaced.stop()
-
-    def __getattr__(self, name: str) -> Any:
-        """The operator of this name, counted."""
-        operator = getattr(self._operators, name)
-
-        def counted(x: Tensor, *args: Any) -> Tensor:
-            _synchronize(x)
-            started = time.perf_counter()
-            result = operator(x, *args)
-            _synchronize(x)
-            self.seconds += time.perf_counter() - started
-            if name != "wait_tensor":
-                self.calls += 1
-                self.sent += self.bytes_of(name, x, *args)
-            return result
-
-        return counted
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operator."""
+        if func.namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        _synchronize(args[0])
+        started = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        _synchronize(args[0])
+        self.seconds += time.perf_counter() - started
+        name = func._schema.name.partition("::")[2]
+        if name != "wait_tensor":
+            self.calls += 1
+            self.sent += self.bytes_of(name, *args)
+        return result
 
     def bytes_of(self, name: str, x: Tensor, *args: Any) -> float:
         """To other ranks, in one call of this collective."""
