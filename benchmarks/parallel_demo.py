@@ -250,7 +250,7 @@ def _joined() -> Iterator[str]:
 
 
 def _leave(status: int) -> None:
-    """Ends the process at once: while Python ends, a thread of gloo that lets go of its last tensor would abort it."""
+    """Ends the process at once: while Python ends on gloo, C++ now and then terminates it (seen with torch 2.13)."""
     sys.stdout.flush()
     os._exit(status)
 
