@@ -1,5 +1,5 @@
 # `make demo` and `make test` need Python 3.11+, make, a C++ compiler and a package index; the rest sets itself up.
-# MODEL=path runs the demo on a local checkpoint. GPU_PYTHON is an interpreter that already has torch with CUDA.
+# MODEL=path runs a demo on a local checkpoint. GPU_PYTHON is an interpreter that already has torch with CUDA.
 
 GPU_PYTHON ?= python3
 PYTHON     ?= $(shell .ci/find-python)
@@ -9,10 +9,17 @@ READY      := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-cpu test-kernels exhaustive fuzz mutants lint types wheel gpu setup clean
+.PHONY: demo demo-parallel test test-cpu test-kernels exhaustive fuzz mutants lint types wheel gpu setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks demo $(if $(MODEL),--model "$(MODEL)")
+
+# RANKS=2 starts two processes. They use GPUs where there is one for each.
+RANKS ?= 4
+
+demo-parallel: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+		-m benchmarks demo-parallel $(if $(MODEL),--model "$(MODEL)")
 
 test: test-kernels test-cpu
 

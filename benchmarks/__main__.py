@@ -11,12 +11,14 @@ from benchmarks import (
     loading,
     moe_bench,
     options_bench,
+    parallel_demo,
     stock_bench,
     training_bench,
 )
 
 COMMANDS = {
     "demo": demo,
+    "demo-parallel": parallel_demo,
     "moe": moe_bench,
     "cpu": cpu_bench,
     "loading": loading,

@@ -20,7 +20,7 @@ from layers.modular_parts import (
     TopKWeightAndReduceDelegate,
 )
 from layers.moe_block import MoEBlock
-from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts
+from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts, spread_experts
 from layers.prepare_finalize import BatchedPrepareAndFinalize, LocalPrepareAndFinalize
 from layers.routed_experts import HashRouting, RoutedExpertsCapture, RoutedExpertsReplay
 from layers.router import Router, RouterOutput
@@ -78,6 +78,7 @@ __all__ = [
     "rebalance_experts",
     "register_routing_strategy",
     "sample_experts",
+    "spread_experts",
     "StandardExperts",
     "TopKWeightAndReduce",
     "TopKWeightAndReduceContiguous",

@@ -159,14 +159,31 @@ class ExpertBalancing(nn.Module):
                 raise ValueError(
                     f"expert_weights has {weight.shape[0]} experts: expected {self.load.shape[0]}"
                 )
-        held, experts, counts = (tensor.to(self.load.device) for tensor in self._checked(placement))
-        source = self._source_of(held.long())
+        source = self._source_of(self.checked(placement).physical_to_logical.to(self.load.device))
         moved = (source != torch.arange(source.shape[0], device=source.device)).nonzero().squeeze(1)
         for weight in weights:
             weight[moved] = weight[source[moved]]
-        self.logical_to_physical.fill_(-1)[:, : experts.shape[1]] = experts
+        self.commit(placement)
+
+    @torch.no_grad()
+    def commit(self, placement: ExpertPlacement) -> None:
+        """Changes the maps to `placement` and forgets the load, in place: for who has moved the weights already.
+
+        Raises:
+            TypeError, ValueError: as `checked` does; nothing has changed then.
+        """
+        _, experts, counts = self.checked(placement)
+        self.logical_to_physical.fill_(-1)[:, : experts.shape[1]] = experts.to(self.load.device)
         self.replica_count.copy_(counts)
         self.load.zero_()
+
+    def held(self) -> Tensor:
+        """[P] int64: the expert at each place, -1 where there is none."""
+        num_places = self.load.shape[0]
+        places = self.logical_to_physical.masked_fill(~self._in_use(), num_places).long()
+        experts = torch.arange(places.shape[0], device=places.device).unsqueeze(1).expand_as(places)
+        held = torch.full((num_places + 1,), -1, device=places.device)
+        return held.scatter_(0, places.flatten(), experts.flatten())[:num_places]
 
     def _source_of(self, held: Tensor) -> Tensor:
         """[P]: where the expert that each place is to hold lies now; there, if it is one of its replicas."""
@@ -175,7 +192,13 @@ class ExpertBalancing(nn.Module):
         stays = (replicas == places.unsqueeze(1)).any(1)
         return torch.where(stays, places, replicas[:, 0].long())
 
-    def _checked(self, placement: ExpertPlacement) -> ExpertPlacement:
+    def checked(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """The placement on the CPU, if it is one of this layer.
+
+        Raises:
+            TypeError, ValueError: it is none, has other sizes, more replicas of one expert than R, or contradicts
+                itself.
+        """
         expect_type("placement", placement, ExpertPlacement)
         held, experts, counts = (tensor.cpu() for tensor in placement)
         E, R = self.logical_to_physical.shape
@@ -190,7 +213,7 @@ class ExpertBalancing(nn.Module):
             raise ValueError(
                 "placement contradicts itself: expected each place once, with the expert it holds"
             )
-        return ExpertPlacement(held, experts, counts)
+        return ExpertPlacement(held.long(), experts, counts)
 
 
 def balancing_of_layer(

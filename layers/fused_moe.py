@@ -118,12 +118,16 @@ class FusedMoE(ExpertParameters):
     def get_expert_weights(self) -> list[Tensor]:
         """Parameters of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
 
+        Of a layer that `ExpertParallel` sharded these are the local parts.
+
         Raises:
             ValueError: a parameter is not contiguous.
         """
         names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
         parameters = {name: each for name in names if (each := getattr(self, name)) is not None}
         for name, parameter in parameters.items():
+            if self.parallel is not None:
+                parameters[name] = parameter = self.parallel.stored_part(parameter)
             if not parameter.is_contiguous():
                 raise ValueError(f"{name} has strides {parameter.stride()}: expected a contiguous parameter")
         return [parameter.detach().view(self.num_local_experts, -1) for parameter in parameters.values()]

@@ -27,6 +27,14 @@ class ExpertPlacement(NamedTuple):
     logical_to_physical: Tensor
     replica_count: Tensor
 
+    @classmethod
+    def of(cls, physical_to_logical: Tensor, num_experts: int) -> "ExpertPlacement":
+        """The one that has these experts in its slots, [L, P] or [P] integers on the CPU, each of E at least once."""
+        held = physical_to_logical.long()
+        count = torch.zeros((*held.shape[:-1], num_experts), dtype=torch.int64)
+        count.scatter_add_(-1, held, torch.ones_like(held))
+        return cls(held, _slots_of_experts(held, count), count)
+
 
 def determine_expert_map(
     ep_size: int, ep_rank: int, global_num_experts: int, strategy: ExpertMapStrategy = "balanced"
@@ -106,12 +114,40 @@ def rebalance_experts(
         num_groups = num_nodes = 1
     layers = load.detach().to("cpu", torch.float64).reshape(-1, load.shape[-1]).tolist()
     placed = [_place(layer, num_replicas, num_groups, num_nodes, num_ranks) for layer in layers]
-    physical_to_logical = torch.tensor(placed, dtype=torch.int64).reshape(-1, num_replicas)
-    replica_count = torch.stack([row.bincount(minlength=load.shape[-1]) for row in physical_to_logical])
-    found = ExpertPlacement(
-        physical_to_logical, _slots_of_experts(physical_to_logical, replica_count), replica_count
-    )
-    return found if load.dim() == 2 else ExpertPlacement(*(tensor.squeeze(0) for tensor in found))
+    return ExpertPlacement.of(torch.tensor(placed).view(*load.shape[:-1], num_replicas), load.shape[-1])
+
+
+def spread_experts(
+    num_experts: int,
+    num_replicas: int,
+    num_ranks: int,
+    strategy: Literal["linear", "round_robin"] = "linear",
+) -> ExpertPlacement:
+    """A placement before any load is known: of P slots, those past E hold the first experts again.
+
+    Args:
+        num_experts: E.
+        num_replicas: P, a multiple of `num_ranks`, at least E.
+        num_ranks: devices over all hosts.
+        strategy: "linear" gives neighbouring experts to a rank, "round_robin" deals them out.
+
+    Returns:
+        An `ExpertPlacement` of one layer, on the CPU.
+
+    Raises:
+        TypeError, ValueError: a count is no positive int or does not divide as it must, or the strategy is none.
+
+    Example:
+        >>> spread_experts(num_experts=4, num_replicas=6, num_ranks=2, strategy="round_robin").physical_to_logical
+        tensor([0, 2, 0, 1, 3, 1])
+    """
+    expect_positive("num_experts", num_experts)
+    expect_choice("strategy", strategy, Literal["linear", "round_robin"])
+    _check_counts(torch.ones(num_experts), num_replicas, 1, 1, num_ranks)
+    held = torch.arange(num_replicas) % num_experts
+    if strategy == "round_robin":
+        held = held.view(-1, num_ranks).T.flatten()
+    return ExpertPlacement.of(held, num_experts)
 
 
 def _check_counts(load: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_ranks: int) -> None:

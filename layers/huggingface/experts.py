@@ -72,7 +72,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     options, parallel = getattr(self, "moe_ops_options", None), getattr(self, "moe_ops_parallel", None)
     activation = known_activation(self) if options is None else options.activation
     placement = Placement(getattr(self, "moe_ops_expert_map", None))
-    tensors = hidden_states, _weights(self, parallel), top_k_weights, top_k_index
+    balancing = getattr(self, "moe_ops_balancing", None)
+    ids = top_k_index if balancing is None else balancing(top_k_index)
+    tensors = hidden_states, _weights(self, parallel), top_k_weights, ids
     args = FusedExperts(*tensors, placement, None, activation or "")
     if parallel is None:
         return _run(self, options, args)

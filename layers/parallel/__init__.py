@@ -7,6 +7,7 @@ from layers.parallel.clipping import clip_grad_norm_
 from layers.parallel.config import ParallelConfig
 from layers.parallel.group import ExpertRanks, Group
 from layers.parallel.monolithic import AllGatherMonolithic
+from layers.parallel.rebalancing import ExpertRebalancer
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "AllToAllPrepareAndFinalize",
     "ExpertParallel",
     "ExpertRanks",
+    "ExpertRebalancer",
     "ExpertTensorParallel",
     "Group",
     "PaddedAllToAllPrepareAndFinalize",

@@ -63,6 +63,11 @@ class RankExperts:
             GroupedLinear(self.local_part(w2.weight, 3), self.local_part(w2.bias, 2)),
         )
 
+    @staticmethod
+    def stored_part(parameter: Any) -> Tensor:
+        """The memory of a DTensor that is here: what is written to it is written to the parameter."""
+        return parameter.detach().to_local()
+
     def local_part(self, parameter: Any, num_dims: int, split_dim: int = 1) -> Any:
         """The part of a DTensor that is here. What all ranks have whole counts on the first, for outputs are summed.
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from layers import determine_expert_map, rebalance_experts
+from layers import determine_expert_map, rebalance_experts, spread_experts
 from layers.placement import ExpertPlacement
 
 STRATEGIES = ("balanced", "linear", "round_robin")
@@ -205,3 +205,32 @@ def test_no_load_at_all_is_placed():
 def test_loads_and_counts_that_cannot_be_are_named(load, counts, error, message):
     with pytest.raises(error, match=message):
         rebalance_experts(load, *counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "strategy", "held"),
+    [
+        ((8, 12, 4), "linear", [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]),
+        ((8, 12, 4), "round_robin", [0, 4, 0, 1, 5, 1, 2, 6, 2, 3, 7, 3]),
+        ((4, 4, 2), "round_robin", [0, 2, 1, 3]),
+        ((2, 6, 3), "linear", [0, 1, 0, 1, 0, 1]),
+    ],
+)
+def test_experts_are_spread_before_any_load_is_known(counts, strategy, held):
+    placement = spread_experts(*counts, strategy)
+    assert placement.physical_to_logical.tolist() == held
+    _check_consistent(ExpertPlacement(*(each.unsqueeze(0) for each in placement)), counts[0])
+
+
+@pytest.mark.parametrize(
+    ("counts", "error", "message"),
+    [
+        ((0, 4, 2), ValueError, "num_experts=0: expected at least 1"),
+        ((4, 3, 1), ValueError, "num_replicas=3: expected at least E=4"),
+        ((4, 5, 2), ValueError, "num_replicas=5: expected a multiple of num_ranks=2"),
+        ((4, 4, 2, "balanced"), ValueError, "strategy='balanced': expected one of 'linear', 'round_robin'"),
+    ],
+)
+def test_counts_that_cannot_be_spread(counts, error, message):
+    with pytest.raises(error, match=message):
+        spread_experts(*counts)
