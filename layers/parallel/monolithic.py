@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layers._checks import expect_features, expect_positive, expect_type
 from layers.fused_moe import FusedMoE
+from layers.modular_parts import Prepared
 from layers.parallel.all_gather import gathering, rows_of_each
 from layers.parallel.collectives import start_reduce_scatter
 from layers.parallel.exchange import plus
@@ -63,7 +64,8 @@ class AllGatherMonolithic(nn.Module):
 
     def _run(self, hidden: Tensor, router_logits: Tensor) -> Tensor:
         """Sums [W*M, H] of this rank's experts for tokens of all."""
-        num_rows = rows_of_each(hidden, router_logits, "number of logits", self.max_tokens, self.group)
+        given = Prepared(hidden, router_logits, router_logits)
+        num_rows = rows_of_each(given, "number of logits", self.max_tokens, self.group)
         gather = gathering(num_rows, self.group)
         tokens, logits = gather(hidden), gather(router_logits)
         return self.layer(tokens(), logits())
