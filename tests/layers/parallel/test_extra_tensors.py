@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import ModularKernel, RouterOutput, StandardExperts
+from layers import ModularKernel, Prepared, RouterOutput, StandardExperts
 from layers.parallel import AllGatherPrepareAndFinalize, AllReducePrepareAndFinalize
 from tests.helpers import assert_matches_oracle, assert_same
 from tests.layers.carried import (
@@ -84,13 +84,19 @@ def test_behind_tokens_that_some_ranks_share():
 @exchanges
 def test_one_graph_for_all_contents(name):
     kernel = ALL[name](make_layer(config()))
-    start, counter = compiled_for_any_number(lambda *args: kernel.start(*args).wait()._replace(way_back=None))
+
+    def arrived(*args):
+        prepared = kernel.start(*args).wait()
+        return prepared.hidden_states, prepared.extra_tensors
+
+    function, counter = compiled_for_any_number(arrived)
     for step, routing in enumerate(("random", "padding", "one_rank")):
         hidden, routed, which = tokens_of(name, routing=routing, sizes="even", step=step)
         keep = 6 - step
         routed = RouterOutput(*(each[:keep].clone() for each in routed))
         extras = extra_tensors(which[:keep])
-        assert_beside_their_tokens(start(hidden[:keep].clone(), routed, extras))
+        rows, extras = function(hidden[:keep].clone(), routed, extras)
+        assert_beside_their_tokens(Prepared(rows, *routed[1:], extra_tensors=extras))
     assert counter.frame_count == 1
 
 
