@@ -49,10 +49,16 @@ def in_slot_order(rows: Tensor, slots: Tensor, per_token: int | torch.SymInt) ->
     return rows[slots.long() // max(per_token, 1)]
 
 
-def placed(rows: Tensor, places: Tensor, num_rows: int, fill: float = 0.0) -> Tensor:
+def placed(rows: Tensor, places: Tensor, num_rows: int, fill: int = 0) -> Tensor:
     """[num_rows, ...] with each of the rows at its place; one row more takes what has none."""
     empty = rows.new_full((num_rows + 1, *rows.shape[1:]), fill)
     return empty.index_copy(0, places, rows)[:num_rows]
+
+
+def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
+    """[S] int64: the expert of each row of a plan, E for those behind the last one's."""
+    row = torch.arange(num_rows, dtype=torch.int32, device=expert_offsets.device)
+    return torch.searchsorted(expert_offsets[1:], row, right=True)
 
 
 def bytes_per_token(rows: Sequence[Tensor]) -> int:

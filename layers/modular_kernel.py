@@ -129,9 +129,10 @@ class ModularKernel(nn.Module):
         expect_shape("topk_weights", weights, tuple(ids.shape))
         if self.experts.apply_router_weight_on_input:
             hidden_states, weights = hidden_states * weights.to(hidden_states.dtype), torch.ones_like(weights)
-        expect_row_per_token(extra_tensors, hidden_states.shape[0])
+        extras = *extra_tensors, *self.experts.extra_tensors(hidden_states.shape[0])
+        expect_row_per_token(extras, hidden_states.shape[0])
         experts = self.experts.num_experts, self.experts.expert_map
-        args = hidden_states, weights, ids, *experts, tuple(extra_tensors)
+        args = hidden_states, weights, ids, *experts, extras
         if self._is_async:
             return Pending(*self.prepare_finalize.prepare_async(*args))  # type: ignore[attr-defined]
         return _arrived(self.prepare_finalize.prepare(*args))

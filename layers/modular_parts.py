@@ -166,6 +166,10 @@ class PermuteExpertsUnpermute(Protocol):
         """Whether what they are given is to be weighed instead of what they return."""
         ...
 
+    def extra_tensors(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """[T, ...] that they want to get of each token besides what the caller gives: adapter ids."""
+        ...
+
     def route(self, router_logits: Tensor) -> RouterOutput:
         """Picks the experts of each token."""
         ...

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layers._checks import expect_positive
-from layers.carried import in_slot_order, moved_as_bytes, placed
+from layers.carried import expert_of_rows, in_slot_order, moved_as_bytes, placed
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNaiveBatched
 from moe_ops import DispatchPlan, build_dispatch
@@ -102,8 +102,7 @@ class BatchedPrepareAndFinalize(LocalPrepareAndFinalize):
 def batched_places(plan: DispatchPlan, max_tokens: int) -> Tensor:
     """[S] int64: where each row of a plan goes among E * max_tokens; E * max_tokens for one that is dropped."""
     offsets, num_experts = plan.expert_offsets, plan.expert_offsets.shape[0] - 1
-    row = torch.arange(plan.sorted_slots.shape[0], dtype=torch.int32, device=offsets.device)
-    expert = torch.searchsorted(offsets[1:], row, right=True)  # E past the last one
-    rank = row - offsets[expert]
+    expert = expert_of_rows(offsets, plan.sorted_slots.shape[0])
+    rank = torch.arange(expert.shape[0], dtype=torch.int32, device=offsets.device) - offsets[expert]
     fits = (expert < num_experts) & (rank < max_tokens)
     return torch.where(fits, expert * max_tokens + rank, num_experts * max_tokens)

@@ -109,7 +109,7 @@ def rows_of_each(given: Prepared, name: str, max_tokens: int | None, group: Grou
 def gathering(num_rows: int, group: Group) -> Callable[..., Callable[[], Tensor]]:
     """What starts to gather [T, ...] of each rank, brought to so many rows."""
 
-    def start(x: Tensor, value: float = 0.0) -> Callable[[], Tensor]:
+    def start(x: Tensor, value: int = 0) -> Callable[[], Tensor]:
         behind = (0, 0) * (x.dim() - 1) + (0, num_rows - x.shape[0])
         return start_all_gather(F.pad(x, behind, value=value), group)
 

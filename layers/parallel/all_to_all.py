@@ -59,11 +59,11 @@ class _AllToAll(Exchange):
         return nothing, lambda: combine(rows(), ones, way.inverse, shared)
 
     def _send(
-        self, given: Prepared, slots: Tensor, way: _WayBack, arranged: Callable[[Tensor, float], Tensor]
+        self, given: Prepared, slots: Tensor, way: _WayBack, arranged: Callable[[Tensor, int], Tensor]
     ) -> Started:
         """Starts what tokens have, in the order of `slots` [T*D], as many rows to each rank as `arranged` makes."""
 
-        def move(x: Tensor, fill: float = 0.0) -> Receiver:
+        def move(x: Tensor, fill: int = 0) -> Receiver:
             rows = arranged(in_slot_order(x, slots, way.ranks.shape[1]), fill)
             return start_all_to_all(rows, way.received, way.sent, self.group)
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layers.lora import LowRank
 from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput
 from layers.parallel.collectives import shared_by_all
@@ -57,6 +58,12 @@ class RankExperts:
         )
         output, summed = ExpertOutput(run(received, *prepared.extra_tensors)), TopKWeightAndReduceNoOp()
         return self.exchange.finalize(output, prepared, summed, addend)
+
+    def adapters_of_parts(self, linears: tuple[LowRank, LowRank]) -> tuple[LowRank, LowRank]:
+        """Of experts in parts, what every rank has whole: gradients of the parts of the output are summed."""
+        w13, w2 = linears
+        a13, b2 = shared_by_all(w13.a, self.group), shared_by_all(w2.b, self.group)
+        return w13._replace(a=a13), w2._replace(b=b2)
 
     def local_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """Their parts that are here."""
