@@ -5,7 +5,7 @@
 
 for the expert e of a row and the adapter n of its token. A plan of their own brings rows in the order of (expert,
 adapter), so both products are grouped ones over E*N groups, and rows without an adapter are in none of them: they are
-what they would be without adapters, to the bit, whatever the adapters hold.
+what they would be without adapters, to the bit, whatever the adapters hold. With one adapter rows stay as they are.
 
 Letters: T tokens, R rows in expert order, E experts held here, N adapters, r rank, H hidden, I intermediate size.
 """
@@ -188,8 +188,14 @@ class ExpertLora(nn.Module):
         if self.num_experts != num_experts:
             value_error("lora has adapters of {} experts: expected {}", self.num_experts, num_experts)
 
+    def rows_of_plan(self, expert_offsets: Tensor, adapter_ids: Tensor) -> "AdapterRows | RowsOfOneAdapter":
+        """Of rows in expert order [R], with the adapter of each."""
+        if self.num_adapters == 1:
+            return RowsOfOneAdapter(expert_offsets, (adapter_ids == 0).unsqueeze(1), self.scaling)
+        return self.rows_of(expert_of_rows(expert_offsets, adapter_ids.shape[0]), adapter_ids)
+
     def rows_of(self, experts: Tensor, adapter_ids: Tensor) -> "AdapterRows":
-        """Of rows in expert order [R], with the expert of each, E for none, and its token's adapter."""
+        """Of rows in any order [R], with the expert of each, E for none, and its token's adapter."""
         N = self.num_adapters
         has_adapter = (experts < self.num_experts) & (adapter_ids >= 0) & (adapter_ids < N)
         groups = torch.where(has_adapter, experts * N + adapter_ids, -1)
@@ -231,6 +237,30 @@ class AdapterRows(NamedTuple):
         return permute(grouped_gemm(low, linear.b.flatten(0, 1), self.plan.expert_offsets), self.way_back)
 
 
+class RowsOfOneAdapter(NamedTuple):
+    """Rows in expert order of a layer with one adapter: they stay where they are, and those without it are left out.
+
+    Several adapters of an expert could be one product too, of N*r columns, but of that the columns of others would have
+    to be taken as zero times what these hold, which may not be finite.
+
+    Attributes:
+        expert_offsets: [E+1].
+        has_adapter: [R, 1] bool.
+        scaling: [1].
+    """
+
+    expert_offsets: Tensor
+    has_adapter: Tensor
+    scaling: Tensor
+
+    def change(self, rows: Tensor, linear: LowRank) -> Tensor:
+        """[R, A] to [R, B], zero for rows without the adapter."""
+        low = grouped_gemm(rows, linear.a.flatten(0, 1), self.expert_offsets)
+        low = (low * self.scaling).to(low.dtype)
+        change = grouped_gemm(low, linear.b.flatten(0, 1), self.expert_offsets)
+        return torch.where(self.has_adapter, change, 0)
+
+
 def run_with_lora(
     args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor, linears: tuple[LowRank, LowRank]
 ) -> tuple[Tensor, DispatchPlan]:
@@ -246,8 +276,7 @@ def run_with_lora(
     lora.expect_experts(w13.weight.shape[0])
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     rows, offsets = permute(args.hidden_states, plan.sorted_slots), plan.expert_offsets
-    experts = expert_of_rows(offsets, plan.sorted_slots.shape[0])
-    adapted = lora.rows_of(experts, adapter_ids[plan.sorted_slots.long() // max(top_k, 1)])
+    adapted = lora.rows_of_plan(offsets, adapter_ids[plan.sorted_slots.long() // max(top_k, 1)])
     gate_up = grouped_gemm(rows, w13.weight, offsets, w13.bias) + adapted.change(rows, linears[0])
     activated = gated_activation(gate_up, args.activation)
     expert_out = grouped_gemm(activated, w2.weight, offsets, w2.bias) + adapted.change(activated, linears[1])

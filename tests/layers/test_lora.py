@@ -105,6 +105,27 @@ def test_tokens_without_an_adapter_are_as_without_adapters(way):
     assert (out[ids == 0] != plain[ids == 0]).any(1).all()
 
 
+def test_one_adapter():
+    """Of which rows keep the order of experts, and some have none."""
+    layer = make_layer(torch.float64, emit="stages")
+    (adapter, *_), ids, (hidden, routed) = make_adapters(layer), draw_ids(33), tokens(33, torch.float64)
+    plain = layer(hidden, routed)
+    lora = attach(layer, [adapter], ids)
+    out = layer(hidden, routed)
+    assert_matches_oracle(out, oracle(layer, [adapter], hidden, routed, ids))
+    assert torch.equal(out[ids != 0], plain[ids != 0])
+    inputs = [hidden.requires_grad_(), *lora.parameters()]
+
+    def expected():
+        w13, w2 = (LowRank(each.a[:, 0], each.b[:, 0]) for each in lora.linears())
+        return oracle(layer, [(w13, w2, adapter.scaling)], hidden, routed, ids)
+
+    assert_same(grads_of(lambda: layer(hidden, routed), inputs), grads_of(expected, inputs))
+    with torch.no_grad():
+        lora.b13.fill_(float("inf"))
+    assert torch.equal(layer(hidden, routed)[ids != 0], plain[ids != 0])
+
+
 def test_new_adapters_change_nothing():
     layer = make_layer(emit="stages")
     hidden, routed = tokens(7)
