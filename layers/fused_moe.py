@@ -301,7 +301,7 @@ class FusedMoE(ExpertParameters):
         output = output[:, : x.shape[1]] * self._scale
         return output if shared is None else output + shared
 
-    def _run_experts(self, args: FusedExperts, adapter_ids: Tensor | None) -> Tensor:
+    def _run_experts(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
         config = self.config
         if self.lora is not None and adapter_ids is not None:
             return self._run_adapted(args, self.lora, adapter_ids)
