@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import inductor_passes
 from layers import (
     BatchedExperts,
     BatchedPrepareAndFinalize,
@@ -176,12 +177,13 @@ def test_gradients(way, compiled):
 
 
 @ways
+@pytest.mark.parametrize("options", [None, inductor_passes.options()], ids=["plain", "passes"])
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_one_graph_for_all_adapters(way):
+def test_one_graph_for_all_adapters(way, options):
     layer = make_layer()
     adapters, ids = make_adapters(layer), draw_ids(40)
     lora = attach(layer, adapters, ids)
-    run = torch.compile(WAYS[way](layer), fullgraph=True, dynamic=True)
+    run = torch.compile(WAYS[way](layer), fullgraph=True, dynamic=True, options=options)
     for step, num_tokens in enumerate((7, 33, 9)):
         ids.copy_(draw_ids(40, step) if step else torch.full((40,), -1))
         adapters.reverse()
