@@ -127,6 +127,18 @@ def test_one_adapter():
     assert torch.equal(layer(hidden, routed)[ids != 0], plain[ids != 0])
 
 
+def test_batched_rows_without_a_token_are_nobodys():
+    layer, ids = make_layer(), torch.zeros(7, dtype=torch.int32)
+    attach(layer, make_adapters(layer), ids)
+    hidden, routed = tokens(7)
+    prepared = BatchedPrepareAndFinalize().prepare(hidden, *routed[1:], E, None, (ids,))
+    is_empty = torch.arange(7) >= prepared.counts.unsqueeze(1)
+    rows = prepared.hidden_states.masked_fill(is_empty.unsqueeze(2), float("nan"))
+    out = BatchedExperts(layer)(prepared._replace(hidden_states=rows)).rows
+    assert (out[is_empty] == 0).all()
+    assert torch.isfinite(out).all()
+
+
 def test_new_adapters_change_nothing():
     layer = make_layer(emit="stages")
     hidden, routed = tokens(7)
