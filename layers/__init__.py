@@ -8,6 +8,7 @@ from layers.balancing import EplbState, ExpertBalancing
 from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.fused_moe import FusedMoE
 from layers.local_experts import BatchedExperts, LocalExperts, StandardExperts
+from layers.lora import ExpertLora, LowRank, join_gate_up
 from layers.modular_kernel import ModularKernel, Pending
 from layers.modular_parts import (
     ActivationFormat,
@@ -40,6 +41,7 @@ from layers.weights.shard import TensorShard
 
 __all__ = [
     "EplbState",
+    "ExpertLora",
     "ExpertBalancing",
     "ExpertPlacement",
     "ExpertsConfig",
@@ -51,6 +53,8 @@ __all__ = [
     "FusedMoE",
     "HashRouting",
     "LocalExperts",
+    "LowRank",
+    "join_gate_up",
     "LocalPrepareAndFinalize",
     "ModularKernel",
     "MoEBlock",

@@ -67,6 +67,14 @@ class ExpertParameters(nn.Module):
         self._placement = None if expert_map is None else local_experts(expert_map, count)
         self.expert_map = self._placement_on(self.w13_weight.device)
 
+    def held_experts(self) -> list[int]:
+        """The physical experts whose weights are here, in their order."""
+        if self._placement is None:
+            return list(range(self.config.num_physical_experts))
+        return sorted(
+            (e for e, local in enumerate(self._placement) if local >= 0), key=self._placement.__getitem__
+        )
+
     def reset_parameters(self) -> None:
         """Fills weights and biases uniformly in ±1/sqrt(fan_in) like `nn.Linear`. Scales are 1, selection biases 0."""
         config = self.config
@@ -172,17 +180,24 @@ class ExpertParameters(nn.Module):
         return f"{sizes}, intermediate_size={config.intermediate_size}, routing={config.routing.spec!r}"
 
 
+def weight_shapes(
+    config: MoEConfig, num_experts: int, shard: TensorShard = WHOLE
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Of w13 and w2, of so many experts or of a shard of each."""
+    H = config.experts.padded_size or config.expert_hidden_size
+    I = shard.local_size("intermediate_size", config.intermediate_size)
+    return (num_experts, config.gate_up_size(I), H), (num_experts, H, I)
+
+
 def _parameter_shapes(
     config: MoEConfig, num_experts: int, shard: TensorShard
 ) -> dict[str, tuple[int, ...] | None]:
-    H = config.experts.padded_size or config.expert_hidden_size
-    I = shard.local_size("intermediate_size", config.intermediate_size)
-    gate_up = config.gate_up_size(I)
+    w13, w2 = weight_shapes(config, num_experts, shard)
     return {
-        "w13_weight": (num_experts, gate_up, H),
-        "w2_weight": (num_experts, H, I),
-        "w13_bias": (num_experts, gate_up) if config.has_bias else None,
-        "w2_bias": (num_experts, H) if config.has_bias else None,
+        "w13_weight": w13,
+        "w2_weight": w2,
+        "w13_bias": w13[:2] if config.has_bias else None,
+        "w2_bias": w2[:2] if config.has_bias else None,
         "expert_scale": (config.router_size,) if config.router.has_expert_scale else None,
-        "post_norm_weight": (H,) if config.experts.post_norm_eps is not None else None,
+        "post_norm_weight": w2[1:2] if config.experts.post_norm_eps is not None else None,
     }

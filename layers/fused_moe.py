@@ -20,6 +20,7 @@ from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingFunction, emitted
 from layers.expert_options import compute_weights, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
+from layers.lora import ExpertLora, run_with_lora
 from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
@@ -34,7 +35,7 @@ from moe_ops.arguments import (
     Router,
     SharedExpert,
 )
-from moe_ops.combine import check_shared
+from moe_ops.combine import check_shared, combine
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
@@ -69,6 +70,8 @@ class FusedMoE(ExpertParameters):
             that routes instead: `RoutedExpertsReplay`, `HashRouting`, `SimulatedRouting`, or any other.
         capture: None, or a `RoutedExpertsCapture`, which remembers the chosen experts.
         balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
+        lora: None, or the `ExpertLora` whose adapters tokens may have; it runs between the stages, also where
+            `config.emit` is "fused".
         parallel: None, or the `RankExperts` that a style of `layers.parallel` made; parameters are then DTensors.
 
     Raises:
@@ -89,6 +92,7 @@ class FusedMoE(ExpertParameters):
         self.routing_override: nn.Module | None = None
         self.capture: RoutedExpertsCapture | None = None
         self.balancing: ExpertBalancing | None = None
+        self.lora: ExpertLora | None = None
         self.parallel: RankExperts | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
@@ -116,7 +120,9 @@ class FusedMoE(ExpertParameters):
         self.balancing = balancing_of_layer(sizes, moe_layer_idx, state, **options)
 
     def get_expert_weights(self) -> list[Tensor]:
-        """Parameters of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
+        """Tensors of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
+
+        Those of `lora` come last.
 
         Of a layer that `ExpertParallel` sharded these are the local parts.
 
@@ -125,6 +131,8 @@ class FusedMoE(ExpertParameters):
         """
         names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
         parameters = {name: each for name in names if (each := getattr(self, name)) is not None}
+        if self.lora is not None:
+            parameters |= {f"lora.{name}": each for name, each in self.lora.named_parameters()}
         for name, parameter in parameters.items():
             if self.parallel is not None:
                 parameters[name] = parameter = self.parallel.stored_part(parameter)
@@ -193,6 +201,8 @@ class FusedMoE(ExpertParameters):
         config, hidden_size = self.config, self.config.expert_hidden_size
         if isinstance(shared, SharedExpert):
             config.expect_overlap()
+            if self.lora is not None:
+                value_error("shared_experts.overlap=True with lora: expected False")
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
         addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
         # Ranks exchange all tokens at once, as often as each other; what they get is then run in chunks.
@@ -204,14 +214,15 @@ class FusedMoE(ExpertParameters):
             if not self._is_routed_apart() and not isinstance(addend, SharedExpert):
                 return in_chunks(self._run, chunk_size, tokens, logits, addend).reshape(hidden_states.shape)
             routed, ids = self._route_and_place(logits, tokens)
-        output = in_chunks(self._run_routed, chunk_size, tokens, routed, ids, addend)
+        adapter_ids = None if self.lora is None else self.lora.ids_of_tokens(tokens.shape[0])
+        output = in_chunks(self._run_routed, chunk_size, tokens, routed, ids, addend, adapter_ids)
         return output.reshape(hidden_states.shape)
 
     def _is_routed_apart(self) -> bool:
         """Whether something looks at the chosen experts before they run, which the fused operator would hide."""
         if self._routes_first or self.routing_override is not None:
             return True
-        return any(each is not None for each in (self.capture, self.balancing, self.parallel))
+        return any(each is not None for each in (self.capture, self.balancing, self.lora, self.parallel))
 
     def _route_and_place(self, logits: Tensor, tokens: Tensor) -> tuple[RouterOutput, Tensor]:
         """How tokens are routed, and where the chosen experts are: in one operator, where routing is ours."""
@@ -233,7 +244,8 @@ class FusedMoE(ExpertParameters):
         if self.capture is not None:
             self.capture(topk_ids)
 
-    def _experts(self) -> ExpertWeights:
+    def expert_weights(self) -> ExpertWeights:
+        """Weights and biases of the experts."""
         return ExpertWeights(
             GroupedLinear(self.w13_weight, self.w13_bias), GroupedLinear(self.w2_weight, self.w2_bias)
         )
@@ -242,7 +254,7 @@ class FusedMoE(ExpertParameters):
         config = self.config
         router = Router(router_logits, self.e_score_correction_bias, config.routing.spec)
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
-        args = FusedMoe(tokens, router, self._experts(), placement, spec)
+        args = FusedMoe(tokens, router, self.expert_weights(), placement, spec)
         return run_moe(args, shared, emitted(config.emit, config.save_for_backward))
 
     def _run_routed(
@@ -251,50 +263,65 @@ class FusedMoE(ExpertParameters):
         routed: RouterOutput,
         ids: Tensor,
         shared: Tensor | SharedExpert | Callable[[], Tensor] | None,
+        adapter_ids: Tensor | None = None,
     ) -> Tensor:
         config, weights = self.config, routed.topk_weights
         placement, spec = Placement(self.expert_map), activation_spec(config.activation)
         beside, shared = (None, shared) if isinstance(shared, Tensor) else (shared, None)
-        args = FusedExperts(tokens, self._experts(), weights, ids, placement, shared, spec)
+        args = FusedExperts(tokens, self.expert_weights(), weights, ids, placement, shared, spec)
         args = weigh_input(args) if config.router.weight_on == "input" else args
         if isinstance(beside, SharedExpert):
             output = run_with_shared(args, beside)
         elif self.parallel is not None:
-            output = self.parallel.run(args, self.num_local_experts, self._run_received, beside)
+            extras = () if adapter_ids is None else (adapter_ids,)
+            output = self.parallel.run(args, self.num_local_experts, self._run_received, beside, extras)
         else:
-            output = self._run_here(args)
+            output = self._run_here(args, adapter_ids)
         if config.experts.num_zero_experts:
             output = output + zero_experts(tokens, routed, config.num_experts)
         return output
 
-    def _run_received(self, args: FusedExperts) -> Tensor:
+    def _run_received(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
         """What this rank has to do for tokens of all."""
 
-        def run(tokens: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-            return self._run_here(args._replace(hidden_states=tokens, topk_weights=weights, topk_ids=ids))
+        def run(tokens: Tensor, weights: Tensor, ids: Tensor, adapters: Tensor | None) -> Tensor:
+            each = args._replace(hidden_states=tokens, topk_weights=weights, topk_ids=ids)
+            return self._run_here(each, adapters)
 
         routed = args.hidden_states, args.topk_weights, args.topk_ids
-        return in_chunks(run, self.config.experts.chunk_size, *routed)
+        return in_chunks(run, self.config.experts.chunk_size, *routed, adapter_ids)
 
-    def _run_here(self, args: FusedExperts) -> Tensor:
+    def _run_here(self, args: FusedExperts, adapter_ids: Tensor | None) -> Tensor:
         if self.config.experts.padded_size is None and self._scale == 1.0:
-            return self._run_experts(args)
-        return self._run_before_shared(args)
+            return self._run_experts(args, adapter_ids)
+        return self._run_before_shared(args, adapter_ids)
 
-    def _run_before_shared(self, args: FusedExperts) -> Tensor:
+    def _run_before_shared(self, args: FusedExperts, adapter_ids: Tensor | None) -> Tensor:
         """With what comes between the routed sum and the shared output."""
         x, shared, padded = args.hidden_states, args.shared, self.config.experts.padded_size
         check_shared(shared, x.shape[0], x.shape[1], "hidden_states", x)
         widened = x if padded is None else F.pad(x, (0, padded - x.shape[1]))
-        output = self._run_experts(args._replace(hidden_states=widened, shared=None))
+        output = self._run_experts(args._replace(hidden_states=widened, shared=None), adapter_ids)
         output = output[:, : x.shape[1]] * self._scale
         return output if shared is None else output + shared
 
-    def _run_experts(self, args: FusedExperts) -> Tensor:
+    def _run_experts(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
         config = self.config
+        if self.lora is not None and adapter_ids is not None:
+            return self._run_adapted(args, self.lora, adapter_ids)
         if self.post_norm_weight is not None and config.experts.post_norm_eps is not None:
             return run_with_norm(args, self.post_norm_weight, config.experts.post_norm_eps)
         return run_experts(args, emitted(config.emit, config.save_for_backward))
+
+    def _run_adapted(self, args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> Tensor:
+        linears = lora.linears()
+        if self.parallel is not None and self.shard.size > 1:
+            linears = self.parallel.adapters_of_parts(linears)
+        rows, plan = run_with_lora(args, lora, adapter_ids, linears)
+        eps = self.config.experts.post_norm_eps
+        if self.post_norm_weight is not None and eps is not None:
+            rows = F.rms_norm(rows, self.post_norm_weight.shape, self.post_norm_weight, eps)
+        return combine(rows, args.topk_weights, plan.inverse, args.shared)
 
 
 def _routing(config: MoEConfig) -> RoutingConfig:

@@ -6,16 +6,19 @@ Letters: T tokens, H hidden size, E experts held here, S routed slots, M rows se
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_type, present
 from layers.config import MoEConfig, emitted
 from layers.fused_moe import FusedMoE
+from layers.lora import ExpertLora, run_with_lora
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduceDelegate
 from layers.router import RouterOutput
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
 from moe_ops import batched_gemm, build_dispatch, gated_activation, gather_gemm_act, grouped_gemm, permute
 from moe_ops.activation import activation_spec
+from moe_ops.arguments import FusedExperts, Placement
 from moe_ops.fused_experts import emits_stages
 
 # What a config may say here besides its defaults. Whatever else changes what experts compute is refused by name.
@@ -71,6 +74,11 @@ class LocalExperts(nn.Module):
         """Whether the config says so."""
         return self.config.router.weight_on == "input"
 
+    def extra_tensors(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """The adapter of each token, if the layer has any."""
+        lora = self.layer.lora
+        return () if lora is None else (lora.ids_of_tokens(num_tokens),)
+
     def route(self, router_logits: Tensor) -> RouterOutput:
         """See `FusedMoE.route`."""
         return self.layer.route(router_logits)
@@ -100,6 +108,8 @@ class StandardExperts(LocalExperts):
         """
         layer, config, x = self.layer, self.config, prepared.hidden_states
         expect_features("hidden_states", x, config.hidden_size)
+        if layer.lora is not None:
+            return self._adapted(layer.lora, prepared)
         plan = build_dispatch(prepared.topk_ids, self.num_experts, self.expert_map)
         if emits_stages(emitted(config.emit, config.save_for_backward)):
             rows = permute(x, plan.sorted_slots)
@@ -108,6 +118,14 @@ class StandardExperts(LocalExperts):
         else:
             activated = gather_gemm_act(x, layer.w13_weight, plan, self._activation, layer.w13_bias)
         rows = grouped_gemm(activated, layer.w2_weight, plan.expert_offsets, layer.w2_bias)
+        return ExpertOutput(rows, plan.inverse)
+
+    def _adapted(self, lora: ExpertLora, prepared: Prepared) -> ExpertOutput:
+        routed = prepared.topk_weights, prepared.topk_ids, Placement(self.expert_map)
+        args = FusedExperts(
+            prepared.hidden_states, self.layer.expert_weights(), *routed, None, self._activation
+        )
+        rows, plan = run_with_lora(args, lora, prepared.extra_tensors[-1], lora.linears())
         return ExpertOutput(rows, plan.inverse)
 
 
@@ -130,8 +148,23 @@ class BatchedExperts(LocalExperts):
         layer, x, counts = self.layer, prepared.hidden_states, present("counts", prepared.counts)
         expect_features("hidden_states", x, self.config.hidden_size)
         gate_up = batched_gemm(x, layer.w13_weight, counts, layer.w13_bias)
+        if layer.lora is not None:
+            return self._adapted(layer.lora, prepared, counts, gate_up)
         activated = gated_activation(gate_up.flatten(0, 1), self._activation).unflatten(0, x.shape[:2])
         return ExpertOutput(batched_gemm(activated, layer.w2_weight, counts, layer.w2_bias), prepared.inverse)
+
+    def _adapted(self, lora: ExpertLora, prepared: Prepared, counts: Tensor, gate_up: Tensor) -> ExpertOutput:
+        layer, x = self.layer, prepared.hidden_states
+        lora.expect_experts(counts.shape[0])
+        experts, row = (torch.arange(size, device=x.device) for size in x.shape[:2])
+        experts = torch.where(row < counts.unsqueeze(1), experts.unsqueeze(1), counts.shape[0])  # [E, M]
+        adapted = lora.rows_of(experts.flatten(), prepared.extra_tensors[-1].flatten())
+        w13, w2 = lora.linears()
+        changed = gate_up.flatten(0, 1) + adapted.change(x.flatten(0, 1), w13)
+        activated = gated_activation(changed, self._activation)
+        change = adapted.change(activated, w2).unflatten(0, x.shape[:2])
+        rows = batched_gemm(activated.unflatten(0, x.shape[:2]), layer.w2_weight, counts, layer.w2_bias)
+        return ExpertOutput(rows + change, prepared.inverse)
 
 
 def _expect_known(name: str, config: Any, known: set[str]) -> None:

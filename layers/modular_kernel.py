@@ -8,13 +8,14 @@ Parts hand each other values, so the graph that a compiler sees is that of the p
 parts add. What is under way is a value too, `Pending`: there are no threads and no streams here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_type
+from layers.carried import expect_row_per_token
 from layers.modular_parts import (
     ActivationFormat,
     AsyncPrepareAndFinalize,
@@ -81,7 +82,11 @@ class ModularKernel(nn.Module):
         self.experts.reset_parameters()
 
     def forward(
-        self, hidden_states: Tensor, router_logits: Tensor | RouterOutput, shared: Tensor | None = None
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor | RouterOutput,
+        shared: Tensor | None = None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """Routed experts of every token, each weighed and summed up.
 
@@ -89,6 +94,8 @@ class ModularKernel(nn.Module):
             hidden_states: [..., H].
             router_logits: [..., E_global], or what `route` made of them.
             shared: [..., H], the output of shared experts, added to the sum.
+            extra_tensors: [T, ...] of any dtypes, for the T tokens in `hidden_states`; experts find them in
+                `Prepared.extra_tensors`, in the rows of their tokens.
 
         Returns:
             [..., H] in the dtype of `hidden_states`.
@@ -98,15 +105,23 @@ class ModularKernel(nn.Module):
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         addend = None if shared is None else shared.reshape(-1, shared.shape[-1])
-        prepared = self.start(tokens, router_logits).wait()
+        prepared = self.start(tokens, router_logits, extra_tensors).wait()
         return self.finish(prepared, addend).wait().reshape(hidden_states.shape)
 
     def route(self, router_logits: Tensor) -> RouterOutput:
         """Scores the logits [..., E_global] and picks the experts of each of the T tokens; see `RouterOutput`."""
         return self.experts.route(router_logits)
 
-    def start(self, hidden_states: Tensor, router_logits: Tensor | RouterOutput) -> Pending[Prepared]:
-        """The way to the experts, of hidden_states [T, H]. What is independent of it may run before `wait`."""
+    def start(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor | RouterOutput,
+        extra_tensors: Sequence[Tensor] = (),
+    ) -> Pending[Prepared]:
+        """The way to the experts, of hidden_states [T, H] and what goes with them.
+
+        What is independent of it may run before `wait`.
+        """
         is_routed = isinstance(router_logits, RouterOutput)
         routed = router_logits if is_routed else self.route(router_logits)
         weights, ids = routed.topk_weights, routed.topk_ids
@@ -114,7 +129,10 @@ class ModularKernel(nn.Module):
         expect_shape("topk_weights", weights, tuple(ids.shape))
         if self.experts.apply_router_weight_on_input:
             hidden_states, weights = hidden_states * weights.to(hidden_states.dtype), torch.ones_like(weights)
-        args = hidden_states, weights, ids, self.experts.num_experts, self.experts.expert_map
+        extras = *extra_tensors, *self.experts.extra_tensors(hidden_states.shape[0])
+        expect_row_per_token(extras, hidden_states.shape[0])
+        experts = self.experts.num_experts, self.experts.expert_map
+        args = hidden_states, weights, ids, *experts, extras
         if self._is_async:
             return Pending(*self.prepare_finalize.prepare_async(*args))  # type: ignore[attr-defined]
         return _arrived(self.prepare_finalize.prepare(*args))

@@ -3,7 +3,7 @@
 Letters: T tokens, H hidden size, E experts held here, K experts per token, S = T*K slots, M rows set aside for each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +30,8 @@ class Prepared(NamedTuple):
         counts: [E] int32, only of batched experts.
         inverse: [S] int32, only of batched experts: the row in [E*M, H] of each slot, -1 for one that is dropped.
         way_back: whatever `finalize` of the same exchange wants to know; experts pass over it.
+        extra_tensors: what went with the tokens, of any dtypes: [R, ...] for hidden_states [R, H], [E, M, ...] for
+            [E, M, H]. Scales of quantised rows come first, adapter ids last.
     """
 
     hidden_states: Tensor
@@ -38,6 +40,7 @@ class Prepared(NamedTuple):
     counts: Tensor | None = None
     inverse: Tensor | None = None
     way_back: Any = None
+    extra_tensors: tuple[Tensor, ...] = ()
 
 
 class ExpertOutput(NamedTuple):
@@ -89,8 +92,12 @@ class PrepareAndFinalize(Protocol):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Prepared:
-        """Tokens [T, H] and who is to see them [T, K], to what experts take. `num_experts` are held here."""
+        """Tokens [T, H] and who is to see them [T, K], to what experts take. `num_experts` are held here.
+
+        `extra_tensors` [T, ...] arrive in the rows that their tokens arrive in.
+        """
         ...
 
     def finalize(
@@ -115,6 +122,7 @@ class AsyncPrepareAndFinalize(PrepareAndFinalize, Protocol):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> tuple[Callable[[], None], Callable[[], Prepared]]:
         """`prepare`, started: a hook and a receiver."""
         ...
@@ -156,6 +164,10 @@ class PermuteExpertsUnpermute(Protocol):
     @property
     def apply_router_weight_on_input(self) -> bool:
         """Whether what they are given is to be weighed instead of what they return."""
+        ...
+
+    def extra_tensors(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """[T, ...] that they want to get of each token besides what the caller gives: adapter ids."""
         ...
 
     def route(self, router_logits: Tensor) -> RouterOutput:

@@ -1,14 +1,16 @@
 """The `PrepareAndFinalize`s of one device, which exchange nothing: they bring tokens into the format experts take."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from layers._checks import expect_positive
+from layers.carried import expert_of_rows, in_slot_order, moved_as_bytes, placed
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNaiveBatched
-from moe_ops import DispatchPlan, build_dispatch, permute
+from moe_ops import DispatchPlan, build_dispatch
 
 
 class LocalPrepareAndFinalize:
@@ -28,9 +30,10 @@ class LocalPrepareAndFinalize:
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Prepared:
         """What it is given."""
-        return Prepared(hidden_states, topk_weights, topk_ids)
+        return Prepared(hidden_states, topk_weights, topk_ids, extra_tensors=tuple(extra_tensors))
 
     def finalize(
         self,
@@ -74,27 +77,32 @@ class BatchedPrepareAndFinalize(LocalPrepareAndFinalize):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Prepared:
         """Counts, the row of every slot, and the rows; those without a token are zero."""
         max_tokens = hidden_states.shape[0] if self.max_tokens is None else self.max_tokens
         plan = build_dispatch(topk_ids, num_experts, expert_map)
         places = batched_places(plan, max_tokens)
         num_rows = num_experts * max_tokens
-        # One row more, for what is dropped.
-        rows = hidden_states.new_zeros(num_rows + 1, hidden_states.shape[1])
-        rows = rows.index_copy(0, places, permute(hidden_states, plan.sorted_slots))[:num_rows]
+
+        def place(x: Tensor) -> Callable[[], Tensor]:
+            rows = in_slot_order(x, plan.sorted_slots, topk_ids.shape[1])
+            return lambda: placed(rows, places, num_rows)
+
+        batched, *extras = (
+            moved_as_bytes(place, each)().unflatten(0, (num_experts, max_tokens))
+            for each in (hidden_states, *extra_tensors)
+        )
         counts = plan.expert_offsets.diff().clamp(max=max_tokens)
-        placed = torch.where(places < num_rows, places, -1).to(torch.int32)
-        inverse = torch.where(plan.inverse < 0, -1, placed[plan.inverse.clamp(min=0).long()])
-        batched = rows.unflatten(0, (num_experts, max_tokens))
-        return Prepared(batched, topk_weights, topk_ids, counts, inverse)
+        row = torch.where(places < num_rows, places, -1).to(torch.int32)
+        inverse = torch.where(plan.inverse < 0, -1, row[plan.inverse.clamp(min=0).long()])
+        return Prepared(batched, topk_weights, topk_ids, counts, inverse, extra_tensors=tuple(extras))
 
 
 def batched_places(plan: DispatchPlan, max_tokens: int) -> Tensor:
     """[S] int64: where each row of a plan goes among E * max_tokens; E * max_tokens for one that is dropped."""
     offsets, num_experts = plan.expert_offsets, plan.expert_offsets.shape[0] - 1
-    row = torch.arange(plan.sorted_slots.shape[0], dtype=torch.int32, device=offsets.device)
-    expert = torch.searchsorted(offsets[1:], row, right=True)  # E past the last one
-    rank = row - offsets[expert]
+    expert = expert_of_rows(offsets, plan.sorted_slots.shape[0])
+    rank = torch.arange(expert.shape[0], dtype=torch.int32, device=offsets.device) - offsets[expert]
     fits = (expert < num_experts) & (rank < max_tokens)
     return torch.where(fits, expert * max_tokens + rank, num_experts * max_tokens)

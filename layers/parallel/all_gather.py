@@ -4,7 +4,7 @@ For few ranks, or many experts per token, this moves less than sending each toke
 `max_tokens` every shape is static. Letters: T tokens of a rank, M the most of any rank, W ranks, K experts per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from layers._checks import expect_choice, expect_positive
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import start_all_gather, start_reduce_scatter
-from layers.parallel.exchange import Exchange, Started, nothing, plus
+from layers.parallel.exchange import Exchange, Started, nothing, plus, start_tokens
 from layers.parallel.group import Group
 from layers.parallel.sizes import expect_at_most, most_tokens
 from moe_ops import combine
@@ -73,15 +73,14 @@ class AllGatherPrepareAndFinalize(Exchange):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Started:
         """Tokens [W*M, H] of all ranks; past a rank's T come rows with the ids -1."""
-        num_rows = rows_of_each(hidden_states, topk_ids, "top_k", self.max_tokens, self.group)
-        gather = gathering(num_rows, self.group)
-        tokens, weights, ids = gather(hidden_states), gather(topk_weights), gather(topk_ids, -1)
+        given = Prepared(hidden_states, topk_weights, topk_ids, extra_tensors=tuple(extra_tensors))
+        num_rows = rows_of_each(given, "top_k", self.max_tokens, self.group)
         mine = Slots(hidden_states.shape[0], topk_weights, topk_ids)
-        if self.order == "slots":
-            return nothing, lambda: _each_slot_a_token(tokens(), ids())._replace(way_back=mine)
-        return nothing, lambda: Prepared(tokens(), weights(), ids(), way_back=mine)
+        hook, receiver = start_tokens(given, gathering(num_rows, self.group), mine)
+        return hook, receiver if self.order == "ranks" else lambda: _each_slot_a_token(receiver())
 
     def finalize_async(
         self,
@@ -99,30 +98,34 @@ class AllGatherPrepareAndFinalize(Exchange):
         return nothing, lambda: plus(rows()[: mine.num_tokens], shared)
 
 
-def rows_of_each(
-    hidden_states: Tensor, beside: Tensor, name: str, max_tokens: int | None, group: Group
-) -> int:
+def rows_of_each(given: Prepared, name: str, max_tokens: int | None, group: Group) -> int:
     """M: `max_tokens`, or what the ranks say; see `most_tokens`."""
     if max_tokens is None:
-        return most_tokens(hidden_states, beside, name, group)
-    expect_at_most(hidden_states.shape[0], max_tokens, group)
+        return most_tokens(given, name, group)
+    expect_at_most(given.hidden_states.shape[0], max_tokens, group)
     return max_tokens
 
 
 def gathering(num_rows: int, group: Group) -> Callable[..., Callable[[], Tensor]]:
     """What starts to gather [T, ...] of each rank, brought to so many rows."""
 
-    def start(x: Tensor, value: float = 0.0) -> Callable[[], Tensor]:
-        return start_all_gather(F.pad(x, (0, 0, 0, num_rows - x.shape[0]), value=value), group)
+    def start(x: Tensor, value: int = 0) -> Callable[[], Tensor]:
+        behind = (0, 0) * (x.dim() - 1) + (0, num_rows - x.shape[0])
+        return start_all_gather(F.pad(x, behind, value=value), group)
 
     return start
 
 
-def _each_slot_a_token(tokens: Tensor, ids: Tensor) -> Prepared:
+def _each_slot_a_token(prepared: Prepared) -> Prepared:
     """Tokens of one expert each, with the weight 1."""
-    each = tokens.repeat_interleave(ids.shape[1], dim=0)
-    ones = torch.ones(each.shape[0], 1, dtype=torch.float32, device=each.device)
-    return Prepared(each, ones, ids.reshape(-1, 1))
+    ids = prepared.topk_ids
+    tokens, *extras = (
+        each.repeat_interleave(ids.shape[1], dim=0)
+        for each in (prepared.hidden_states, *prepared.extra_tensors)
+    )
+    ones = torch.ones(tokens.shape[0], 1, dtype=torch.float32, device=ids.device)
+    each = prepared._replace(hidden_states=tokens, topk_weights=ones, topk_ids=ids.reshape(-1, 1))
+    return each._replace(extra_tensors=tuple(extras))
 
 
 def _sum_in_slot_order(rows: Tensor, mine: Slots, shared: Tensor | None) -> Tensor:

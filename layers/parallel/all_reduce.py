@@ -1,5 +1,7 @@
 """Tokens that several ranks have, as behind tensor-parallel attention: each computes its part, parts are summed."""
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,12 +49,16 @@ class AllReducePrepareAndFinalize(Exchange):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Started:
         """What it is given; its gradients are summed over the ranks."""
         tokens, weights = shared_by_all(hidden_states, self.group), shared_by_all(topk_weights, self.group)
+        extras = tuple(shared_by_all(each, self.group) for each in extra_tensors)
         if self.others is not None:
-            return self.others.prepare_async(tokens, weights, topk_ids, num_experts, expert_map)
-        return nothing, lambda: Prepared(tokens, weights, topk_ids)
+            args = tokens, weights, topk_ids, num_experts, expert_map, extras
+            return self.others.prepare_async(*args)
+        prepared = Prepared(tokens, weights, topk_ids, extra_tensors=extras)
+        return nothing, lambda: prepared
 
     def finalize_async(
         self,

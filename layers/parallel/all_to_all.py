@@ -7,7 +7,7 @@ its ids, of which the `expert_map` of that rank keeps those that live there.
 Letters: T tokens of a rank, R rows that a rank gets, K experts per token, D = min(K, W) ranks per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layers._checks import expect_positive, expect_type
+from layers.carried import in_slot_order, placed
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
-from layers.parallel.collectives import start_all_to_all
-from layers.parallel.exchange import Exchange, Started, nothing
+from layers.parallel.collectives import Receiver, start_all_to_all
+from layers.parallel.exchange import Exchange, Started, nothing, start_tokens
 from layers.parallel.group import ExpertRanks, Group
-from layers.parallel.sizes import expect_same_sizes
+from layers.parallel.sizes import expect_same_sizes, sizes_of_tokens
 from layers.prepare_finalize import batched_places
-from moe_ops import build_dispatch, combine, permute
+from moe_ops import build_dispatch, combine
 
 
 class _WayBack(NamedTuple):
@@ -57,9 +58,16 @@ class _AllToAll(Exchange):
         ones = torch.ones(way.ranks.shape, dtype=torch.float32, device=way.ranks.device)
         return nothing, lambda: combine(rows(), ones, way.inverse, shared)
 
-    def _send(self, rows: Sequence[Tensor], way: _WayBack) -> Started:
-        tokens, weights, ids = (start_all_to_all(each, way.received, way.sent, self.group) for each in rows)
-        return nothing, lambda: Prepared(tokens(), weights(), ids(), way_back=way)
+    def _send(
+        self, given: Prepared, slots: Tensor, way: _WayBack, arranged: Callable[[Tensor, int], Tensor]
+    ) -> Started:
+        """Starts what tokens have, in the order of `slots` [T*D], as many rows to each rank as `arranged` makes."""
+
+        def move(x: Tensor, fill: int = 0) -> Receiver:
+            rows = arranged(in_slot_order(x, slots, way.ranks.shape[1]), fill)
+            return start_all_to_all(rows, way.received, way.sent, self.group)
+
+        return start_tokens(given, move, way)
 
 
 class PaddedAllToAllPrepareAndFinalize(_AllToAll):
@@ -96,18 +104,18 @@ class PaddedAllToAllPrepareAndFinalize(_AllToAll):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Started:
         """Tokens [W*max_tokens, H]; rows without one have the ids -1."""
         size, each = self.group.size, self._rows
         ranks = ranks_of_tokens(topk_ids, self.owners)
         plan = build_dispatch(ranks, size)
         places = batched_places(plan, each)  # [T*D], size * each for those that stay here
-        tokens = plan.sorted_slots.long() // max(ranks.shape[1], 1)
-        rows = permute(hidden_states, plan.sorted_slots), topk_weights[tokens], topk_ids[tokens]
-        padded = [_placed(x, places, size * each, fill) for x, fill in zip(rows, (0, 0, -1))]
-        placed = places.to(torch.int32).masked_fill(places == size * each, -1)
-        inverse = placed[plan.inverse.clamp(min=0).long()].masked_fill(plan.inverse < 0, -1)
-        return self._send(padded, _WayBack([each] * size, [each] * size, inverse, ranks))
+        row = places.to(torch.int32).masked_fill(places == size * each, -1)
+        inverse = row[plan.inverse.clamp(min=0).long()].masked_fill(plan.inverse < 0, -1)
+        given = Prepared(hidden_states, topk_weights, topk_ids, extra_tensors=tuple(extra_tensors))
+        way = _WayBack([each] * size, [each] * size, inverse, ranks)
+        return self._send(given, plan.sorted_slots, way, lambda x, fill: placed(x, places, size * each, fill))
 
 
 class AllToAllPrepareAndFinalize(_AllToAll):
@@ -132,24 +140,23 @@ class AllToAllPrepareAndFinalize(_AllToAll):
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Started:
         """Tokens [R, H] that have an expert here, those of rank 0 first, each rank's in its order."""
         ranks = ranks_of_tokens(topk_ids, self.owners)
         plan = build_dispatch(ranks, self.group.size)
-        sent, received = self._splits(plan.expert_offsets.diff(), hidden_states.shape[1], topk_ids.shape[1])
-        slots = plan.sorted_slots.narrow(0, 0, sum(sent))
-        tokens = slots.long() // max(ranks.shape[1], 1)
-        hidden = permute(hidden_states, plan.sorted_slots).narrow(0, 0, sum(sent))
-        rows = hidden, topk_weights[tokens], topk_ids[tokens]
-        return self._send(rows, _WayBack(sent, received, plan.inverse, ranks))
+        given = Prepared(hidden_states, topk_weights, topk_ids, extra_tensors=tuple(extra_tensors))
+        sent, received = self._splits(plan.expert_offsets.diff(), sizes_of_tokens(given))
+        way = _WayBack(sent, received, plan.inverse, ranks)
+        return self._send(given, plan.sorted_slots, way, lambda x, fill: x.narrow(0, 0, sum(sent)))
 
-    def _splits(self, counts: Tensor, *alike: int) -> tuple[list[int], list[int]]:
+    def _splits(self, counts: Tensor, alike: list[int]) -> tuple[list[int], list[int]]:
         """Rows to each rank and from each, which tell each other."""
         size = self.group.size
         facts = torch.tensor(alike, dtype=torch.int64, device=counts.device).expand(size, len(alike))
-        told = torch.cat([counts.long().unsqueeze(1), facts], dim=1)  # [W, 3]
+        told = torch.cat([counts.long().unsqueeze(1), facts], dim=1)  # [W, 4]
         heard = start_all_to_all(told, [1] * size, [1] * size, self.group)()
-        expect_same_sizes(heard, list(alike), "top_k")
+        expect_same_sizes(heard, alike, "top_k")
         sent, received = counts.tolist(), heard[:, 0].tolist()
         for rows in (*sent, *received):
             torch._check(rows >= 0)
@@ -167,9 +174,3 @@ def ranks_of_tokens(topk_ids: Tensor, owners: ExpertRanks) -> Tensor:
     every = torch.arange(size, dtype=torch.int32, device=ranks.device)
     is_asked = (ranks.unsqueeze(2) == every).any(dim=1)
     return every.where(is_asked, -1)
-
-
-def _placed(rows: Tensor, places: Tensor, num_rows: int, fill: float) -> Tensor:
-    """[num_rows, ...] with each row at its place; one row more takes what has none."""
-    empty = rows.new_full((num_rows + 1, *rows.shape[1:]), fill)
-    return empty.index_copy(0, places, rows)[:num_rows]

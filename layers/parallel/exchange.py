@@ -1,13 +1,15 @@
 """What the exchanges of this package share: each is a start and a receiver, on the way there and on the way back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from layers.carried import moved_as_bytes
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
+from layers.parallel.collectives import Receiver
 from layers.parallel.group import Group, expect_agreement
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
 from moe_ops._checks import expect_shape
@@ -63,6 +65,7 @@ class Exchange:
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Started:
         """`prepare`, started. The receiver waits, on the device where that can."""
         raise NotImplementedError
@@ -84,9 +87,11 @@ class Exchange:
         topk_ids: Tensor,
         num_experts: int,
         expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Prepared:
         """Tokens [R, H] that experts of this rank are to see, and maybe others, whose ids `expert_map` drops."""
-        return self.prepare_async(hidden_states, topk_weights, topk_ids, num_experts, expert_map)[1]()
+        args = hidden_states, topk_weights, topk_ids, num_experts, expert_map, extra_tensors
+        return self.prepare_async(*args)[1]()
 
     def finalize(
         self,
@@ -97,6 +102,19 @@ class Exchange:
     ) -> Tensor:
         """[T, H]: the sums of all ranks for the tokens of this one."""
         return self.finalize_async(output, prepared, weigh_and_reduce, shared)[1]()
+
+
+def start_tokens(given: Prepared, move: Callable[..., Receiver], way_back: Any) -> Started:
+    """Moves what tokens [T, H] have to [R, H]. `move(rows, fill)` starts one tensor, `fill` is for rows of no token."""
+    tokens = moved_as_bytes(move, given.hidden_states)
+    weights, ids = move(given.topk_weights), move(given.topk_ids, -1)
+    extras = [moved_as_bytes(move, each) for each in given.extra_tensors]
+
+    def received() -> Prepared:
+        prepared = Prepared(tokens(), weights(), ids(), way_back=way_back)
+        return prepared._replace(extra_tensors=tuple(extra() for extra in extras))
+
+    return nothing, received
 
 
 def nothing() -> None:

@@ -60,6 +60,10 @@ def experts_layout(module: nn.Module) -> ExpertsLayout:
 
 def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
     config = module.config
+    if module.lora is not None:
+        raise ValueError(
+            "module has lora: expected None, adapters are made for what a rank holds, afterwards"
+        )
     if module.expert_map is not None or module.shard.size > 1 or module.parallel is not None:
         raise ValueError("module holds a part of its experts: expected all of them, to be sharded once")
     if config.experts.post_norm_eps is not None:

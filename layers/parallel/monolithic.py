@@ -6,10 +6,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layers._checks import expect_features, expect_positive, expect_type
 from layers.fused_moe import FusedMoE
+from layers.modular_parts import Prepared
 from layers.parallel.all_gather import gathering, rows_of_each
 from layers.parallel.collectives import start_reduce_scatter
 from layers.parallel.exchange import plus
 from layers.parallel.group import Group, expect_agreement
+from moe_ops.errors import value_error
 
 
 class AllGatherMonolithic(nn.Module):
@@ -26,7 +28,7 @@ class AllGatherMonolithic(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described, or `max_tokens` is not the same on all ranks; later, as
-            `AllGatherPrepareAndFinalize` does, of E in the place of top_k.
+            `AllGatherPrepareAndFinalize` does, of E in the place of top_k, or the layer has adapters.
 
     Example:
         >>> layer = FusedMoE(config, ExpertRanks(E, W).expert_map(rank))
@@ -54,6 +56,8 @@ class AllGatherMonolithic(nn.Module):
         Raises:
             TypeError, ValueError: shapes or dtypes do not fit, as `FusedMoE` says.
         """
+        if self.layer.lora is not None:
+            value_error("layer has lora: expected None, adapter ids go along in AllGatherPrepareAndFinalize")
         expect_features("hidden_states", hidden_states, self.layer.config.expert_hidden_size)
         expect_features("router_logits", router_logits, self.layer.config.router_size)
         hidden, logits = hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
@@ -63,7 +67,8 @@ class AllGatherMonolithic(nn.Module):
 
     def _run(self, hidden: Tensor, router_logits: Tensor) -> Tensor:
         """Sums [W*M, H] of this rank's experts for tokens of all."""
-        num_rows = rows_of_each(hidden, router_logits, "number of logits", self.max_tokens, self.group)
+        given = Prepared(hidden, router_logits, router_logits)
+        num_rows = rows_of_each(given, "number of logits", self.max_tokens, self.group)
         gather = gathering(num_rows, self.group)
         tokens, logits = gather(hidden), gather(router_logits)
         return self.layer(tokens(), logits())

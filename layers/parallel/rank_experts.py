@@ -1,11 +1,12 @@
 """What a parallel style puts into a layer of experts: their exchange, and which part of each parameter is here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from layers.lora import LowRank
 from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput
 from layers.parallel.collectives import shared_by_all
@@ -30,19 +31,22 @@ class RankExperts:
         self,
         args: FusedExperts,
         num_experts: int,
-        run: Callable[[FusedExperts], Tensor],
+        run: Callable[..., Tensor],
         shared: Callable[[], Tensor] | None = None,
+        extra_tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """The output [T, H] for tokens of this rank.
 
         Args:
             args: tokens [T, H], how they are routed, and `shared` [T, H] or None.
             num_experts: E_local.
-            run: what this rank computes of any tokens, given to it in the place of these, without `shared`.
+            run: what this rank computes of any tokens, given to it in the place of these, without `shared`, and of
+                what came with them.
             shared: computes `shared` while tokens are on their way, where `args` has none.
+            extra_tensors: [T, ...] that go with the tokens.
         """
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
-        started = self.exchange.prepare_async(*tokens, num_experts, args.placement.expert_map)
+        started = self.exchange.prepare_async(*tokens, num_experts, args.placement.expert_map, extra_tensors)
         addend = args.shared if shared is None else shared()
         prepared = Pending(*started).wait()
         received = args._replace(
@@ -52,8 +56,14 @@ class RankExperts:
             experts=self.local_weights(args.experts),
             shared=None,
         )
-        output, summed = ExpertOutput(run(received)), TopKWeightAndReduceNoOp()
+        output, summed = ExpertOutput(run(received, *prepared.extra_tensors)), TopKWeightAndReduceNoOp()
         return self.exchange.finalize(output, prepared, summed, addend)
+
+    def adapters_of_parts(self, linears: tuple[LowRank, LowRank]) -> tuple[LowRank, LowRank]:
+        """Of experts in parts, what every rank has whole: gradients of the parts of the output are summed."""
+        w13, w2 = linears
+        a13, b2 = shared_by_all(w13.a, self.group), shared_by_all(w2.b, self.group)
+        return w13._replace(a=a13), w2._replace(b=b2)
 
     def local_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """Their parts that are here."""

@@ -6,38 +6,48 @@ Reading them waits for the device, so nothing that does is captured in a CUDA gr
 import torch
 from torch import Tensor
 
+from layers.carried import bytes_per_token
+from layers.modular_parts import Prepared
 from layers.parallel.collectives import start_all_gather
 from layers.parallel.group import Group, expect_alike
 from moe_ops.errors import value_error
 
 
-def most_tokens(hidden_states: Tensor, beside: Tensor, name: str, group: Group) -> int:
-    """The largest T of all ranks, of tokens [T, H] and what goes beside them, [T, `name`].
+def most_tokens(given: Prepared, name: str, group: Group) -> int:
+    """The largest T of all ranks, of tokens [T, H] and how they are routed, [T, `name`].
 
     Raises:
-        ValueError: H or the size called `name` differs between ranks, which the message names. It is raised on all of
+        ValueError: a size of `sizes_of_tokens` differs between ranks, which the message names. It is raised on all of
             them, before a token is sent; in compiled code, where sizes are part of the code, it is an assertion's
             RuntimeError.
     """
-    tokens, *alike = hidden_states.shape[0], hidden_states.shape[1], beside.shape[1]
-    mine = torch.tensor([[tokens, *alike]], dtype=torch.int64, device=hidden_states.device)
-    told = start_all_gather(mine, group)()  # [W, 3]
+    tokens, alike = given.hidden_states.shape[0], sizes_of_tokens(given)
+    mine = torch.tensor([[tokens, *alike]], dtype=torch.int64, device=given.hidden_states.device)
+    told = start_all_gather(mine, group)()  # [W, 4]
     expect_same_sizes(told, alike, name)
     most = told[:, 0].max().item()
     torch._check(most >= tokens)
     return int(most)
 
 
+def sizes_of_tokens(given: Prepared) -> list[int]:
+    """What ranks have to have alike: H, K, and how many bytes go with a token besides its weights and ids."""
+    rows = given.hidden_states, *given.extra_tensors
+    return [given.hidden_states.shape[1], given.topk_ids.shape[1], bytes_per_token(rows)]
+
+
 def expect_same_sizes(told: Tensor, alike: list[int], name: str) -> None:
-    """Raises unless columns from the second on hold, in every row, what this rank has: H and the size `name`."""
+    """Raises unless columns from the second on hold, in every row, what `sizes_of_tokens` says here; K is `name`."""
     if torch.compiler.is_compiling():
         differ = (told[:, 1:] != torch.tensor(alike, device=told.device)).sum().item()
         torch._check(
-            differ == 0, lambda: "hidden size or top_k differs between ranks: expected the same on all"
+            differ == 0,
+            lambda: "hidden size, top_k or extra_tensors differ between ranks: expected the same on all",
         )
         return
     rows = told.tolist()
-    for column, what in enumerate(("hidden size", name), start=1):
+    bytes_of_all = "bytes of a token and its extra_tensors"
+    for column, what in enumerate(("hidden size", name, bytes_of_all), start=1):
         expect_alike(what, {rank: row[column] for rank, row in enumerate(rows)})
 
 

@@ -1,0 +1,283 @@
+"""Low-rank adapters of experts, several at once. Each token says which is its own, or none.
+
+    gate_up[row]    += scaling[n] * b13[e, n] @ a13[e, n] @ x[row]            before the gate
+    expert_out[row] += scaling[n] * b2[e, n] @ a2[e, n] @ activated[row]      before it is weighed and summed
+
+for the expert e of a row and the adapter n of its token. A plan of their own brings rows in the order of (expert,
+adapter), so both products are grouped ones over E*N groups, and rows without an adapter are in none of them: they are
+what they would be without adapters, to the bit, whatever the adapters hold. With one adapter rows stay as they are.
+
+Letters: T tokens, R rows in expert order, E experts held here, N adapters, r rank, H hidden, I intermediate size.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from layers._checks import expect_positive, expect_type
+from layers.carried import expert_of_rows
+from layers.expert_parameters import ExpertParameters, weight_shapes
+from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
+from moe_ops._checks import expect_index, expect_shape
+from moe_ops.arguments import FusedExperts
+from moe_ops.errors import value_error
+
+
+class LowRank(NamedTuple):
+    """A change of one weight of every expert, b @ a.
+
+    Attributes:
+        a: [E, r, A], of A input features. In `ExpertLora` [E, N, r, A].
+        b: [E, B, r], of B output features. In `ExpertLora` [E, N, B, r].
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+def join_gate_up(gate: LowRank, up: LowRank, *, interleaved: bool = False) -> LowRank:
+    """The change of w13, of rank 2r, from those of gate and up projection that have each an `a` of their own.
+
+    Args:
+        gate, up: [E, r, H] and [E, I, r], as checkpoints of linear projections have them, stacked over experts.
+        interleaved: whether rows of w13 alternate.
+
+    Returns:
+        [E, 2r, H] and [E, 2I, 2r], in which half of `b` is zero.
+
+    Example:
+        >>> lora.load_adapter(0, join_gate_up(gate, up), down, scaling=alpha / rank)
+    """
+    (num_experts, size, rank), others = gate.b.shape, up.b.shape[2]
+    b = gate.b.new_zeros(num_experts, 2 * size, rank + others)
+    gate_rows, up_rows = (b[:, ::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
+    gate_rows[:, :, :rank], up_rows[:, :, rank:] = gate.b, up.b
+    return LowRank(torch.cat([gate.a, up.a], dim=1), b)
+
+
+class ExpertLora(nn.Module):
+    """Adapters of one layer: `layer.lora = ExpertLora(layer, ...)`, None to do without.
+
+    Its tensors are those of the experts, and of the part of each, that this rank holds when it is built.
+
+    Args:
+        layer: whose experts they change.
+        num_adapters: N.
+        rank: r, the most of any adapter.
+        adapter_ids: [M] int32 or int64, of the tokens that come next: a tensor that all layers may share, changed in
+            place before a forward, which reads its first T. An id outside [0, N), such as -1, is no adapter. It is
+            kept as it is given, until a move to another device.
+        gate_up_rank: that of w13; `rank` if None. Adapters of `join_gate_up` need 2r.
+
+    Attributes:
+        a13: [E, N, r, H], b13: [E, N, 2I, r] ([E, N, I, r] without a gate), a2: [E, N, r, I], b2: [E, N, H, r], in the
+            dtype of the layer. At first `a` is drawn as by `nn.Linear`, `b` is zero, so nothing changes. Ranks that
+            hold parts of the same experts have to draw a13 alike.
+        scaling: [N] float32 buffer, ones; it stays float32 when the module is cast.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described. In a forward: more than M tokens.
+
+    Example:
+        >>> adapter_ids = torch.full((max_tokens,), -1, dtype=torch.int32)
+        >>> for block in blocks:
+        ...     block.experts.lora = ExpertLora(block.experts, num_adapters=4, rank=16, adapter_ids=adapter_ids)
+    """
+
+    a13: Tensor
+    b13: Tensor
+    a2: Tensor
+    b2: Tensor
+    scaling: Tensor
+    adapter_ids: Tensor
+
+    def __init__(
+        self,
+        layer: ExpertParameters,
+        num_adapters: int,
+        rank: int,
+        adapter_ids: Tensor,
+        *,
+        gate_up_rank: int | None = None,
+    ) -> None:
+        super().__init__()
+        expect_type("layer", layer, ExpertParameters)
+        gate_up_rank = rank if gate_up_rank is None else gate_up_rank
+        for name, size in {"num_adapters": num_adapters, "rank": rank, "gate_up_rank": gate_up_rank}.items():
+            expect_positive(name, size)
+        expect_index("adapter_ids", adapter_ids)
+        expect_shape("adapter_ids", adapter_ids, ("max_tokens",))
+        self.num_experts, self.num_adapters = layer.num_local_experts, num_adapters
+        self._config, self._shard, self._held = layer.config, layer.shard, layer.held_experts()
+        device, dtype = layer.w13_weight.device, layer.w13_weight.dtype
+        shapes = weight_shapes(layer.config, layer.num_local_experts, layer.shard)
+        for suffix, size, (E, B, A) in zip(("13", "2"), (gate_up_rank, rank), shapes):
+            a = torch.empty(E, num_adapters, size, A, device=device, dtype=dtype)
+            b = torch.empty(E, num_adapters, B, size, device=device, dtype=dtype)
+            self.register_parameter(f"a{suffix}", nn.Parameter(a))
+            self.register_parameter(f"b{suffix}", nn.Parameter(b))
+        self.register_buffer("scaling", torch.empty(num_adapters, device=device, dtype=torch.float32))
+        self.register_buffer("adapter_ids", adapter_ids, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws `a` in ±1/sqrt(fan_in), clears `b`, and sets `scaling` to 1."""
+        with torch.no_grad():
+            for linear in self.linears():
+                bound = 1 / math.sqrt(linear.a.shape[-1])
+                nn.init.uniform_(linear.a, -bound, bound)
+                linear.b.zero_()
+            self.scaling.fill_(1)
+
+    def linears(self) -> tuple[LowRank, LowRank]:
+        """The changes of w13 and of w2."""
+        return LowRank(self.a13, self.b13), LowRank(self.a2, self.b2)
+
+    def load_adapter(self, adapter: int, gate_up: LowRank, down: LowRank, scaling: float = 1.0) -> None:
+        """Copies what this rank holds of an adapter into its place; compiled code sees it from then on.
+
+        Args:
+            adapter: its number, below N.
+            gate_up: a [P, r, H] and b [P, 2I, r] of all P experts, physical ones where there are replicas, and over all
+                ranks. A smaller r is filled up with zeros.
+            down: a [P, r, I] and b [P, H, r].
+            scaling: what the changes are multiplied by, such as alpha / r.
+
+        Raises:
+            ValueError: a number or a shape does not fit.
+        """
+        if not 0 <= adapter < self.num_adapters:
+            raise ValueError(f"adapter={adapter}: expected a number below num_adapters={self.num_adapters}")
+        shapes = weight_shapes(self._config, self._config.num_physical_experts)
+        named = ("gate_up", gate_up), ("down", down)
+        for (name, given), into, (P, B, A) in zip(named, self.linears(), shapes):
+            rank, most = given.a.shape[1], into.a.shape[2]
+            expect_shape(f"{name}.a", given.a, (P, "r", A))
+            expect_shape(f"{name}.b", given.b, (P, B, rank))
+            if rank > most:
+                raise ValueError(f"{name} has rank {rank}: expected at most {most}")
+        with torch.no_grad():
+            self._copy(adapter, gate_up, down)
+            self.scaling[adapter] = scaling
+
+    def _copy(self, adapter: int, gate_up: LowRank, down: LowRank) -> None:
+        activation: Any = self._config.activation
+        b13, shard = gate_up.b[self._held], self._shard
+        if activation.is_gated and not activation.interleaved:
+            rows = torch.cat([shard.of(half, 1) for half in b13.chunk(2, dim=1)], dim=1)
+        else:
+            rows = shard.of(b13, 1)
+        parts = gate_up.a[self._held], rows, shard.of(down.a[self._held], 2), down.b[self._held]
+        for part, into in zip(parts, (self.a13, self.b13, self.a2, self.b2)):
+            into[:, adapter] = 0
+            into[:, adapter, : part.shape[1], : part.shape[2]] = part
+
+    def ids_of_tokens(self, num_tokens: int) -> Tensor:
+        """[T]: the adapters of the tokens that a forward begins with."""
+        if num_tokens > self.adapter_ids.shape[0]:
+            value_error(
+                "adapter_ids has shape {}: expected at least {}", list(self.adapter_ids.shape), num_tokens
+            )
+        return self.adapter_ids[:num_tokens]
+
+    def expect_experts(self, num_experts: int) -> None:
+        """Raises ValueError unless the layer holds as many experts as these adapters are for."""
+        if self.num_experts != num_experts:
+            value_error("lora has adapters of {} experts: expected {}", self.num_experts, num_experts)
+
+    def rows_of_plan(self, expert_offsets: Tensor, adapter_ids: Tensor) -> "AdapterRows | RowsOfOneAdapter":
+        """Of rows in expert order [R], with the adapter of each."""
+        if self.num_adapters == 1:
+            return RowsOfOneAdapter(expert_offsets, (adapter_ids == 0).unsqueeze(1), self.scaling)
+        return self.rows_of(expert_of_rows(expert_offsets, adapter_ids.shape[0]), adapter_ids)
+
+    def rows_of(self, experts: Tensor, adapter_ids: Tensor) -> "AdapterRows":
+        """Of rows in any order [R], with the expert of each, E for none, and its token's adapter."""
+        N = self.num_adapters
+        has_adapter = (experts < self.num_experts) & (adapter_ids >= 0) & (adapter_ids < N)
+        groups = torch.where(has_adapter, experts * N + adapter_ids, -1)
+        plan = build_dispatch(groups.unsqueeze(1), self.num_experts * N)
+        slots = plan.sorted_slots.long()
+        scaling = self.scaling[adapter_ids.clamp(0, N - 1)[slots]].unsqueeze(1)
+        rows = torch.arange(slots.shape[0], dtype=torch.int32, device=slots.device)
+        return AdapterRows(plan, torch.zeros_like(rows).scatter(0, slots, rows), scaling)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLora":
+        scaling = self.scaling
+        super()._apply(fn, recurse)
+        if self.scaling.dtype != scaling.dtype:
+            self.scaling = scaling.to(self.scaling.device)
+        return self
+
+    def extra_repr(self) -> str:
+        sizes = f"num_adapters={self.num_adapters}, rank={self.a2.shape[2]}"
+        return f"{sizes}, gate_up_rank={self.a13.shape[2]}"
+
+
+class AdapterRows(NamedTuple):
+    """Rows that have an adapter, in the order of (expert, adapter).
+
+    Attributes:
+        plan: of the rows, over E*N groups.
+        way_back: [R] int32, where each row lies in that order; those without an adapter lie last.
+        scaling: [R, 1], in that order.
+    """
+
+    plan: DispatchPlan
+    way_back: Tensor
+    scaling: Tensor
+
+    def change(self, rows: Tensor, linear: LowRank) -> Tensor:
+        """[R, A] to [R, B], zero for rows without an adapter."""
+        low = gather_gemm(rows, linear.a.flatten(0, 1), self.plan)
+        low = (low * self.scaling).to(low.dtype)
+        return permute(grouped_gemm(low, linear.b.flatten(0, 1), self.plan.expert_offsets), self.way_back)
+
+
+class RowsOfOneAdapter(NamedTuple):
+    """Rows in expert order of a layer with one adapter: they stay where they are, and those without it are left out.
+
+    Several adapters of an expert could be one product too, of N*r columns, but of that the columns of others would have
+    to be taken as zero times what these hold, which may not be finite.
+
+    Attributes:
+        expert_offsets: [E+1].
+        has_adapter: [R, 1] bool.
+        scaling: [1].
+    """
+
+    expert_offsets: Tensor
+    has_adapter: Tensor
+    scaling: Tensor
+
+    def change(self, rows: Tensor, linear: LowRank) -> Tensor:
+        """[R, A] to [R, B], zero for rows without the adapter."""
+        low = grouped_gemm(rows, linear.a.flatten(0, 1), self.expert_offsets)
+        low = (low * self.scaling).to(low.dtype)
+        change = grouped_gemm(low, linear.b.flatten(0, 1), self.expert_offsets)
+        return torch.where(self.has_adapter, change, 0)
+
+
+def run_with_lora(
+    args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor, linears: tuple[LowRank, LowRank]
+) -> tuple[Tensor, DispatchPlan]:
+    """What experts return before it is weighed and summed: rows [S, H] in expert order, and their plan.
+
+    Args:
+        args: tokens [T, H], `topk_ids` [T, K] and the experts' weights.
+        lora: their adapters.
+        adapter_ids: [T].
+        linears: those of `lora`, as this rank computes with them.
+    """
+    (w13, w2), top_k = args.experts, args.topk_ids.shape[1]
+    lora.expect_experts(w13.weight.shape[0])
+    plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
+    rows, offsets = permute(args.hidden_states, plan.sorted_slots), plan.expert_offsets
+    adapted = lora.rows_of_plan(offsets, adapter_ids[plan.sorted_slots.long() // max(top_k, 1)])
+    gate_up = grouped_gemm(rows, w13.weight, offsets, w13.bias) + adapted.change(rows, linears[0])
+    activated = gated_activation(gate_up, args.activation)
+    expert_out = grouped_gemm(activated, w2.weight, offsets, w2.bias) + adapted.change(activated, linears[1])
+    return expert_out, plan
