@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import inductor_passes
+from inductor_passes import pipeline
 from layers import MoEBlock, MoEConfig, SharedExpertConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel, Group
 from layers.parallel.collectives import (
@@ -95,6 +96,24 @@ def test_shared_experts_run_during_the_way_back(ranks, style, is_dynamic):
     assert_nothing_is_freed_on_its_way(code)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "symbolic"])
+def test_one_batch_is_on_its_way_while_experts_run_the_other(ranks, is_dynamic):
+    mesh = init_device_mesh("cpu", (W,), mesh_dim_names=("ep",))
+    style = ExpertParallel("allgather", max_tokens=16, batches=2)
+    block = parallelize_module(MoEBlock(CONFIG), mesh["ep"], {"experts": style})
+    code = code_of(block, torch.randn(T, H), dynamic=is_dynamic)
+    assert events(code) == [
+        *("shared", *["start"] * 6),  # the router; tokens, weights and ids of both
+        *(*["wait"] * 3, "experts", "experts", "start"),
+        *(*["wait"] * 3, "experts", "experts", "start"),
+        *("shared", "shared", "wait", "wait"),
+    ]
+    second = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.all_gather", code)[3]
+    assert code.index(f"wait_tensor.default({second})") > code.index(".grouped_gemm.")
+    assert_nothing_is_freed_on_its_way(code)
+
+
 def test_training_keeps_the_order_of_the_layer(ranks):
     mesh = init_device_mesh("cpu", (W,), mesh_dim_names=("ep",))
     block = parallelize_module(MoEBlock(CONFIG), mesh["ep"], {"experts": STYLES["allgather"]()})
@@ -159,3 +178,30 @@ def test_on_a_gpu(ranks, name, is_symbolic):
     code = compile_for_h200(layer, given, tokens=TOKENS, symbolic=is_symbolic).code
     assert events(code)[-4:] == ["start", "shared", "shared", "wait"]
     assert_nothing_is_freed_on_its_way(code)
+
+
+def test_batches_on_a_gpu(ranks, monkeypatch):
+    """Triton launches are held as products are: by the memory that they write."""
+    send, bring_back = EXCHANGES["allgather"]
+
+    def layer(x, logits, w13, w2, up, down):
+        half = TOKENS // 2
+        halves = [(send(each.narrow(0, at, half)) for each in (x, logits)) for at in (0, half)]
+        sent = [tuple(half) for half in halves]
+        back = [bring_back(run_experts(tokens(), routed(), w13, w2)) for tokens, routed in sent]
+        return torch.cat([each() for each in back])
+
+    compiled = compile_for_h200(layer, given, tokens=TOKENS)
+    code = compiled.code
+    order = [name for name in events(code) if name != "shared"]
+    products = order.count("experts") // 2
+    assert products > 1 and order == [
+        *["start"] * 4,
+        *("wait", "wait", *["experts"] * products, "start"),
+        *("wait", "wait", *["experts"] * products, "start"),
+        *("wait", "wait"),
+    ]
+    assert_nothing_is_freed_on_its_way(code)
+    monkeypatch.setattr(pipeline, "overlap_exchanges", lambda graph: 0)
+    as_they_come = compile_for_h200(layer, given, tokens=TOKENS).launches
+    assert sorted(compiled.launches) == sorted(as_they_come)  # nothing is copied
