@@ -143,7 +143,7 @@ def test_chunks_of_unknown_number_are_not_compiled():
 def test_more_tokens_than_chunks_are_for():
     block = parallel(make_block(), "chunks_static")
     with pytest.raises(
-        ValueError, match="hidden_states has 12 tokens on rank .: expected at most max_tokens=11"
+        ValueError, match=r"hidden_states has 12 tokens on rank .: expected at most max_tokens=11"
     ):
         block(torch.randn(12, H))
 
