@@ -113,29 +113,25 @@ def needs_no_kernel(x, w):
 
 
 def changes_what_it_reads(x, w):
+    seen = w.t()
     received = wait(start(x))[:6]
     w.mul_(2)
-    return received + shared_experts(x, w)
+    return received + torch.sigmoid(x @ seen.t()) @ seen
 
 
 def draws(x, w):
-    return wait(start(x))[:6] + torch.nn.functional.dropout(x, 0.5) @ w @ w.t()
+    return wait(start(x))[:6] + torch.rand_like(x) @ w @ w.t()
 
 
 def sends_nothing(x, w):
     return x + shared_experts(x, w)
 
 
-def sends_again_first(x, w):
-    again = wait(start(wait(start(x)))) + 1
-    return again.sum() + shared_experts(start(x), w).sum()
-
-
 @pytest.mark.parametrize(
     "function",
     [
         *(reads_what_was_sent, reads_it_elsewhere, needs_no_kernel),
-        *(changes_what_it_reads, draws, sends_nothing, sends_again_first),
+        *(changes_what_it_reads, draws, sends_nothing),
     ],
 )
 def test_what_stays(function):

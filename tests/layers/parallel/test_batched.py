@@ -50,5 +50,5 @@ def test_what_it_says_of_itself():
     assert (around.num_dispatchers, around.max_num_tokens_per_rank) == (2, 5)
     with pytest.raises(ValueError, match="max_tokens=0: expected at least 1"):
         BatchedExchange(exchange, max_tokens=0)
-    with pytest.raises(TypeError, match="exchange=.*: expected"):
+    with pytest.raises(TypeError, match=r"exchange=.*: expected"):
         BatchedExchange(around)

@@ -78,8 +78,9 @@ EVENTS = {
 
 
 def events(code):
-    """The order of `EVENTS` in the generated function."""
-    lines = [line for line in body(code).splitlines() if not re.match(r"\s*(#|assert_)", line)]
+    """The order of `EVENTS` in the generated function, or in one that it calls."""
+    text = body(code) if "def call(" in code else code
+    lines = [line for line in text.splitlines() if not re.match(r"\s*(#|assert_)", line)]
     found = [[name for name, pattern in EVENTS.items() if re.search(pattern, line)] for line in lines]
     return [name for names in found for name in names]
 
@@ -112,6 +113,16 @@ def test_one_batch_is_on_its_way_while_experts_run_the_other(ranks, is_dynamic):
     second = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.all_gather", code)[3]
     assert code.index(f"wait_tensor.default({second})") > code.index(".grouped_gemm.")
     assert_nothing_is_freed_on_its_way(code)
+
+
+@torch.no_grad()
+def test_layers_that_are_one_function_overlap_in_it(ranks):
+    mesh = init_device_mesh("cpu", (W,), mesh_dim_names=("ep",))
+    blocks = torch.nn.Sequential(*(MoEBlock(CONFIG) for _ in range(5)))
+    parallelize_module(blocks, mesh["ep"], {"*.experts": STYLES["allgather"]()})
+    code = code_of(blocks, torch.randn(T, H))
+    function = code[code.index("def repeated_layer(") : code.index("def call(")]
+    assert events(function)[-4:] == ["start", "shared", "shared", "wait"]
 
 
 def test_training_keeps_the_order_of_the_layer(ranks):
