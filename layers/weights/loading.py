@@ -90,7 +90,8 @@ def load_checkpoint(
     Args:
         module: a `MoEBlock` or a `FusedMoE`, or a module with some inside. Layers are found by the name of their
             decoder layer, or in order when there are as many as in the checkpoint. What a module has beside them is
-            loaded under its own names.
+            loaded under its own names. Experts that a style of `layers.parallel` has shared among ranks get what is
+            theirs here; every rank reads it for itself.
         path_or_state_dict: a folder with safetensors, one file or an index of shards as `save_pretrained` writes them;
             such a file; or tensors by name. Names are those of any family that `MoEConfig.from_hf` takes, on disk or in
             memory. The config.json of a folder must describe the module's layers, when transformers is installed.
@@ -109,7 +110,7 @@ def load_checkpoint(
     """
     expect_type("prefix", prefix, str)
     blocks = moe_layers(module)
-    _check_module(module)
+    _check_module(module, blocks)
     source = open_source(path_or_state_dict, prefix)
     if isinstance(path_or_state_dict, str | os.PathLike):  # config.json is looked for in a folder only
         _check_family(Path(path_or_state_dict), blocks)
@@ -144,14 +145,34 @@ def beside_layers(module: nn.Module, blocks: dict[str, Any]) -> dict[tuple[str, 
     return {tuple(names): tensor for tensor, names in found.values()}
 
 
-def _check_module(module: nn.Module) -> None:
+def _check_module(module: nn.Module, blocks: dict[str, Any]) -> None:
+    shared = {id(tensor) for block in blocks.values() for tensor in _on_ranks(block).values()}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_meta:
             raise ValueError(
                 f"{name} is on the meta device: expected memory to load into, as to_empty() gives it"
             )
-        if hasattr(tensor, "placements"):
+        if hasattr(tensor, "placements") and id(tensor) not in shared:
             raise TypeError(f"{name} is a DTensor: expected plain tensors, load before the module is sharded")
+
+
+def _on_ranks(block: Any) -> dict[str, Any]:
+    """DTensors of experts that a style of `layers.parallel` shared among ranks, and that nothing has split further."""
+    experts = getattr(block, "experts", block)
+    prefix = "" if experts is block else "experts."
+    if experts.parallel is None:
+        return {}
+    own = ((f"{prefix}{name}", each) for name, each in experts.named_parameters(recurse=False))
+    return {name: each for name, each in own if hasattr(each, "placements") and each.device_mesh.ndim == 1}
+
+
+def _tensors_here(block: Any) -> dict[str, Tensor]:
+    """A block's state dict; of experts shared among ranks the parts that are here, gate rows followed by up rows."""
+    ours = block.state_dict(keep_vars=True)
+    for name, parameter in _on_ranks(block).items():
+        local, num_dims = parameter.to_local(), 2 if name.endswith("bias") else 3
+        ours[name] = local if local.dim() == num_dims else local.flatten(1, 2)
+    return ours
 
 
 def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
@@ -164,7 +185,7 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
     for name, block in blocks.items():
         layer = layer_of[name]
         names = resolve(block, layer, source.shapes)
-        ours, slots = block.state_dict(keep_vars=True), block_slots(block, names)
+        ours, slots = _tensors_here(block), block_slots(block, names)
         expect_all_have_slots(ours, slots)
         for slot in slots:
             plan.add(slot, join(layer, slot.stored), ours[slot.ours].data, source)
@@ -208,8 +229,8 @@ def _bar(total: int, progress: bool) -> Iterator[Callable[[int], object]]:
 
 
 def _clear_repeated_bias(experts: FusedMoE) -> None:
-    """The ranks' outputs are summed, and w2's bias counts once."""
-    if experts.w2_bias is not None and experts.shard.rank > 0:
+    """The ranks' outputs are summed, and w2's bias counts once. A DTensor is whole on all, and computed with on one."""
+    if experts.w2_bias is not None and experts.shard.rank > 0 and not _on_ranks(experts):
         experts.w2_bias.zero_()
 
 

@@ -1,0 +1,88 @@
+"""Checkpoints into experts that ranks share: each rank reads its own part, and the layer is that of one device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from layers import MoEBlock, MoEConfig, load_checkpoint
+from layers.parallel import ExpertParallel, ExpertTensorParallel
+from tests.helpers import assert_same
+from tests.layers.parallel.world import on_ranks
+
+STYLES = {
+    "allreduce": ExpertParallel("allreduce"),
+    "alltoall": ExpertParallel("alltoall", max_tokens=10),
+    "tensor": ExpertTensorParallel(),
+}
+
+
+def stock(family):
+    from tests.huggingface.families import tiny_model
+
+    torch.manual_seed(5)
+    model = tiny_model(family)
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def empty_block(config, style, mesh=None):
+    """As a model too large for one device is made: sharded without memory, then given what is here, of nonsense."""
+    block = MoEBlock(config, device="meta")
+    mesh = init_device_mesh("cpu", (2,)) if mesh is None else mesh
+    parallelize_module(block, mesh, {"experts": STYLES[style]})
+    block.to_empty(device="cpu")
+    for parameter in block.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    return block
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_each_rank_reads_its_part(family, style):
+    model = stock(family)
+    config, prefix, hidden = (
+        MoEConfig.from_hf(model.config),
+        "model.layers.1",
+        torch.randn(9, model.config.hidden_size),
+    )
+    whole, sharded = MoEBlock(config), empty_block(config, style)
+    for block in (whole, sharded):
+        load_checkpoint(block, model.state_dict(), prefix=prefix, progress=False)
+    assert_same([sharded(hidden)], [whole(hidden)], tolerance=1e-6)
+    for name, parameter in sharded.experts.named_parameters(recurse=False):
+        assert isinstance(parameter, DTensor)
+        expected = whole.experts.get_parameter(name)
+        assert_same([parameter.full_tensor().view(expected.shape)], [expected], tolerance=0)
+        if name.endswith("weight"):
+            assert parameter.to_local().numel() * 2 == expected.numel()
+
+
+@on_ranks(2)
+def test_from_files_of_single_experts(tmp_path):
+    model = stock("qwen3_moe")
+    config, hidden = MoEConfig.from_hf(model.config), torch.randn(9, model.config.hidden_size)
+    model.save_pretrained(tmp_path)  # transformers writes on the first rank alone
+    dist.barrier()
+    whole, sharded = MoEBlock(config), empty_block(config, "allreduce")
+    for block in (whole, sharded):
+        load_checkpoint(block, tmp_path, prefix="model.layers.0", progress=False)
+    assert_same([sharded(hidden)], [whole(hidden)], tolerance=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("split", ["router", "experts"])
+def test_what_is_split_otherwise_is_refused(split):
+    model = stock("qwen3_moe")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    block = empty_block(MoEConfig.from_hf(model.config), "allreduce", mesh["ep"])
+    fully_shard(block.gate if split == "router" else block.experts, mesh=mesh["dp"])
+    name = "gate.weight" if split == "router" else "experts.w13_weight"
+    with pytest.raises(TypeError, match=rf"{name} is a DTensor: expected plain tensors"):
+        load_checkpoint(block, model.state_dict(), prefix="model.layers.1", progress=False)
