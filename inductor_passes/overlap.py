@@ -84,7 +84,7 @@ def _ends(nodes: Iterable[Node], related: Callable[[Node], Iterable[Node]]) -> l
     for node in nodes:
         if not reached.isdisjoint(related(node)):
             reached.add(node)
-        elif is_call(node):
+        elif is_call(node) and node.users:  # what returns nothing cannot be held
             reached.add(node)
             found.append(node)
     return found

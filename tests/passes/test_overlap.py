@@ -151,6 +151,19 @@ def test_nothing_moves_over_the_next_start():
     assert after[:second] == ["all_gather_into_tensor", "wait_tensor", "sin"] and waits == 1
 
 
+def test_what_nobody_reads_is_not_held():
+    def layer(x, w):
+        sent = start(x)
+        unread = x @ w
+        return wait(sent), unread
+
+    module = make_fx(layer, tracing_mode="fake")(torch.randn(6, 4), torch.randn(4, 8))
+    output = module.graph.output_node()
+    output.args = (output.args[0][0],)
+    assert overlap_exchanges(module.graph) == 0
+    assert calls(module.graph) == ["all_gather_into_tensor", "mm", "wait_tensor"]
+
+
 def test_a_second_run_finds_nothing():
     def layer(x, w):
         return wait(start(x))[:6] + shared_experts(x, w)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import inductor_passes
 from inductor_passes import pipeline
+from inductor_passes.overlap import overlap_exchanges
 from layers import MoEBlock, MoEConfig, SharedExpertConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel, Group
 from layers.parallel.collectives import (
@@ -22,7 +23,7 @@ from layers.parallel.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from moe_ops import RoutingConfig, fused_moe
+from moe_ops import RoutingConfig, fused_moe, topk_routing
 from tests.compile.fake_cuda import body, compile_for_h200
 
 W, RANK, T, H, I, E, K = 4, 1, 9, 64, 32, 8, 3
@@ -216,3 +217,24 @@ def test_batches_on_a_gpu(ranks, monkeypatch):
     monkeypatch.setattr(pipeline, "overlap_exchanges", lambda graph: 0)
     as_they_come = compile_for_h200(layer, given, tokens=TOKENS).launches
     assert sorted(compiled.launches) == sorted(as_they_come)  # nothing is copied
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True], ids=["static", "symbolic"])
+def test_operators_of_several_outputs_are_held(ranks, is_symbolic):
+    def function(x, logits, *_):
+        sent = EXCHANGES["allgather"][0](x)
+        weights, ids = topk_routing(logits, RoutingConfig(K))
+        return sent().cos(), weights.cos(), ids + 1
+
+    code = compile_for_h200(
+        function, given, tokens=TOKENS, symbolic=is_symbolic, graph_pass=overlap_exchanges
+    ).code
+    started, routed, arrived = (
+        code.index(f"torch.ops.{name}.default(")
+        for name in (
+            "_c10d_functional.all_gather_into_tensor",
+            "moe.topk_routing",
+            "_c10d_functional.wait_tensor",
+        )
+    )
+    assert started < routed < arrived
