@@ -11,7 +11,7 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
@@ -45,7 +45,7 @@ __all__ = [
     "detect_fake_mode", "fresh_code", "graph_breaks", "grouped_mm",
     "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "is_packaging",
     "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body",
-    "packages_grouped_mm", "post_grad_backend",
+    "order_behind", "packages_grouped_mm", "post_grad_backend",
     "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "preserved_dynamo_state", "real_tensors",
     "slot_and_covered", "stable_topological_sort", "statically_known_true", "trace",
     "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
@@ -212,6 +212,17 @@ def grouped_mm() -> Callable[..., Any]:
 
     setattr(grouped_mm, "_inductor_lowering_function", True)  # noqa: B010 (what Inductor looks for)
     return grouped_mm
+
+
+# Order
+
+
+def order_behind(graph: torch.fx.Graph, behind: Mapping[torch.fx.Node, Iterable[torch.fx.Node]]) -> None:
+    """Has Inductor run each node after those it comes with, whatever it reads; nodes keep their names."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in behind.items()})
 
 
 # When a compile is over

@@ -30,6 +30,7 @@ from inductor_passes.lowerings import (
     PackageProducts,
 )
 from inductor_passes.naming import LayerNames
+from inductor_passes.overlap import overlap_exchanges
 from inductor_passes.raising import RaiseExperts, RaiseRouters
 from inductor_passes.returned_inputs import read_inputs_themselves
 from inductor_passes.share_repeats import ShareRepeats
@@ -93,6 +94,8 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
             _compat.call_with_is_inference(user_pass, graph, is_inference)
         if is_inference and log.layers:
             share_layers(graph)
+        if log.layers:
+            overlap_exchanges(graph)
         read_inputs_themselves(graph)
 
     def uuid(self) -> Any | None:

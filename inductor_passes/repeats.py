@@ -57,7 +57,7 @@ def _alike(staying: "_Staying", kinds: Sequence[int], starts: range, length: int
         return None
     known = dict(zip(nodes, kinds, strict=True))
     found = [
-        _stretch(node for node in nodes[start : start + length] if _may_move(node)) for start in starts_free
+        _stretch(node for node in nodes[start : start + length] if may_move(node)) for start in starts_free
     ]
     forms = [form(each.inputs, each.nodes, known) for each in found]
     most = Counter(forms).most_common(1)[0][0]
@@ -131,13 +131,13 @@ class _Staying:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.all = nodes
         self.places = {node: place for place, node in enumerate(nodes)}
-        self.nodes = [node for node in nodes if not _may_move(node)]
+        self.nodes = [node for node in nodes if not may_move(node)]
 
     def stands_in(self, begin: int, end: int) -> bool:
         """Whether one of those from `begin` to `end` cannot run before all others there."""
         inside = [node for node in self.nodes if begin <= self.places[node] < end]
-        read = (source for node in inside for source in node.all_input_nodes if _may_move(source))
-        return any(map(_changes, inside)) or any(self.places.get(source, -1) >= begin for source in read)
+        read = (source for node in inside for source in node.all_input_nodes if may_move(source))
+        return any(map(changes, inside)) or any(self.places.get(source, -1) >= begin for source in read)
 
 
 def _alive(nodes: Sequence[Node], cut: int) -> int:
@@ -149,7 +149,7 @@ def _alive(nodes: Sequence[Node], cut: int) -> int:
 def _is_behind_a_call(before: Node, here: Node) -> bool:
     while is_part(before):
         before = before.args[0]  # type: ignore[assignment]
-    return not is_part(here) and before.op == "call_function" and _is_call(before)
+    return not is_part(here) and before.op == "call_function" and is_call(before)
 
 
 def is_part(node: Node) -> bool:
@@ -168,18 +168,19 @@ _SIZES = (
     operator.sub,
     operator.floordiv,
 )
+_GENERATED_OR_SENT = ("aten", "prims", "_c10d_functional")
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"))
 
 
-def _is_call(node: Node) -> bool:
-    """Whether Inductor calls a kernel for this node, rather than generating one."""
+def is_call(node: Node) -> bool:
+    """Whether Inductor calls a kernel for this node, rather than generating one. What ranks send is none."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is _compat.triton_launch()
     namespace, _, name = node.target._schema.name.partition("::")
-    return namespace not in ("aten", "prims") or name in _PRODUCTS or name.startswith("_scaled_dot_product")
+    return namespace not in _GENERATED_OR_SENT or name in _PRODUCTS or name.startswith("_scaled_dot_product")
 
 
-def _may_move(node: Node) -> bool:
+def may_move(node: Node) -> bool:
     """Whether a node may run in a function of its own: it changes nothing, and no input is to be changed to it."""
     target = node.target
     if any(user.target is aten.copy_.default for user in node.users) or node.meta.get("unbacked_bindings"):
@@ -187,11 +188,11 @@ def _may_move(node: Node) -> bool:
     if _is_size(node):
         return target in _SIZES
     if isinstance(target, torch._ops.OpOverload):
-        return not _changes(node) and not _draws(node, target)
+        return not changes(node) and not _draws(node, target)
     return target in (operator.getitem, _compat.triton_launch())
 
 
-def _changes(node: Node) -> bool:
+def changes(node: Node) -> bool:
     """Whether a node changes a tensor that is there."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 

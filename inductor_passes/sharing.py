@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from inductor_passes import _compat_regions
 from inductor_passes.base import LOGGER
 from inductor_passes.graph_tools import inherit_meta, pick
+from inductor_passes.overlap import overlap_exchanges
 from inductor_passes.repeats import Repeats, Stretch, repeats
 
 _NAME = "repeated_layer"
@@ -44,6 +45,7 @@ def _region(graph: Graph, found: Repeats) -> GraphModule:
     output.meta["val"] = tuple(each.meta["val"] for each in results)
     region = GraphModule(graph.owning_module or torch.nn.Module(), body)
     _compat_regions.finish_region(region)
+    overlap_exchanges(region.graph)
     return region
 
 

@@ -3,6 +3,7 @@
 from layers.parallel.all_gather import AllGatherPrepareAndFinalize
 from layers.parallel.all_reduce import AllReducePrepareAndFinalize
 from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAllPrepareAndFinalize
+from layers.parallel.batched import BatchedExchange
 from layers.parallel.clipping import clip_grad_norm_
 from layers.parallel.config import ParallelConfig
 from layers.parallel.group import ExpertRanks, Group
@@ -15,6 +16,7 @@ __all__ = [
     "AllGatherPrepareAndFinalize",
     "AllReducePrepareAndFinalize",
     "AllToAllPrepareAndFinalize",
+    "BatchedExchange",
     "ExpertParallel",
     "ExpertRanks",
     "ExpertRebalancer",

@@ -23,16 +23,18 @@ from layers.weights.shard import WHOLE, TensorShard
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """dp * tp ranks, of which rank r is number r // tp of the data-parallel and r % tp of the tensor-parallel ones.
+    """dp * pcp * tp ranks: tensor-parallel ones are neighbours, then those that share a prefill's context.
 
-    With `ep`, whole experts are spread over all of them; without, each rank holds a part of every expert, one of
-    dp * tp. The ranks of a tensor-parallel group have the same tokens, or with `sp` each a part of them.
+    With `ep`, whole experts are spread over all of them; without, each rank holds a part of every expert, one of as
+    many. The ranks of a tensor-parallel group have the same tokens, or with `sp` each a part of them.
 
     Args:
         dp: ranks, or groups of ranks, with tokens of their own.
         ep: whether experts stay whole.
         tp: ranks that share the model around the experts.
         sp: whether these split the tokens.
+        pcp: groups of ranks that split the tokens of a data-parallel one (prefill context parallelism). To experts they
+            are ranks with tokens of their own.
 
     Raises:
         TypeError, ValueError: a size is no int of at least 1, or the others are no bool.
@@ -46,17 +48,24 @@ class ParallelConfig:
     ep: bool = False
     tp: int = 1
     sp: bool = False
+    pcp: int = 1
 
     def __post_init__(self) -> None:
         expect_positive("dp", self.dp)
         expect_positive("tp", self.tp)
+        expect_positive("pcp", self.pcp)
         expect_type("ep", self.ep, bool)
         expect_type("sp", self.sp, bool)
 
     @property
     def num_ranks(self) -> int:
         """Over which experts are spread."""
-        return self.dp * self.tp
+        return self.num_groups * self.tp
+
+    @property
+    def num_groups(self) -> int:
+        """Of ranks that share the model: as many have tokens of their own."""
+        return self.dp * self.pcp
 
     @property
     def ep_size(self) -> int:
@@ -80,7 +89,8 @@ class ParallelConfig:
         """
         if len(of_each) != self.dp:
             raise ValueError(f"of_each={list(of_each)}: expected dp={self.dp} numbers")
-        return tuple(-(-tokens // self.sp_size) for tokens in of_each for _ in range(self.tp))
+        of_groups = (-(-tokens // self.pcp) for tokens in of_each for _ in range(self.pcp))
+        return tuple(-(-tokens // self.sp_size) for tokens in of_groups for _ in range(self.tp))
 
     def parallelize(
         self,
@@ -94,15 +104,15 @@ class ParallelConfig:
 
         Args:
             experts: a `FusedMoE`, or experts of a patched model.
-            mesh: of all ranks, [dp, tp].
+            mesh: of all ranks, [dp * pcp, tp].
             dispatcher, max_tokens: of tokens that differ between ranks; see `ExpertParallel`. With experts in parts,
                 or ranks that have the same tokens, it is always an all-gather.
 
         Raises:
             TypeError, ValueError: `mesh` has other sizes or other ranks, or as the styles do.
         """
-        if tuple(mesh.shape) != (self.dp, self.tp):
-            raise ValueError(f"mesh has shape {tuple(mesh.shape)}: expected {(self.dp, self.tp)} = [dp, tp]")
+        if tuple(mesh.shape) != (sizes := (self.num_groups, self.tp)):
+            raise ValueError(f"mesh has shape {tuple(mesh.shape)}: expected {sizes} = [dp * pcp, tp]")
         if mesh.size() != dist.get_world_size():
             raise ValueError(f"mesh has {mesh.size()} ranks: expected all {dist.get_world_size()}")
         every = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("experts",))
@@ -113,8 +123,8 @@ class ParallelConfig:
         """Of tokens that some ranks share. None if all have their own."""
         if self.tp == 1 or self.sp:
             return None
-        dp, tp = (mesh[name] for name in mesh.mesh_dim_names or ())
-        others = None if self.dp == 1 else AllGatherPrepareAndFinalize(dp, max_tokens=max_tokens)
+        groups, tp = (mesh[name] for name in mesh.mesh_dim_names or ())
+        others = None if self.num_groups == 1 else AllGatherPrepareAndFinalize(groups, max_tokens=max_tokens)
         return AllReducePrepareAndFinalize(tp, others)
 
 

@@ -3,17 +3,21 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from layers.lora import LowRank
 from layers.modular_kernel import Pending
-from layers.modular_parts import ExpertOutput
+from layers.modular_parts import ExpertOutput, Prepared
 from layers.parallel.collectives import shared_by_all
 from layers.parallel.exchange import Exchange
 from layers.parallel.group import Group
+from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
+from layers.parallel.sizes import expect_at_most, most_tokens
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear
+from moe_ops.errors import value_error
 
 
 class RankExperts:
@@ -22,10 +26,11 @@ class RankExperts:
     Args:
         exchange: brings tokens here and sums back.
         group: the ranks that hold the parameters.
+        portions: of the tokens, each exchanged on its own.
     """
 
-    def __init__(self, exchange: Exchange, group: Group) -> None:
-        self.exchange, self.group = exchange, group
+    def __init__(self, exchange: Exchange, group: Group, portions: Portions = WHOLE) -> None:
+        self.exchange, self.group, self.portions = exchange, group, portions
 
     def run(
         self,
@@ -44,20 +49,55 @@ class RankExperts:
                 what came with them.
             shared: computes `shared` while tokens are on their way, where `args` has none.
             extra_tensors: [T, ...] that go with the tokens.
+
+        Raises:
+            ValueError: this rank has more tokens than it may have; or, in compiled code, there are chunks of which
+                only the ranks can tell how many.
         """
+        local = args._replace(experts=self.local_weights(args.experts))
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
-        started = self.exchange.prepare_async(*tokens, num_experts, args.placement.expert_map, extra_tensors)
-        addend = args.shared if shared is None else shared()
-        prepared = Pending(*started).wait()
-        received = args._replace(
+        given = Prepared(*tokens, extra_tensors=tuple(extra_tensors))
+        outputs: list[Tensor] = []
+        for chunk in self._rows(given):
+            started = [self._start(_portion(given, rows), local, num_experts) for rows in chunk]
+            if shared is not None:
+                local, shared = local._replace(shared=shared()), None
+            batches = [local._replace(shared=_rows_of(local.shared, rows)) for rows in chunk]
+            sent_back = [self._finish(*each, run) for each in zip(batches, started, strict=True)]
+            outputs += [each.wait() for each in sent_back]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _rows(self, given: Prepared) -> list[list[Rows]]:
+        """Of each batch of each chunk; as many of both as on the other ranks."""
+        tokens, portions, most = given.hidden_states, self.portions, self.portions.max_tokens
+        if portions.chunk_tokens is None:
+            return portions.rows(tokens.shape[0], tokens.shape[0])
+        if most is None:
+            if torch.compiler.is_compiling():
+                value_error("max_tokens=None with chunk_tokens: expected a number in compiled code")
+            most = most_tokens(given, "top_k", self.group)
+        expect_at_most(tokens.shape[0], most, self.group)
+        return portions.rows(tokens.shape[0], most)
+
+    def _start(self, batch: Prepared, local: FusedExperts, num_experts: int) -> Pending[Prepared]:
+        tokens, expert_map = (
+            (batch.hidden_states, batch.topk_weights, batch.topk_ids),
+            local.placement.expert_map,
+        )
+        return Pending(*self.exchange.prepare_async(*tokens, num_experts, expert_map, batch.extra_tensors))
+
+    def _finish(
+        self, batch: FusedExperts, started: Pending[Prepared], run: Callable[..., Tensor]
+    ) -> Pending[Tensor]:
+        prepared = started.wait()
+        received = batch._replace(
             hidden_states=prepared.hidden_states,
             topk_weights=prepared.topk_weights,
             topk_ids=prepared.topk_ids,
-            experts=self.local_weights(args.experts),
             shared=None,
         )
         output, summed = ExpertOutput(run(received, *prepared.extra_tensors)), TopKWeightAndReduceNoOp()
-        return self.exchange.finalize(output, prepared, summed, addend)
+        return Pending(*self.exchange.finalize_async(output, prepared, summed, batch.shared))
 
     def adapters_of_parts(self, linears: tuple[LowRank, LowRank]) -> tuple[LowRank, LowRank]:
         """Of experts in parts, what every rank has whole: gradients of the parts of the output are summed."""
@@ -91,3 +131,16 @@ class RankExperts:
         if all(placement.is_replicate() for placement in parameter.placements):
             return shared_by_all(local, self.group) * float(self.group.rank == 0)
         return local if local.dim() == num_dims else local.flatten(split_dim, split_dim + 1)
+
+
+def _portion(given: Prepared, rows: Rows) -> Prepared:
+    return given._replace(
+        hidden_states=_rows_of(given.hidden_states, rows),
+        topk_weights=_rows_of(given.topk_weights, rows),
+        topk_ids=_rows_of(given.topk_ids, rows),
+        extra_tensors=tuple(_rows_of(each, rows) for each in given.extra_tensors),
+    )
+
+
+def _rows_of(tensor: Any, rows: Rows) -> Any:
+    return tensor if tensor is None or rows is ALL_ROWS else tensor[rows.start : rows.stop]

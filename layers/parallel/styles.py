@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
-from layers._checks import expect_choice, expect_positive
+from layers._checks import expect_choice
 from layers.fused_moe import FusedMoE
 from layers.parallel.all_gather import AllGatherPrepareAndFinalize
 from layers.parallel.all_reduce import AllReducePrepareAndFinalize
@@ -20,6 +20,7 @@ from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAl
 from layers.parallel.exchange import Exchange
 from layers.parallel.group import ExpertRanks, Group, expect_agreement, process_group
 from layers.parallel.layout import ExpertsLayout, ParameterLayout, experts_layout
+from layers.parallel.portions import Portions
 from layers.parallel.rank_experts import RankExperts
 from layers.weights.shard import TensorShard
 
@@ -42,9 +43,15 @@ class ExpertParallel(ParallelStyle):
             and many ranks. "allreduce" is for ranks that have the same tokens, as behind tensor-parallel attention.
         max_tokens: the most tokens that a rank has in a forward. With it every shape is static and nothing waits for
             the host, as CUDA graphs require; without, ranks tell each other how many they have.
+        batches: how many parts of the tokens are exchanged one behind the other, so that experts run one part while
+            another is on its way. Two are enough to overlap; each is an exchange of its own.
+        chunk_tokens: the most tokens of a rank that are exchanged at once, which bounds what an exchange takes of
+            memory. All ranks exchange as many chunks as the one with most tokens, or as `max_tokens` makes; compiled
+            code needs the latter.
 
     Raises:
-        TypeError, ValueError: an option is none, or `max_tokens` is given where ranks have the same tokens. When it is
+        TypeError, ValueError: an option is none, or `max_tokens` or `chunk_tokens` is given where ranks have the same
+            tokens. When it is
             applied: the module is no module of experts, has an option that needs them all on one device, or E is
             no multiple of W; a module or a style differs between ranks, which the message names.
 
@@ -53,23 +60,30 @@ class ExpertParallel(ParallelStyle):
         >>> parallelize_module(block, mesh["ep"], {"experts": ExpertParallel()})
     """
 
-    def __init__(self, dispatcher: Dispatcher = "auto", *, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher = "auto",
+        *,
+        max_tokens: int | None = None,
+        batches: int = 1,
+        chunk_tokens: int | None = None,
+    ) -> None:
         expect_choice("dispatcher", dispatcher, Dispatcher)
-        _expect_max_tokens(max_tokens, dispatcher)
         self.dispatcher: Dispatcher = dispatcher
-        self.max_tokens = max_tokens
+        self.max_tokens, self.portions = max_tokens, Portions(max_tokens, batches, chunk_tokens)
+        _expect_own_tokens(self.portions, dispatcher)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout, group = experts_layout(module), Group.of(device_mesh)
         if layout.num_experts % group.size:
             raise ValueError(f"num_experts={layout.num_experts}: expected a multiple of {group.size} ranks")
-        _expect_alike(device_mesh, module, layout, self.dispatcher)
+        _expect_alike(device_mesh, module, layout, self)
         owners = ExpertRanks(layout.num_experts, group.size)
         exchange = self._exchange(device_mesh, layout, owners)
         for name in layout.parameters:
             whole = _whole_experts(module.get_parameter(name))
             _distribute(module, name, device_mesh, whole, self.src_data_rank)
-        _put(module, RankExperts(exchange, group), owners.expert_map(group.rank))
+        _put(module, RankExperts(exchange, group, self.portions), owners.expert_map(group.rank))
         return module
 
     def _exchange(self, mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks) -> Exchange:
@@ -77,8 +91,8 @@ class ExpertParallel(ParallelStyle):
         if dispatcher == "auto":
             moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
             is_worth_it = moves <= _WORTH_AN_ALL_TO_ALL
-            return exchange_of("alltoall" if is_worth_it else "allgather", mesh, owners, self.max_tokens)
-        return exchange_of(dispatcher, mesh, owners, self.max_tokens)
+            dispatcher = "alltoall" if is_worth_it else "allgather"
+        return exchange_of(dispatcher, mesh, owners, self.portions.of_one_exchange)
 
 
 class ExpertTensorParallel(ParallelStyle):
@@ -91,7 +105,7 @@ class ExpertTensorParallel(ParallelStyle):
     Args:
         dispatcher: "allreduce" is for ranks that have the same tokens, "allgather" for ranks with tokens of their own,
             as under sequence parallelism.
-        max_tokens: as in `ExpertParallel`, with "allgather".
+        max_tokens, batches, chunk_tokens: as in `ExpertParallel`; the first and the last with "allgather".
 
     Raises:
         TypeError, ValueError: as `ExpertParallel` does; the intermediate size has to be a multiple of W.
@@ -101,22 +115,28 @@ class ExpertTensorParallel(ParallelStyle):
     """
 
     def __init__(
-        self, dispatcher: Literal["allreduce", "allgather"] = "allreduce", *, max_tokens: int | None = None
+        self,
+        dispatcher: Literal["allreduce", "allgather"] = "allreduce",
+        *,
+        max_tokens: int | None = None,
+        batches: int = 1,
+        chunk_tokens: int | None = None,
     ) -> None:
         expect_choice("dispatcher", dispatcher, Literal["allreduce", "allgather"])
-        _expect_max_tokens(max_tokens, dispatcher)
         self.dispatcher, self.max_tokens = dispatcher, max_tokens
+        self.portions = Portions(max_tokens, batches, chunk_tokens)
+        _expect_own_tokens(self.portions, dispatcher)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout, group = experts_layout(module), Group.of(device_mesh)
         shard = TensorShard(group.rank, group.size)
         shard.local_size("intermediate_size", layout.intermediate_size)
-        _expect_alike(device_mesh, module, layout, self.dispatcher)
+        _expect_alike(device_mesh, module, layout, self)
         exchange = self._exchange(device_mesh)
         for name, each in layout.parameters.items():
             part = _parts_of_experts(module.get_parameter(name), each)
             _distribute(module, name, device_mesh, part, self.src_data_rank)
-        _put(module, RankExperts(exchange, group), None)
+        _put(module, RankExperts(exchange, group, self.portions), None)
         if isinstance(module, FusedMoE):
             module.shard = shard
         return module
@@ -124,7 +144,7 @@ class ExpertTensorParallel(ParallelStyle):
     def _exchange(self, mesh: DeviceMesh) -> Exchange:
         if self.dispatcher == "allreduce":
             return AllReducePrepareAndFinalize(mesh)
-        return AllGatherPrepareAndFinalize(mesh, max_tokens=self.max_tokens)
+        return AllGatherPrepareAndFinalize(mesh, max_tokens=self.portions.of_one_exchange)
 
 
 def exchange_of(
@@ -140,12 +160,11 @@ def exchange_of(
     return PaddedAllToAllPrepareAndFinalize(mesh, owners, max_tokens=max_tokens)
 
 
-def _expect_max_tokens(max_tokens: int | None, dispatcher: str) -> None:
-    if max_tokens is None:
-        return
-    expect_positive("max_tokens", max_tokens)
-    if dispatcher == "allreduce":
-        raise ValueError(f"max_tokens={max_tokens} with dispatcher='allreduce': expected None")
+def _expect_own_tokens(portions: Portions, dispatcher: str) -> None:
+    for name in ("max_tokens", "chunk_tokens"):
+        value = getattr(portions, name)
+        if value is not None and dispatcher == "allreduce":
+            raise ValueError(f"{name}={value} with dispatcher='allreduce': expected None")
 
 
 def part_of_all_gather(owners: ExpertRanks, top_k: int) -> float:
@@ -193,14 +212,16 @@ def _put(module: Any, experts: RankExperts, expert_map: Tensor | None) -> None:
     module.register_buffer("moe_ops_expert_map", expert_map, persistent=False)
 
 
-def _expect_alike(mesh: DeviceMesh, module: Any, layout: ExpertsLayout, dispatcher: str) -> None:
+def _expect_alike(
+    mesh: DeviceMesh, module: Any, layout: ExpertsLayout, style: ExpertParallel | ExpertTensorParallel
+) -> None:
     """Before anything is sent: ranks with other layers would send each other tensors of other sizes."""
     shapes = {
         name: (tuple(each.shape), each.dtype)
         for name in layout.parameters
         if (each := module.get_parameter(name)) is not None
     }
-    facts = {"experts": layout, "parameters": shapes, "style": dispatcher}
+    facts = {"experts": layout, "parameters": shapes, "style": style.dispatcher, "portions": style.portions}
     if isinstance(module, FusedMoE):
         facts["config"] = _ADDRESS.sub("", repr(module.config))
     expect_agreement(process_group(mesh), facts)

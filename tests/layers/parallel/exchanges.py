@@ -6,11 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from layers import FusedMoE, ModularKernel, MoEConfig, RouterOutput, StandardExperts, TensorShard
+from layers import (
+    BatchedExperts,
+    FusedMoE,
+    ModularKernel,
+    MoEConfig,
+    RouterOutput,
+    StandardExperts,
+    TensorShard,
+)
 from layers.parallel import (
     AllGatherPrepareAndFinalize,
     AllReducePrepareAndFinalize,
     AllToAllPrepareAndFinalize,
+    BatchedExchange,
     ExpertRanks,
     PaddedAllToAllPrepareAndFinalize,
 )
@@ -106,6 +115,12 @@ def gathered_shards(layer: FusedMoE) -> ModularKernel:
     return ModularKernel(exchange, StandardExperts(shard_of_experts(layer)))
 
 
+def batched(kernel: ModularKernel, max_tokens: int | None = None) -> ModularKernel:
+    """The same exchange, in front of batched experts."""
+    exchange = BatchedExchange(kernel.prepare_finalize, max_tokens)
+    return ModularKernel(exchange, BatchedExperts(kernel.experts.layer))
+
+
 Make = Callable[[FusedMoE], ModularKernel]
 # Of ranks with tokens of their own.
 EXCHANGES: dict[str, Make] = {
@@ -115,6 +130,8 @@ EXCHANGES: dict[str, Make] = {
     "gathered_shards": gathered_shards,
     "padded": padded,
     "variable": variable,
+    "padded_batched": lambda layer: batched(padded(layer)),
+    "variable_batched": lambda layer: batched(variable(layer)),
 }
 # Of ranks with the same tokens.
 REPLICATED: dict[str, Make] = {"all_reduce": all_reduce, "tensor_parallel": tensor_parallel}

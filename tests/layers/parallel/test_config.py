@@ -20,18 +20,19 @@ COMBINATIONS = [
     for ep in (False, True)
     for sp in (False, True)
 ]
+COMBINATIONS += [ParallelConfig(dp, ep, tp, pcp=2) for dp, tp in ((1, 2), (2, 1)) for ep in (False, True)]
 combinations = pytest.mark.parametrize("config", COMBINATIONS, ids=str)
 
 
 def parallel(block, config, **options):
     twin = copy.deepcopy(block)
-    mesh = init_device_mesh("cpu", (config.dp, config.tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (config.num_groups, config.tp), mesh_dim_names=("dp", "tp"))
     config.parallelize(twin.experts, mesh, **options)
     return twin
 
 
 def tokens_of(rank: int, config: ParallelConfig, dtype=torch.float32):
-    """Of each data-parallel rank some of its own, which sequence parallel ranks split."""
+    """Of each data-parallel rank, or part of one, some of its own, which sequence parallel ranks split."""
     number = rank // config.tp
     tokens = torch.randn(
         8 - number, H, generator=torch.Generator().manual_seed(number), dtype=torch.float64
@@ -43,7 +44,7 @@ def tokens_of(rank: int, config: ParallelConfig, dtype=torch.float32):
 @combinations
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 8}], ids=["", "static"])
 def test_values(config, options):
-    if options and config.dp == 1 and not config.sp:
+    if options and config.num_groups == 1 and not config.sp:
         return  # all have the same tokens, and nothing is static to be
     block, hidden = make_block(**OPTIONS["plain"]), tokens_of(dist.get_rank(), config)
     assert_matches_oracle(parallel(block, config, **options)(hidden), oracle.block(block, hidden))
@@ -60,7 +61,9 @@ def test_experts_lie_as_configured(config):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("config", [each for each in COMBINATIONS if each.dp == 2 and not each.sp], ids=str)
+@pytest.mark.parametrize(
+    "config", [each for each in COMBINATIONS if each.dp == each.tp == 2 and not each.sp], ids=str
+)
 def test_gradients(config):
     block, rank = make_block(torch.float64, **OPTIONS["plain"]), dist.get_rank()
     sharded, hidden = parallel(block, config), tokens_of(rank, config, torch.float64).requires_grad_()
@@ -80,6 +83,9 @@ def test_sizes():
     assert config.num_tokens([7, 0]) == (3, 3, 3, 0, 0, 0)
     assert config.shard(4) == TensorShard(4, 6)
     assert ParallelConfig(dp=2, tp=2).num_tokens([7, 5]) == (7, 7, 5, 5)
+    config = ParallelConfig(dp=2, tp=2, sp=True, pcp=3)
+    assert (config.num_ranks, config.ep_size) == (12, 1)
+    assert config.num_tokens([7, 1]) == (2,) * 6 + (1,) * 6
     with pytest.raises(ValueError, match=r"of_each=\[7\]: expected dp=2 numbers"):
         config.num_tokens([7])
 
@@ -88,6 +94,7 @@ def test_sizes():
     "options, message",
     [
         ({"dp": 0}, "dp=0: expected at least 1"),
+        ({"pcp": 0}, "pcp=0: expected at least 1"),
         ({"tp": 1.5}, "tp=1.5: expected an int"),
         ({"ep": 4}, "ep=4: expected bool"),
         ({"sp": None}, "sp=None: expected bool"),
@@ -101,7 +108,7 @@ def test_configs_that_make_no_sense(options, message):
 @on_ranks(4)
 def test_meshes_that_do_not_fit():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match=r"mesh has shape \(2, 2\): expected \(4, 1\) = \[dp, tp\]"):
+    with pytest.raises(ValueError, match=r"mesh has shape \(2, 2\): expected \(4, 1\) = \[dp \* pcp, tp\]"):
         ParallelConfig(dp=4).parallelize(make_block().experts, mesh)
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "pp"))
     with pytest.raises(ValueError, match="mesh has 2 ranks: expected all 4"):

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.layers.parallel.test_styles import OPTIONS, H, make_block, parallel
+import inductor_passes
+from tests.helpers import assert_matches_oracle, assert_same
+from tests.layers import oracle
+from tests.layers.parallel.test_styles import OPTIONS, H, make_block, parallel, tokens_of
 from tests.layers.parallel.world import on_ranks
 
 
@@ -34,3 +37,18 @@ def test_shared_experts_run_between_start_and_wait(style, collective):
     )
     assert started < shared < arrived
     assert order.names.count("gated_activation") == 1
+
+
+@on_ranks(2, timeout=300)
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["allgather_static", "alltoall_static", "tensor"])
+def test_compiled(style):
+    """Values and gradients; `test_overlap_code.py` reads the order."""
+    block = make_block(torch.float64, **OPTIONS["plain"])
+    sharded = parallel(block, style)
+    compiled = torch.compile(sharded, fullgraph=True, options=inductor_passes.options())
+    hidden = tokens_of(0, style, torch.float64).requires_grad_()
+    with torch.no_grad():
+        assert_matches_oracle(compiled(hidden), oracle.block(block, hidden))
+    found = [torch.autograd.grad(each(hidden).square().sum(), [hidden]) for each in (sharded, compiled)]
+    assert_same(*found)
