@@ -1,13 +1,15 @@
 """The ranks that other tests run on: what fails there fails here, and what hangs ends."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.layers.parallel.world import RankError, on_ranks, world
+from tests.layers.parallel.world import RankCrashed, RankError, on_ranks, world
 
 
 @on_ranks(2, 4)
@@ -32,6 +34,25 @@ def sleep_on_rank_0() -> None:
     if dist.get_rank() == 0:
         time.sleep(60)
     dist.barrier()
+
+
+def crash(folder: Path, times: int) -> None:
+    runs = folder / "runs"
+    if dist.get_rank() == 1:
+        number = int(runs.read_text()) if runs.exists() else 0
+        runs.write_text(str(number + 1))
+        if number < times:
+            os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_crash_is_run_once_more(tmp_path):
+    run = on_ranks(2)(crash)
+    run(2, folder=tmp_path, times=1)
+    assert (tmp_path / "runs").read_text() == "2"
+    with pytest.raises(RankCrashed, match="rank 1 of 2:\nthe process ended"):
+        run(2, folder=tmp_path, times=4)
+    assert (tmp_path / "runs").read_text() == "4"
 
 
 def die_on_rank_1() -> None:
