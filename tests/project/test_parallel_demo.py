@@ -22,7 +22,7 @@ from layers.parallel.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from tests.layers.parallel.world import on_ranks, world
+from tests.layers.parallel.world import on_ranks, run_on_ranks
 
 WAYS = ["TP, all-reduce", "EP, all-reduce", "EP, all-gather", "EP, all-to-all"]
 MOVING = ["EP, experts moving", "EP, rebalanced"]
@@ -52,8 +52,8 @@ def run_demo(path: str) -> None:
 
 
 def test_every_way_generates_the_tokens_of_one_process(checkpoint: Path) -> None:
-    world(2).run(__name__, "run_demo", {"path": str(checkpoint)})
-    assert world(2).run(__name__, "run_on_this_rank", {"path": str(checkpoint)}) == [0, 0]
+    run_on_ranks(2, __name__, "run_demo", {"path": str(checkpoint)})
+    assert run_on_ranks(2, __name__, "run_on_this_rank", {"path": str(checkpoint)}) == [0, 0]
 
 
 @on_ranks(4)

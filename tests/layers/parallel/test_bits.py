@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from layers import RouterOutput
 from tests.layers.parallel.exchanges import E, H, K, all_gather, config, make_layer
-from tests.layers.parallel.world import world
+from tests.layers.parallel.world import run_on_ranks
 
 TOKENS = 32
 
@@ -28,7 +28,7 @@ def outputs(order: str) -> numpy.ndarray:
 
 
 def of_world(size: int, order: str) -> numpy.ndarray:
-    return numpy.concatenate(world(size).run(__name__, "outputs", {"order": order}))
+    return numpy.concatenate(run_on_ranks(size, __name__, "outputs", {"order": order}))
 
 
 @pytest.mark.parametrize("size", [2, 4])

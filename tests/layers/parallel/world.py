@@ -128,17 +128,21 @@ def end_worlds() -> None:
 atexit.register(end_worlds)
 
 
+def run_on_ranks(size: int, *given: Any) -> list[Any]:
+    """`World.run`, once more where a signal ended a rank: torch 2.13's gloo does that, and a second time it is us."""
+    try:
+        return world(size).run(*given)
+    except RankCrashed:
+        return world(size).run(*given)
+
+
 def on_ranks(*sizes: int, timeout: float = TIMEOUT):
     """Runs a test on every rank of a world, for each of these sizes. It may be parametrised, with what pickles."""
 
     def decorated(body):
         @functools.wraps(body)
         def test(world_size: int, **arguments: Any) -> None:
-            given = body.__module__, body.__name__, arguments, timeout
-            try:
-                world(world_size).run(*given)
-            except RankCrashed:  # gloo of torch 2.13 does now and then; what crashes twice is ours
-                world(world_size).run(*given)
+            run_on_ranks(world_size, body.__module__, body.__name__, arguments, timeout)
 
         parameters = inspect.signature(body).parameters.values()
         size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
