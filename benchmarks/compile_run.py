@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inductor_passes import _compat_regions, options, pipeline
+from inductor_passes import _compat, options, pipeline
 
 WAYS = ("stock", "backend", "patched")
 
@@ -66,17 +66,17 @@ class Watch:
     """Notes when Inductor starts, and what our passes do and take."""
 
     def __init__(self) -> None:
-        self.passes_s, self.inductor_before = 0.0, _compat_regions.inductor_seconds()
+        self.passes_s, self.inductor_before = 0.0, _compat.inductor_seconds()
         self.runs = self.shared = 0
         self.layers: dict[str, None] = {}
         self.passes, self.share, self.finish = (
             pipeline.run_passes,
             pipeline.share_layers,
-            _compat_regions.finish_region,
+            _compat.finish_region,
         )
         pipeline.run_passes = self._run_passes
         pipeline.share_layers = self._share
-        _compat_regions.finish_region = self._finish
+        _compat.finish_region = self._finish
 
     def _run_passes(self, *args: Any) -> Any:
         start = time.perf_counter()
@@ -99,7 +99,7 @@ class Watch:
 
     def found(self, seconds: float) -> dict[str, Any]:
         """Seconds before Inductor and in our passes, how often these ran, how many layers' code was written."""
-        inductor = _compat_regions.inductor_seconds() - self.inductor_before
+        inductor = _compat.inductor_seconds() - self.inductor_before
         return {
             "before_inductor_s": round(seconds - inductor, 2),
             "passes_s": round(self.passes_s, 2),

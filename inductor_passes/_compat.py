@@ -8,9 +8,7 @@ Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`
 import contextlib
 import copy
 import inspect
-import itertools
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -21,16 +19,18 @@ import torch._inductor.config as inductor_config
 from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.utils import counters, graph_break_reasons
+from torch._dynamo.utils import compilation_time_metrics, counters, graph_break_reasons
 from torch._guards import CompileContext, detect_fake_mode
-from torch._inductor.compile_fx import compile_fx
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, record_original_output_strides
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
 try:  # torch 2.13: Inductor tells such a pass what kind of graph it compiles
@@ -40,16 +40,13 @@ except ImportError:  # torch 2.11
 
 # fmt: off
 __all__ = [
-    "cache_hits", "call_when_compiled",
-    "call_with_is_inference", "called_op", "compile_fx", "compile_id", "CustomGraphPass",
-    "detect_fake_mode", "fresh_code", "graph_breaks", "grouped_mm",
-    "inductor_option_names", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node", "is_packaging",
-    "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body",
-    "order_behind", "packages_grouped_mm", "post_grad_backend",
-    "POST_GRAD_SLOT", "PRE_GRAD_SLOT", "preserved_dynamo_state", "real_tensors",
-    "slot_and_covered", "stable_topological_sort", "statically_known_true", "trace",
-    "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
-    "written_arguments",
+    "cache_hits", "call_region", "call_when_compiled", "call_with_is_inference", "called_op", "can_call_regions",
+    "compile_fx", "compile_id", "CustomGraphPass", "detect_fake_mode", "finish_region", "graph_breaks", "grouped_mm",
+    "inductor_option_names", "inductor_seconds", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node",
+    "is_packaging", "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body",
+    "order_behind", "packages_grouped_mm", "post_grad_backend", "POST_GRAD_SLOT", "PRE_GRAD_SLOT",
+    "preserved_dynamo_state", "real_tensors", "slot_and_covered", "stable_topological_sort", "statically_known_true",
+    "trace", "triton_launch", "uncompiled", "watch_slots", "with_launch_options", "written_arguments",
 ]
 # fmt: on
 
@@ -125,34 +122,28 @@ def trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.Graph
 
 # Triton launches as graph nodes
 
+_KERNELS = triton_kernel_wrap.kernel_side_table
+
 
 def triton_launch() -> Any:
     """The functional higher-order op that stands for one launch of a user's Triton kernel."""
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
-
-    return triton_kernel_wrapper_functional
+    return triton_kernel_wrap.triton_kernel_wrapper_functional
 
 
 def kernel_index(kernel: Any) -> int:
     """A process-local number for a Triton kernel; it lives only as long as the compile that uses it."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    return kernel_side_table.add_kernel(kernel)
+    return _KERNELS.add_kernel(kernel)
 
 
 def kernel_constants(constants: dict[str, Any]) -> int:
     """A process-local number for a launch's compile-time arguments."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    same = [index for index, each in kernel_side_table.constant_args.items() if repr(each) == repr(constants)]
-    return same[0] if same else kernel_side_table.add_constant_args(dict(constants))
+    same = [index for index, each in _KERNELS.constant_args.items() if repr(each) == repr(constants)]
+    return same[0] if same else _KERNELS.add_constant_args(dict(constants))
 
 
 def kernel_name(index: int) -> str:
     """Name of the kernel behind a number of `kernel_index`."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    kernel = kernel_side_table.get_kernel(index)
+    kernel = _KERNELS.get_kernel(index)
     return (kernel if hasattr(kernel, "__name__") else kernel.fn).__name__  # type: ignore[union-attr]
 
 
@@ -164,8 +155,6 @@ def written_arguments(
     All tensors when the analysis fails. Inductor drops a launch that writes nothing anybody reads, so a launch must
     be described the way this analysis sees it.
     """
-    from torch._higher_order_ops import triton_kernel_wrap
-
     if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):  # torch 2.13
         accesses = triton_kernel_wrap.identify_accessed_tensors(kernel, dict(arguments), dict(descriptors))
         names = {dependency.name for dependency in accesses.read_writes.writes}
@@ -214,6 +203,39 @@ def grouped_mm() -> Callable[..., Any]:
     return grouped_mm
 
 
+# Functions in generated code
+
+
+def can_call_regions() -> bool:
+    """Whether Inductor is compiling to a Python wrapper, the only one that calls functions of its own."""
+    is_python = not (inductor_config.cpp_wrapper or inductor_config.fx_wrapper or V.aot_compilation)
+    return is_python and isinstance(V.fake_mode, FakeTensorMode)
+
+
+def finish_region(region: torch.fx.GraphModule) -> None:
+    """Does to a graph module that a pass made what Inductor has done to the subgraphs it finds."""
+    output = region.graph.output_node()
+    inputs = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
+    output.meta["user_visible_output_idxs"] = [*range(len(output.args[0]))]  # type: ignore[arg-type]
+    FakeTensorProp(region, V.fake_mode).propagate_dont_convert_inputs(*inputs)
+    record_original_output_strides(region)
+    with inductor_config.patch({POST_GRAD_SLOT: None}):  # which has rewritten these nodes
+        _recursive_post_grad_passes(region, is_inference=True)
+
+
+def call_region(region: Any, name: str, *operands: Any) -> Any:
+    """What a node calls that stands for a function in the generated code, whose body is lowered at its first call.
+
+    `invoke_subgraph` does this as well. Where a pass writes one, torch 2.13 runs it on fake tensors at each call.
+    """
+    from torch._inductor.lowering import lowerings
+
+    return lowerings[torch.ops.higher_order.invoke_subgraph](region, name, *operands)
+
+
+setattr(call_region, "_inductor_lowering_function", True)  # noqa: B010 (what Inductor looks for)
+
+
 # Order
 
 
@@ -243,6 +265,11 @@ def call_when_compiled(callback: Callable[[Any], None]) -> None:
 def cache_hits() -> int:
     """How many graphs have come out of Inductor's and AOTAutograd's caches."""
     return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def inductor_seconds() -> float:
+    """How long Inductor has compiled in this process, its passes included."""
+    return sum(compilation_time_metrics.get("compile_fx_inner", [0.0]))
 
 
 # What explain() needs of Dynamo and AOTAutograd
@@ -314,18 +341,6 @@ def preserved_dynamo_state() -> Iterator[None]:
         counters.clear()
         counters.update(saved)
         graph_break_reasons[:] = reasons
-
-
-def fresh_code(function: types.FunctionType) -> types.FunctionType:
-    """A copy of `function` that Dynamo has never seen.
-
-    Its caches hang on the code object, and what it remembers of shapes seen before on the code's name.
-    """
-    name = f"{function.__name__}_{next(_SERIAL)}"
-    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-
-
-_SERIAL = itertools.count()
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

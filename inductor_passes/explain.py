@@ -1,6 +1,8 @@
 """explain(): compile once for show, and report what the passes did."""
 
+import itertools
 import linecache
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +46,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     if is_on_meta(modules, args, kwargs):
         return _report(target, recorder, (), (_meta_remark(modules),), ())
     with _compat.preserved_dynamo_state():
-        torch.compile(_compat.fresh_code(_call), backend=recorder.backend)(target, args, kwargs)
+        torch.compile(_fresh_code(_call), backend=recorder.backend)(target, args, kwargs)
         kept = _compat.graph_breaks()
     unfused = recorder.unfused()
     layers = {path_of(layer.name) for layer in recorder.layers} | {each.name for each in unfused}
@@ -144,3 +146,15 @@ def _location(stack: Sequence[Any]) -> str:
         return ""
     frame = stack[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def _fresh_code(function: types.FunctionType) -> types.FunctionType:
+    """A copy of `function` that Dynamo has never seen.
+
+    Its caches hang on the code object, and what it remembers of shapes seen before on the code's name.
+    """
+    name = f"{function.__name__}_{next(_SERIAL)}"
+    return types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+
+
+_SERIAL = itertools.count()

@@ -7,7 +7,7 @@ several times. What happened to a graph before stays: stretches begin and end wh
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from inductor_passes import _compat_regions
+from inductor_passes import _compat
 from inductor_passes.base import LOGGER
 from inductor_passes.graph_tools import inherit_meta, pick
 from inductor_passes.overlap import overlap_exchanges
@@ -18,7 +18,7 @@ _NAME = "repeated_layer"
 
 def share_layers(graph: Graph) -> int:
     """Puts calls of one function in the place of alike stretches of an inference graph; says how many there are."""
-    found = repeats(graph) if _compat_regions.can_call_regions() else None
+    found = repeats(graph) if _compat.can_call_regions() else None
     if found is None:
         return 0
     region = _region(graph, found)
@@ -44,7 +44,7 @@ def _region(graph: Graph, found: Repeats) -> GraphModule:
     output = body.output(tuple(results))
     output.meta["val"] = tuple(each.meta["val"] for each in results)
     region = GraphModule(graph.owning_module or torch.nn.Module(), body)
-    _compat_regions.finish_region(region)
+    _compat.finish_region(region)
     overlap_exchanges(region.graph)
     return region
 
@@ -54,7 +54,7 @@ def _call(graph: Graph, stretch: Stretch, outputs: tuple[int, ...]) -> None:
     with graph.inserting_after(stretch.nodes[-1]):
         function = graph.get_attr(_NAME)
     with graph.inserting_after(function):
-        call = graph.call_function(_compat_regions.call_region, (function, _NAME, *stretch.inputs))
+        call = graph.call_function(_compat.call_region, (function, _NAME, *stretch.inputs))
     inherit_meta(call, results[-1])
     call.meta["val"] = tuple(each.meta["val"] for each in results)
     for index, old in enumerate(results):

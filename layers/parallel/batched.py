@@ -6,12 +6,12 @@ from torch import Tensor
 
 from layers._checks import expect_type
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
-from layers.parallel.exchange import Exchange, Started
+from layers.parallel.exchange import Exchange, Started, TwoSteps
 from layers.prepare_finalize import BatchedPrepareAndFinalize
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 
 
-class BatchedExchange:
+class BatchedExchange(TwoSteps):
     """What an exchange brings, copied to [E, M, H] with counts, for `BatchedExperts`; and their sums back.
 
     An `AsyncPrepareAndFinalize`. Of static shapes where those of the exchange are: `PaddedAllToAllPrepareAndFinalize`,
@@ -74,26 +74,3 @@ class BatchedExchange:
         """Rows [E, M, H] weighed and summed to [R, H] here, and these on their way back."""
         sums = ExpertOutput(weigh_and_reduce.apply(output, prepared.topk_weights, None))
         return self.exchange.finalize_async(sums, prepared.way_back, TopKWeightAndReduceNoOp(), shared)
-
-    def prepare(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        extra_tensors: Sequence[Tensor] = (),
-    ) -> Prepared:
-        """`prepare_async`, and waits."""
-        args = hidden_states, topk_weights, topk_ids, num_experts, expert_map, extra_tensors
-        return self.prepare_async(*args)[1]()
-
-    def finalize(
-        self,
-        output: ExpertOutput,
-        prepared: Prepared,
-        weigh_and_reduce: TopKWeightAndReduce,
-        shared: Tensor | None,
-    ) -> Tensor:
-        """`finalize_async`, and waits: sums [T, H]."""
-        return self.finalize_async(output, prepared, weigh_and_reduce, shared)[1]()

@@ -17,7 +17,56 @@ from moe_ops._checks import expect_shape
 Started = tuple[Callable[[], None], Callable[[], Any]]
 
 
-class Exchange:
+class TwoSteps:
+    """An `AsyncPrepareAndFinalize` says how each step starts; here both are started and waited for."""
+
+    def prepare_async(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
+    ) -> Started:
+        """`prepare`, started. The receiver waits, on the device where that can."""
+        raise NotImplementedError
+
+    def finalize_async(
+        self,
+        output: ExpertOutput,
+        prepared: Prepared,
+        weigh_and_reduce: TopKWeightAndReduce,
+        shared: Tensor | None,
+    ) -> Started:
+        """`finalize`, started."""
+        raise NotImplementedError
+
+    def prepare(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        extra_tensors: Sequence[Tensor] = (),
+    ) -> Prepared:
+        """Tokens that experts of this rank are to see, and maybe others, whose ids `expert_map` drops."""
+        args = hidden_states, topk_weights, topk_ids, num_experts, expert_map, extra_tensors
+        return self.prepare_async(*args)[1]()
+
+    def finalize(
+        self,
+        output: ExpertOutput,
+        prepared: Prepared,
+        weigh_and_reduce: TopKWeightAndReduce,
+        shared: Tensor | None,
+    ) -> Tensor:
+        """[T, H]: the sums of all ranks for the tokens of this one."""
+        return self.finalize_async(output, prepared, weigh_and_reduce, shared)[1]()
+
+
+class Exchange(TwoSteps):
     """An `AsyncPrepareAndFinalize` over a group of ranks, which gives experts tokens [R, H] of any rank.
 
     Every rank has to call it as often as the others, with no tokens too: a rank that stays away makes the others
@@ -57,51 +106,6 @@ class Exchange:
     def output_is_reduced(self) -> bool:
         """Whether `finalize` returns sums over all ranks: shared experts that ranks share are reduced on their own."""
         return True
-
-    def prepare_async(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        extra_tensors: Sequence[Tensor] = (),
-    ) -> Started:
-        """`prepare`, started. The receiver waits, on the device where that can."""
-        raise NotImplementedError
-
-    def finalize_async(
-        self,
-        output: ExpertOutput,
-        prepared: Prepared,
-        weigh_and_reduce: TopKWeightAndReduce,
-        shared: Tensor | None,
-    ) -> Started:
-        """`finalize`, started."""
-        raise NotImplementedError
-
-    def prepare(
-        self,
-        hidden_states: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        extra_tensors: Sequence[Tensor] = (),
-    ) -> Prepared:
-        """Tokens [R, H] that experts of this rank are to see, and maybe others, whose ids `expert_map` drops."""
-        args = hidden_states, topk_weights, topk_ids, num_experts, expert_map, extra_tensors
-        return self.prepare_async(*args)[1]()
-
-    def finalize(
-        self,
-        output: ExpertOutput,
-        prepared: Prepared,
-        weigh_and_reduce: TopKWeightAndReduce,
-        shared: Tensor | None,
-    ) -> Tensor:
-        """[T, H]: the sums of all ranks for the tokens of this one."""
-        return self.finalize_async(output, prepared, weigh_and_reduce, shared)[1]()
 
 
 def start_tokens(given: Prepared, move: Callable[..., Receiver], way_back: Any) -> Started:
