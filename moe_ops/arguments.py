@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops.records import Role
 from moe_ops.values import (
+    Epilogue,
     ExpertWeights,
     Gate,
     GroupedLinear,
@@ -128,6 +129,14 @@ class Combine(NamedTuple):
     topk_weights: Tensor
     inverse: Index
     shared: Tensor | None
+    epilogue: Epilogue = Epilogue()
+
+
+class JoinedAlone(NamedTuple):
+    """Of no operator: what joins the sum of one."""
+
+    shared: Tensor | None
+    epilogue: Epilogue
 
 
 class CombineBackward(NamedTuple):
@@ -188,6 +197,7 @@ class GemmCombine(NamedTuple):
     topk_weights: Tensor
     inverse: Index
     shared: Tensor | None
+    epilogue: Epilogue = Epilogue()
 
 
 class GatherGemm(NamedTuple):
@@ -210,6 +220,7 @@ class ActGemmCombine(NamedTuple):
     inverse: Index
     shared: Tensor | None
     activation: str
+    epilogue: Epilogue = Epilogue()
 
 
 class FusedExperts(NamedTuple):
@@ -222,6 +233,7 @@ class FusedExperts(NamedTuple):
     placement: Placement
     shared: PerTokenOrNone
     activation: str
+    epilogue: Epilogue = Epilogue()
 
     def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmAct:
         """Up to the second product, with this plan."""
@@ -239,6 +251,7 @@ class FusedExpertsFormula(NamedTuple):
     placement: Placement
     shared: PerTokenOrNone
     gate: Gate
+    epilogue: Epilogue = Epilogue()
 
     def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmFormula:
         """Up to the second product, with this plan."""
