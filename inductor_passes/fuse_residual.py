@@ -34,6 +34,7 @@ from inductor_passes.graph_tools import (
     write_out,
 )
 from inductor_passes.raising.views_of_rows import is_cast, is_reshape, is_view, operand
+from inductor_passes.raising.writing import erase_unread
 from inductor_passes.sizes import same_shape
 from moe_ops.arguments import Router, TopkRouting
 from moe_ops.types import RoutingConfig
@@ -76,7 +77,7 @@ def _with_gate(graph: Graph, total: Node, log: PassLog) -> Node:
         fused = _joined(graph, args._replace(shared=None), addend, total)
     log.fuse("combine with gated output", total, (args.shared, total))
     total.replace_all_uses_with(fused)
-    _erase_unread(graph, total)
+    erase_unread(graph, total)
     return fused
 
 
@@ -98,7 +99,7 @@ def _with_addend(graph: Graph, total: Node, log: PassLog) -> Node | None:
         "combine with residual" if addend[1] is None else "combine with gated output", total, (total, add)
     )
     add.replace_all_uses_with(result)
-    _erase_unread(graph, add)
+    erase_unread(graph, add)
     return fused
 
 
@@ -229,13 +230,3 @@ def _is_in_memory(node: Node, reader: Node) -> bool:
     target = node.target
     is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     return {*node.users} != {reader} or not (is_pointwise or is_cast(node))
-
-
-def _erase_unread(graph: Graph, node: Node) -> None:
-    """Erases `node` and what only it read."""
-    unread = [node]
-    while unread:
-        node = unread.pop()
-        if node.op == "call_function" and not node.users and not node._erased:
-            unread.extend(node.all_input_nodes)
-            graph.erase_node(node)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_ops import _autograd, _checks, _library
+from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops._cpu_experts import run_experts
 from moe_ops.act_gemm_combine import gradients as down_gradients
 from moe_ops.activation import activation_spec, gated_activation, out_features
@@ -145,9 +145,12 @@ def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
 
 
 def emits_stages(emit: Emit) -> bool:
-    """The one switch between stage operators and fused operator."""
+    """The one switch between stage operators and fused operator.
+
+    In `torch.vmap` a batch of tokens becomes tokens of the fused operator; stages would be as many plans.
+    """
     if emit == "auto":
-        return torch.compiler.is_compiling()
+        return torch.compiler.is_compiling() and not _compat.is_in_vmap()
     if emit not in ("stages", "fused"):
         value_error("emit={!r}: expected 'auto', 'stages' or 'fused'", emit)
     return emit == "stages"
