@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+import inductor_passes
 import moe_ops
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.helpers import assert_matches_oracle
@@ -37,7 +38,9 @@ def _one_by_one(function, given, dims):
 
 def _compiled(function, given, dims):
     torch._dynamo.reset()
-    return torch.compile(torch.vmap(function, dims), backend="moe_inductor", fullgraph=True)(*given)
+    return torch.compile(torch.vmap(function, dims), options=inductor_passes.options(), fullgraph=True)(
+        *given
+    )
 
 
 DIMS = {
