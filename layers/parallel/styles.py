@@ -29,8 +29,8 @@ Dispatcher = Literal["auto", "allgather", "alltoall", "symmetric", "allreduce"]
 
 # An all-to-all that moves more than this part of an all-gather's bytes is not worth its splits.
 _WORTH_AN_ALL_TO_ALL = 0.5
-# Up to so many tokens a rank, latency decides, and writing into the others' memory takes half of NCCL's time up to 256
-# and three quarters at this number (docs/parallel.md).
+# Up to so many tokens a rank, writing into the others' memory took 0.4 to 0.9 of NCCL's time, least for few tokens
+# (docs/parallel.md); beyond, nobody has measured.
 _WORTH_SYMMETRIC_MEMORY = 2048
 _MOST_CHOSEN = 32  # experts per token, for modules that do not know it
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function: each process has its own
