@@ -260,7 +260,7 @@ def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 def exchanges(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows between ranks: few and many columns, of whole 16 bytes and not, in one part and in several."""
-    columns = (5, 511, 2048, 7168, 16384) if size is Range.WIDE else (511, 7168)
+    columns = (511, 2048, 7168, 16384) if size is Range.WIDE else (511, 7168)
     ranks = (2, 4, 8) if size is Range.WIDE else (2,)
     for dtype, width, num_ranks, most in itertools.product(FLOATS, columns, ranks, (1, 128, 4096)):
         for program in catalogue.exchanges(dtype, (num_ranks, most, width), 1 + 3 * (most == 4096), gpu):

@@ -114,6 +114,7 @@ def test_copies_and_pickles_exchange_as_well():
         kernel = symmetric(make_layer(config()))
         for twin in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
             assert torch.equal(twin(hidden, routed), kernel(hidden, routed))
+            assert twin.prepare_finalize.peers is kernel.prepare_finalize.peers
 
 
 @on_ranks(2)
