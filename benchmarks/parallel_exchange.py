@@ -29,7 +29,7 @@ def exchanges(state: State, owners: ExpertRanks, tokens: int, hidden_size: int, 
         "padded": PaddedAllToAllPrepareAndFinalize(group, owners, max_tokens=tokens),
         "variable": AllToAllPrepareAndFinalize(group, owners),
     }
-    if state.has_gpu:
+    if state.has_gpu or state.size == 1:
         sizes = {"max_tokens": tokens, "hidden_size": hidden_size, "top_k": top_k, "dtype": state.scale.dtype}
         found["symmetric"] = SymmetricPrepareAndFinalize(group, owners, timeout=WAIT_S, **sizes)
     return found

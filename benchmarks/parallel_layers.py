@@ -29,7 +29,7 @@ def styles(state: State, tokens: int) -> dict[str, Any]:
         "allgather": ExpertParallel("allgather", max_tokens=tokens),
         "allgather, 2 batches": ExpertParallel("allgather", max_tokens=tokens, batches=2),
     }
-    if state.has_gpu:
+    if state.has_gpu or state.size == 1:
         ways["symmetric"] = ExpertParallel("symmetric", max_tokens=tokens)
     return ways
 

@@ -147,7 +147,7 @@ def replays(state: State) -> list[Row]:
         for number, out in enumerate(replayed.expected):
             chosen = RouterOutput(hidden[number], weights[number], ids[number])
             expect_close(state, out, whole(hidden[number], chosen), name)
-        count = state.options["replays"] // (1 if name == "symmetric" else 10)
+        count = max(state.options["replays"] // (1 if name == "symmetric" else 10), 1)
         tell(state, rows, dispatcher=name, **replayed.run(count))
     return rows
 
@@ -175,7 +175,7 @@ class _Replayed:
         for number in range(count):
             replay()
             if number % 2000 == 1999:
-                torch.cuda.synchronize()  # or a rank could be thousands of launches ahead
+                synchronize(self.state)  # or a rank could be thousands of launches ahead
         synchronize(self.state)
         seconds, grown = time.perf_counter() - started, torch.cuda.memory_allocated() - before
         mismatches = int(slowest(self.state, self.wrong.item()))
