@@ -11,16 +11,17 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import activation_args
-from moe_ops.kernels.common import apply_activation, cdiv, offset
+from moe_ops.kernels.common import apply_activation, cdiv, next_power_of_2, offset
 from moe_ops.kernels.decode import gate_and_up, weight_rows
 from moe_ops.kernels.decode_plan import GemvConfig, row_config
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 from moe_ops.types import Activation
 
-# With more tokens a library's products are as fast or faster, beside routed experts and alone. With as few features as
-# a router has experts there may be more; then a program has one row, and long ones want more warps (H200).
+# With more tokens a library's products are as fast or faster than a shared expert beside routed ones (H200).
 _MOST_TOKENS = 2
+# The same of a product alone, a row to a program: of one token, or of more with as few features as a router has
+# experts, whose few programs want many warps.
 _FEW_FEATURES, _MOST_TOKENS_OF_FEW, _LONG_ROW = 512, 8, 4096
 _BYTES = 16384  # of weights that a program keeps
 _NO_ACTIVATION = dict.fromkeys(("NAME", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT"))
@@ -116,7 +117,7 @@ def shared_alone_program(args: Any, gpu: Gpu) -> Program:
 
 def takes_product(args: Any, gpu: Gpu) -> bool:
     """Whether this kernel is for a `DenseGemm`: few tokens, and rows of the weight that a program can keep."""
-    most = _MOST_TOKENS_OF_FEW if args.weight.shape[0] <= _FEW_FEATURES else _MOST_TOKENS
+    most = _MOST_TOKENS_OF_FEW if args.weight.shape[0] <= _FEW_FEATURES else 1
     return args.x.shape[0] <= most and _keeps(args.weight, 1, gpu)
 
 
@@ -124,9 +125,9 @@ def dense_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of a `moe.dense_gemm` that `takes_product` allows."""
     x, weight, bias, dtype = args
     out = Buffer("out", (x.shape[0], weight.shape[0]), dtype)
-    config = _config(weight, 1, gpu)
-    if weight.shape[0] <= _FEW_FEATURES:
-        config = GemvConfig(1, config.block_k, 8 if weight.shape[1] > _LONG_ROW else 4)
+    features, depth = weight.shape
+    few_warps = 8 if depth > _LONG_ROW else 4
+    config = GemvConfig(1, next_power_of_2(depth), few_warps if features <= _FEW_FEATURES else 2)
     given = {
         **_NO_ACTIVATION,
         **_product_args(weight, config),

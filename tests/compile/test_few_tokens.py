@@ -45,6 +45,7 @@ def _products(compiled):
 def test_router(tokens, dtype):
     compiled = compile_for_h200(_layer, lambda tokens: _inputs(tokens, dtype), tokens=tokens)
     assert _products(compiled) == (1, 0)
+    assert "dense_gemv_kernel_0.run(arg0_1, arg1_1, arg2_1, " in body(compiled.code), "tokens, router and bias"
 
 
 def test_router_of_a_fused_layer():
@@ -54,13 +55,13 @@ def test_router_of_a_fused_layer():
     assert _products(compile_for_h200(layer, _inputs, tokens=1)) == (1, 0)
 
 
-@pytest.mark.parametrize("tokens, ours", [(1, 4), (2, 4), (3, 1), (8, 1), (9, 0)])
+@pytest.mark.parametrize("tokens, ours", [(1, 4), (2, 2), (8, 2), (9, 0)])
 def test_shared_experts_and_float32_logits(tokens, ours):
-    """The down product of the shared experts has so few features here that more tokens could be had."""
+    """The down product of the shared experts has as few features here as a router."""
     compiled = compile_for_h200(_shared_layer, _inputs, tokens=tokens)
     few, others = _products(compiled)
     assert few + others == 4
-    assert few == ours + (2 < tokens < 9)
+    assert few == ours
     assert ("mm_dtype(" in body(compiled.code)) == (tokens == 9)
     assert len([name for name in compiled.launches if name.startswith("triton_")]) == 1, "the gate, no casts"
 

@@ -149,7 +149,7 @@ def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 def few_tokens(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Routers and wide products: a program's row and warps for every length of it."""
-    sizes = ((1, 8), (8, 8), (2, 4096)) if size is Range.WIDE else ((8, 8),)
+    sizes = ((1, 8), (8, 8), (1, 4096)) if size is Range.WIDE else ((8, 8),)
     depths = (511, 2880, 4096, 7168) if size is Range.WIDE else (511, 2880, 7168)
     for dtype, depth, (tokens, features) in itertools.product(FLOATS, depths, sizes):
         args = DenseGemm(*_metas(dtype, (tokens, depth), (features, depth), (features,)), dtype)

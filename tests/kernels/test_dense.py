@@ -58,7 +58,7 @@ def test_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens, hidden, experts", [(1, 72, 13), (2, 64, 600), (7, 513, 8), (8, 600, 3)])
+@pytest.mark.parametrize("tokens, hidden, experts", [(1, 72, 13), (1, 64, 600), (7, 513, 8), (8, 600, 3)])
 def test_router_matches_the_oracle(
     tokens: int, hidden: int, experts: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -90,5 +90,5 @@ def test_which_products_it_takes() -> None:
     """Few tokens, fewer with many features; rows that lie together and that registers hold."""
     router, wide = meta(256, 7168), meta(513, 7168)
     assert _takes_product(8, router) and not _takes_product(9, router)
-    assert _takes_product(2, wide) and not _takes_product(3, wide)
+    assert _takes_product(1, wide) and not _takes_product(2, wide)
     assert not _takes_product(1, router.T.contiguous().T) and not _takes_product(1, meta(8, 40000))
