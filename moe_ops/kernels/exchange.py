@@ -17,6 +17,7 @@ from moe_ops.peers import ExchangeLayout, fields_of
 
 _BLOCK_BYTES = 16384  # of a row that a CTA holds: 32 registers a thread
 _PLAN_ELEMENTS = 32  # ids a thread
+_CTAS = 4  # of a multiprocessor: while one waits for a row others move theirs
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -193,7 +194,9 @@ def _pull_kernel(
                 columns = start + tl.arange(0, BLOCK_H)
                 inside = columns < H
                 total = tl.zeros((BLOCK_H,), tl.float64 if F64 else tl.float32)
-                for holder in range(RANKS):
+                for holder in tl.range(
+                    0, RANKS, loop_unroll_factor=2
+                ):  # the far row is asked for with the near one
                     slot = tl.load(slots_ptr + offset(token, RANKS) + holder)
                     row = tl.maximum(slot, 0).to(tl.int64)
                     here = rows_ptr.to(tl.int64) + (rank.to(tl.int64) * ROWS + row) * ROW_BYTES
@@ -254,7 +257,7 @@ def _common_args(layout: ExchangeLayout, rank: int, hidden: TensorMeta, gpu: Gpu
         "H": columns,
         "ALIGNMENT": 16 if columns * item % 16 == 0 else item,
         "BLOCK_H": min(next_power_of_2(columns), _BLOCK_BYTES // item),
-        "CTAS": min(gpu.multiprocessors, layout.num_ranks * part),
+        "CTAS": min(_CTAS * gpu.multiprocessors, layout.num_ranks * part),
     }
 
 

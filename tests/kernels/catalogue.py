@@ -169,7 +169,7 @@ def programs() -> list[Program]:
         program_of("gated_activation_backward", rows, _strided(1024, 128), INTERLEAVED),
         program_of("topk_routing", logits, _strided(8, dtype=torch.float32), _ROUTING),
         program_of("topk_routing_backward", weights, logits, weights, ids, _ROUTING),
-        program_of("build_dispatch", ids, _index(16), 8),
+        program_of("build_dispatch", _strided(4096, 2, dtype=torch.int32), _index(16), 8),
         program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
         program_of("plan_exchange", ids, _index(8), 2, 512),
         program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
