@@ -143,13 +143,6 @@ class Combine(NamedTuple):
     epilogue: Epilogue = Epilogue()
 
 
-class JoinedAlone(NamedTuple):
-    """Of no operator: what joins the sum of one."""
-
-    shared: Tensor | None
-    epilogue: Epilogue
-
-
 class CombineBackward(NamedTuple):
     """Of `combine_backward`: gradient [T, H]."""
 

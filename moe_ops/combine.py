@@ -9,14 +9,14 @@ What is added enters after the routed sum: the output of shared experts, which m
 shapes, no host sync.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library, records
-from moe_ops.arguments import Combine, CombineBackward, Epilogue, JoinedAlone
+from moe_ops.arguments import Combine, CombineBackward, Epilogue
 from moe_ops.errors import value_error
 from moe_ops.records import partial
 
@@ -249,9 +249,16 @@ def _tangent(args: Combine, tangents: Combine) -> _autograd.Tangents:
     return (through_out + combine(expert_out, tangents.topk_weights, inverse),)
 
 
+class _Joined(NamedTuple):
+    """What joins a sum."""
+
+    shared: Tensor | None
+    epilogue: Epilogue
+
+
 def _tangent_of_joined(args: Combine, tangents: Combine) -> Tensor | None:
     """[T, H], or None for zero."""
-    joined = JoinedAlone(args.shared, args.epilogue), JoinedAlone(tangents.shared, tangents.epilogue)
+    joined = _Joined(args.shared, args.epilogue), _Joined(tangents.shared, tangents.epilogue)
     if all(tangent is None for tangent in records.flatten(joined[1])):
         return None
     dtype = args.expert_out.dtype
