@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from layers.config import Emit, SaveForBackward
 
-__all__ = ["PatchReport", "patch", "register", "unpatch"]
+__all__ = ["PatchReport", "patch", "register", "tp_plan", "unpatch"]
 
 register_with_transformers()
 
@@ -64,8 +64,8 @@ def patch(
         model: a loaded transformers model, or a module of one.
         emit, save_for_backward: as in `layers.MoEConfig`, for all its experts. Experts with a gate of their own
             always run stage by stage; with "inputs" they are checkpointed.
-        mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded. None
-            leaves them whole.
+        mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded, or its
+            part by the plan of `tp_plan`. None leaves them whole.
         style: how, an `ExpertParallel` or `ExpertTensorParallel` of `layers.parallel`. None is
             `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does.
 
@@ -75,11 +75,43 @@ def patch(
     Raises:
         ImportError: transformers is not installed.
         TypeError, ValueError: `model` is not a module, or an option is not one; nothing has been changed then. Experts
-            that cannot be shared by the mesh's ranks are patched, and stay whole.
+            that cannot be shared by the mesh's ranks, or were loaded by another plan, are patched, and stay as they
+            are.
     """
     from layers.huggingface import patching
 
     return patching.patch(model, emit, save_for_backward, mesh, style)
+
+
+def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:
+    """A plan by which `from_pretrained` reads, of a checkpoint, what each rank computes with after `patch`.
+
+    The plan is one of transformers' rules: for `DistributedConfig(tp_size=W, tp_plan=...)`. Of experts it names the
+    part that `style` gives a rank, so no rank reads the others'. The rest is as the model's own plan has it, where
+    ranks run the same tokens; where they have their own, every rank has it whole.
+
+    Args:
+        model: a transformers model, which may be on the meta device.
+        style: that of `patch`, an `ExpertParallel` or `ExpertTensorParallel`.
+
+    Returns:
+        Rules by name, with "*" for the numbers of layers.
+
+    Raises:
+        ImportError: transformers is not installed, or has no plans.
+        TypeError: an argument is not as described.
+        ValueError: experts cannot be shared by ranks.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     plan = tp_plan(AutoModelForCausalLM.from_config(config), style)
+        >>> split = DistributedConfig(tp_size=W, tp_plan=plan)
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split)
+        >>> patch(model, mesh=mesh, style=style)
+    """
+    from layers.huggingface import plans
+
+    return plans.tp_plan(model, style)
 
 
 def unpatch(model: "nn.Module") -> None:

@@ -51,7 +51,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout:
     if isinstance(module, FusedMoE):
         return _of_fused_moe(module)
     if hasattr(module, "moe_ops_options"):
-        return _of_patched(module)
+        return of_transformers_experts(module)
     raise TypeError(
         f"module={type(module).__name__}: expected FusedMoE, such as 'experts' of a MoEBlock, or experts of a "
         "patched model"
@@ -82,7 +82,8 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
     return ExpertsLayout(config.num_physical_experts, config.top_k, config.intermediate_size, present)
 
 
-def _of_patched(module: Any) -> ExpertsLayout:
+def of_transformers_experts(module: Any) -> ExpertsLayout:
+    """Of experts that transformers dispatches. Raises as `experts_layout` does."""
     if getattr(module, "moe_ops_parallel", None) is not None:
         raise ValueError("module holds a part of its experts: expected all of them, to be sharded once")
     if getattr(module, "has_post_expert_norm", False):

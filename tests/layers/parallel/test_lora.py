@@ -29,6 +29,13 @@ STYLES = {
     "alltoall_static": lambda: ExpertParallel("alltoall", max_tokens=MOST),
     "tensor": lambda: ExpertTensorParallel("allgather"),
 }
+PORTIONS = {
+    "batches": lambda: ExpertParallel("allgather", batches=2),
+    "chunks": lambda: ExpertParallel("alltoall", chunk_tokens=2),
+    "batches_of_chunks": lambda: ExpertTensorParallel(
+        "allgather", max_tokens=MOST, chunk_tokens=4, batches=2
+    ),
+}
 styles = pytest.mark.parametrize("style", STYLES)
 
 
@@ -53,13 +60,15 @@ def parallel(layer, style):
     """A layer as a style shards it, with the adapters of what is here, and these."""
     adapters = make_adapters(layer)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    part = parallelize_module(make_layer(layer.config, layer.w13_weight.dtype), mesh, STYLES[style]())
+    part = parallelize_module(
+        make_layer(layer.config, layer.w13_weight.dtype), mesh, {**STYLES, **PORTIONS}[style]()
+    )
     attach(part, adapters, ids_of(dist.get_rank()))
     return part, adapters
 
 
 @on_ranks(2, 4)
-@styles
+@pytest.mark.parametrize("style", [*STYLES, *PORTIONS])
 def test_sharded_layers(style):
     layer, rank = make_layer(config(has_bias=True)), dist.get_rank()
     part, adapters = parallel(layer, style)
