@@ -12,13 +12,14 @@ from layers.huggingface.registration import register_with_transformers
 from layers.huggingface.report import PatchReport
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from layers.config import Emit, SaveForBackward
+    from layers.lora import ExpertLora
 
-__all__ = ["PatchReport", "patch", "register", "tp_plan", "unpatch"]
+__all__ = ["PatchReport", "add_adapters", "patch", "register", "tp_plan", "unpatch"]
 
 register_with_transformers()
 
@@ -81,6 +82,43 @@ def patch(
     from layers.huggingface import patching
 
     return patching.patch(model, emit, save_for_backward, mesh, style)
+
+
+def add_adapters(
+    model: "nn.Module",
+    num_adapters: int,
+    rank: int,
+    adapter_ids: "Tensor",
+    *,
+    gate_up_rank: int | None = None,
+) -> "dict[str, ExpertLora]":
+    """Makes LoRA adapters for the experts of all layers of a patched model, in place of those it had.
+
+    Of experts that ranks share, each rank holds the adapters of what it has, as DTensors. New ones change nothing until
+    `ExpertLora.load_adapter` or training does. `unpatch` takes them away.
+
+    Args:
+        model: patched, and sharded if it is to be.
+        num_adapters, rank, gate_up_rank: see `layers.ExpertLora`.
+        adapter_ids: [M] int32 or int64, of the tokens [batch * length] that come next, changed in place before a
+            forward, which reads as many as it has tokens: one for each sequence in a step of generation.
+
+    Returns:
+        Adapters by the name of their experts, such as "model.layers.0.mlp.experts". Rows of w13 are in the order in
+        which the model has them: gate rows first, or alternating (gpt-oss).
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: an argument is not as described; no experts are patched, or some compute their activation
+            themselves.
+
+    Example:
+        >>> adapters = add_adapters(model, num_adapters=4, rank=16, adapter_ids=adapter_ids)
+        >>> adapters["model.layers.0.mlp.experts"].load_adapter(0, gate_up, down, scaling=2.0)
+    """
+    from layers.huggingface import adapters
+
+    return adapters.add_adapters(model, num_adapters, rank, adapter_ids, gate_up_rank)
 
 
 def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:

@@ -70,6 +70,7 @@ def unpatch(model: nn.Module) -> None:
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)
             delattr(module, _STOCK)
         vars(module).pop("moe_ops_options", None)
+        module._modules.pop("moe_ops_lora", None)
         routers.uninstall(module)
 
 

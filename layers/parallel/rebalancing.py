@@ -9,6 +9,7 @@ Letters: L layers, E experts of a layer, P its physical ones (places), W ranks.
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -252,7 +253,10 @@ def _make_balanced(module: Any, options: dict[str, Tensor | None]) -> None:
 
 
 def _sharded(module: nn.Module) -> list[DTensor]:
-    return [each for each in module.parameters(recurse=False) if isinstance(each, DTensor)]
+    """What belongs to its experts, their adapters too."""
+    lora = getattr(module, "lora" if isinstance(module, FusedMoE) else "moe_ops_lora", None)
+    own = chain(module.parameters(recurse=False), () if lora is None else lora.parameters())
+    return [each for each in own if isinstance(each, DTensor)]
 
 
 def _stored_parts(module: nn.Module) -> list[Tensor]:

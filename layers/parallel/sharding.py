@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from layers.adapted_experts import AdaptedExperts
 from layers.fused_moe import FusedMoE
 from layers.parallel.group import process_group
 from layers.parallel.layout import ParameterLayout
@@ -34,6 +35,15 @@ def parts_of_experts(layout: ParameterLayout) -> Split:
     if layout.dim is None:
         return Split(Replicate())
     return Split(Shard(layout.dim + 1), layout.dim) if layout.has_blocks else Split(Shard(layout.dim))
+
+
+def adapter_splits(experts: AdaptedExperts) -> dict[str, Split]:
+    """Of adapters' parameters [E, N, ., .], by name: those of whole experts, or of the parts of each."""
+    names = ("a13", "b13", "a2", "b2")
+    if experts.shard.size == 1:
+        return dict.fromkeys(names, WHOLE_EXPERTS)
+    rows = Split(Shard(3), 2) if experts.has_blocks else Split(Shard(2))
+    return dict(zip(names, (Split(Replicate()), rows, Split(Shard(3)), Split(Replicate()))))
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, split: Split, source: int | None) -> None:
