@@ -21,7 +21,7 @@ _OURS = {
     **dict.fromkeys(("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"), "fused"),
     **dict.fromkeys(("gather_gemm", "act_gemm_combine"), "fused"),
     **dict.fromkeys(("topk_routing", "build_dispatch", "map_replicas", "map_and_record"), "routing"),
-    **dict.fromkeys(("grouped_gemm", "batched_gemm"), "product"),
+    **dict.fromkeys(("grouped_gemm", "batched_gemm", "dense_gemm"), "product"),
     **dict.fromkeys(("permute", "combine"), "move"),
 }
 _TORCH = (

@@ -26,6 +26,7 @@ from inductor_passes.lowerings import (
     ExpandOnCpu,
     ExpandPointwise,
     LaunchPrograms,
+    MultiplyFewTokens,
     MultiplyHalves,
     PackageProducts,
 )
@@ -48,6 +49,7 @@ FUSIONS: tuple[MoEPass, ...] = (
 )
 LOWERINGS: tuple[MoEPass, ...] = (
     MultiplyHalves(),
+    MultiplyFewTokens(),
     ExpandFewSlots(),
     ExpandOnCpu(),
     ExpandPointwise(),

@@ -12,6 +12,7 @@ from moe_ops.act_gemm_combine import act_gemm_combine
 from moe_ops.activation import gated_activation
 from moe_ops.batched import batched_gemm
 from moe_ops.combine import combine
+from moe_ops.dense_gemm import dense_gemm
 from moe_ops.dispatch import build_dispatch
 from moe_ops.fused_experts import fused_experts
 from moe_ops.fused_moe import fused_moe
@@ -35,6 +36,7 @@ __all__ = [
     "batched_gemm",
     "build_dispatch",
     "combine",
+    "dense_gemm",
     "fused_experts",
     "fused_experts_with_shared",
     "fused_moe",

@@ -88,6 +88,12 @@ def expect_same_dtype(dtype: torch.dtype, reference: str, **tensors: Tensor | No
             type_error("{} has dtype {}: expected {}, the dtype of {}", name, tensor.dtype, dtype, reference)
 
 
+def expect_result_dtype(name: str, dtype: torch.dtype, given: torch.dtype) -> None:
+    """Raises TypeError unless a result of `given` can be in `dtype`: the same, or what sums are in."""
+    if dtype not in (given, compute_dtype(given)):
+        type_error("{}={}: expected {} or {}", name, dtype, given, compute_dtype(given))
+
+
 def expect_same_device(device: torch.device, reference: str, **tensors: Tensor | None) -> None:
     """Raises ValueError unless every tensor is on `device`, the device of the argument called `reference`."""
     for name, tensor in tensors.items():

@@ -186,6 +186,13 @@ def launch(arguments: Any) -> Any:
     return plans.launch(arguments)
 
 
+def has_launches(arguments: Any) -> bool:
+    """Whether kernels of ours are for such arguments of an operator that also runs a library's."""
+    from moe_ops.kernels import plans
+
+    return plans.is_taken(arguments)
+
+
 def launch_with_shared(routed: Any, alone: Any, products: Callable[[Any], Tensor]) -> Tensor:
     """Runs a `FusedExperts` and, on a second stream where that is faster, the `SharedAlone` that joins its sum."""
     from moe_ops.kernels import plans

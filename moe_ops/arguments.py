@@ -7,6 +7,7 @@ argument means stands in the public function of its operator.
 
 from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_ops.records import Role
@@ -104,6 +105,15 @@ class BatchedGemm(NamedTuple):
     x: Tensor
     weight: GroupedLinear
     counts: Index
+
+
+class DenseGemm(NamedTuple):
+    """Of `dense_gemm`."""
+
+    x: PerToken
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
 
 
 class GatedActivation(NamedTuple):

@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
+import torch
 from torch import Tensor
 
 
@@ -65,7 +66,9 @@ class Leaf(NamedTuple):
         return f"{kind} {self.name}"
 
 
-_SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str"}
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
 _SCHEMA_ORDER = list(_SCHEMA_TYPES)
 
 

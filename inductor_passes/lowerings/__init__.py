@@ -1,12 +1,13 @@
 """How what the passes left becomes code: each tier takes what it can and leaves the rest to the next.
 
 0. `MultiplyHalves`: on CUDA, float32 logits of half-precision tensors are multiplied without casts.
-1. `ExpandFewSlots`: routers and layers of few slots on a CPU become ATen, which Inductor makes into C++ loops.
-2. `ExpandOnCpu`: on a CPU everything else but products becomes ATen as well, for any number of tokens.
-3. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
-4. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
-5. `PackageProducts`: in what AOTInductor packs on a CPU, products of experts become torch's own.
-6. Everything else stays one operator call, which picks its kernels at run time.
+1. `MultiplyFewTokens`: on CUDA, products of routers and shared experts for few tokens get a kernel for them.
+2. `ExpandFewSlots`: routers and layers of few slots on a CPU become ATen, which Inductor makes into C++ loops.
+3. `ExpandOnCpu`: on a CPU everything else but products becomes ATen as well, for any number of tokens.
+4. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
+5. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
+6. `PackageProducts`: in what AOTInductor packs on a CPU, products of experts become torch's own.
+7. Everything else stays one operator call, which picks its kernels at run time.
 
 They rewrite the graph of our compile. Nothing is registered globally, so a plain `torch.compile` in the same
 process never sees them.
@@ -14,6 +15,7 @@ process never sees them.
 
 from inductor_passes.lowerings.cpu_stages import ExpandOnCpu
 from inductor_passes.lowerings.few_slots import ExpandFewSlots
+from inductor_passes.lowerings.few_tokens import MultiplyFewTokens
 from inductor_passes.lowerings.logits import MultiplyHalves
 from inductor_passes.lowerings.packaged import PackageProducts
 from inductor_passes.lowerings.pointwise import ExpandPointwise
@@ -24,6 +26,7 @@ __all__ = [
     "ExpandOnCpu",
     "ExpandPointwise",
     "LaunchPrograms",
+    "MultiplyFewTokens",
     "MultiplyHalves",
     "PackageProducts",
 ]

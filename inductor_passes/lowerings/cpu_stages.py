@@ -35,6 +35,7 @@ from moe_ops.arguments import (
     Permute,
     TopkRouting,
 )
+from moe_ops.dense_gemm import reference as dense_gemm
 from moe_ops.gate import apply_formula
 from moe_ops.grouped_gemm import product
 from moe_ops.types import RoutingConfig
@@ -58,6 +59,7 @@ class ExpandOnCpu:
         "fused_moe_formula",
         "gather_gemm",
         "act_gemm_combine",
+        "dense_gemm",
     )
     inference_only = False
 
@@ -159,4 +161,5 @@ _FORMULAS: dict[str, Callable[[Any], Any]] = {
     "fused_moe_formula": _layer,
     "gather_gemm": _gathered_product,
     "act_gemm_combine": _from_gate_up,
+    "dense_gemm": dense_gemm,
 }

@@ -25,7 +25,7 @@ class MultiplyHalves:
     """A router's float32 product of casts becomes a product of what is cast."""
 
     name = "multiply_halves"
-    requires: tuple[str, ...] = ("topk_routing", "routing_dispatch", "fused_moe")
+    requires: tuple[str, ...] = ("topk_routing", "routing_dispatch", "fused_moe", "fused_moe_formula")
     inference_only = True
 
     def run(self, graph: Graph, log: PassLog) -> None:

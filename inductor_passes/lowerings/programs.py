@@ -26,7 +26,7 @@ _FUSED = (
     *("topk_routing", "build_dispatch", "routing_dispatch"),
     *("gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
     *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
-    *("gather_gemm", "act_gemm_combine"),
+    *("gather_gemm", "act_gemm_combine", "dense_gemm"),
 )
 
 

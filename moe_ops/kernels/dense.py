@@ -1,4 +1,4 @@
-"""The expert that every token visits, for a few tokens: two products that read each weight once for all of them.
+"""Products in which every token takes part, for a few tokens: each weight is read once for all of them.
 
 A program keeps its rows of the weight in registers while it goes through the tokens. Its programs are short, so those
 of routed experts on another stream get in between.
@@ -11,15 +11,18 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import activation_args
-from moe_ops.kernels.common import apply_activation, cdiv, offset
+from moe_ops.kernels.common import apply_activation, cdiv, next_power_of_2, offset
 from moe_ops.kernels.decode import gate_and_up, weight_rows
 from moe_ops.kernels.decode_plan import GemvConfig, row_config
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 from moe_ops.types import Activation
 
-# With more tokens a library's products are as fast or faster, beside routed experts and alone (H200).
+# With more tokens a library's products are as fast or faster than a shared expert beside routed ones (H200).
 _MOST_TOKENS = 2
+# The same of a product alone, a row to a program: of one token, or of more with as few features as a router has
+# experts, whose few programs want many warps.
+_FEW_FEATURES, _MOST_TOKENS_OF_FEW, _LONG_ROW = 512, 8, 4096
 _BYTES = 16384  # of weights that a program keeps
 _NO_ACTIVATION = dict.fromkeys(("NAME", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT"))
 _NO_ACTIVATION |= {"GATED": False, "INTERLEAVED": False}
@@ -27,13 +30,13 @@ _NO_ACTIVATION |= {"GATED": False, "INTERLEAVED": False}
 
 @triton.jit
 def dense_gemv_kernel(
-    x_ptr, weight_ptr, scale_ptr, out_ptr,
-    features, x_stride_t, x_stride_k, weight_stride_n, weight_stride_k, scale_stride_t,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, out_ptr,
+    features, x_stride_t, x_stride_k, weight_stride_n, weight_stride_k, bias_stride, scale_stride_t,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = activation(weight @ x[t]), or without an activation scale[t] * (weight @ x[t])."""
+    """out[t] = activation(weight @ x[t]), or without an activation scale[t] * (weight @ x[t] + bias)."""
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     first = tl.program_id(0) * BLOCK_N
     column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED)
@@ -51,6 +54,9 @@ def dense_gemv_kernel(
         if NAME is not None:
             gate, up = gate_and_up(result, BLOCK_N, GATED, INTERLEAVED)
             result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + offset(columns, bias_stride), mask=columns < features, other=0.0)
+            result += bias.to(ACC)
         if scale_ptr is not None:
             result = result * tl.load(scale_ptr + offset(token, scale_stride_t)).to(ACC)
         out_ptrs = out_ptr + offset(token, features) + columns
@@ -83,6 +89,7 @@ def shared_alone_program(args: Any, gpu: Gpu) -> Program:
     up = {
         **activation_args(activation),
         **_product_args(w13, up_config),
+        **_bias_args(None),
         "x_ptr": Ref("hidden_states"),
         "weight_ptr": Ref("shared_w13"),
         "out_ptr": Ref(activated.name),
@@ -95,6 +102,7 @@ def shared_alone_program(args: Any, gpu: Gpu) -> Program:
     down = {
         **_NO_ACTIVATION,
         **_product_args(w2, down_config),
+        **_bias_args(None),
         "x_ptr": Ref(activated.name),
         "weight_ptr": Ref("shared_w2"),
         "out_ptr": Ref(out.name),
@@ -105,6 +113,40 @@ def shared_alone_program(args: Any, gpu: Gpu) -> Program:
     }
     launches = (_launch(up, activated, up_config), _launch(down, out, down_config))
     return Program((activated, out), launches, (out.name,))
+
+
+def takes_product(args: Any, gpu: Gpu) -> bool:
+    """Whether this kernel is for a `DenseGemm`: few tokens, and rows of the weight that a program can keep."""
+    most = _MOST_TOKENS_OF_FEW if args.weight.shape[0] <= _FEW_FEATURES else 1
+    return args.x.shape[0] <= most and _keeps(args.weight, 1, gpu)
+
+
+def dense_gemm_program(args: Any, gpu: Gpu) -> Program:
+    """The program of a `moe.dense_gemm` that `takes_product` allows."""
+    x, weight, bias, dtype = args
+    out = Buffer("out", (x.shape[0], weight.shape[0]), dtype)
+    features, depth = weight.shape
+    few_warps = 8 if depth > _LONG_ROW else 4
+    config = GemvConfig(1, next_power_of_2(depth), few_warps if features <= _FEW_FEATURES else 2)
+    given = {
+        **_NO_ACTIVATION,
+        **_product_args(weight, config),
+        **_bias_args(bias),
+        "x_ptr": Ref("x"),
+        "weight_ptr": Ref("weight"),
+        "out_ptr": Ref(out.name),
+        "x_stride_t": x.strides[0],
+        "x_stride_k": x.strides[1],
+        "scale_ptr": None,
+        "scale_stride_t": 0,
+    }
+    return Program((out,), (_launch(given, out, config),), (out.name,))
+
+
+def _bias_args(bias: TensorMeta | None) -> dict[str, Any]:
+    if bias is None:
+        return {"bias_ptr": None, "bias_stride": 0}
+    return {"bias_ptr": Ref("bias"), "bias_stride": bias.strides[0]}
 
 
 def _product_args(weight: TensorMeta, config: GemvConfig) -> dict[str, Any]:

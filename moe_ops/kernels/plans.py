@@ -35,6 +35,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,
     of.GroupedGemmWeightBackward: grouped_gemm.grouped_gemm_weight_backward_program,
     of.BatchedGemm: batched.batched_gemm_program,
+    of.DenseGemm: dense.dense_gemm_program,
     of.GatedActivation: activation.gated_activation_program,
     of.GatedActivationBackward: activation.gated_activation_backward_program,
     of.Combine: combine.combine_program,
@@ -119,6 +120,13 @@ def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
     return plan.program(leaves, None), dict(zip(plan.names, leaves, strict=False))
 
 
+def is_taken(arguments: Any) -> bool:
+    """Whether the kernels are for these arguments, of those that a library's products may run instead."""
+    device = next(leaf.device for leaf in records.flatten(arguments) if isinstance(leaf, torch.Tensor))
+    takes = dense.takes if isinstance(arguments, of.SharedAlone) else dense.takes_product
+    return takes(records.transform(_described, arguments), gpu_of(device))
+
+
 def launch_with_shared(
     routed: of.FusedExperts, alone: of.SharedAlone, products: Callable[[of.SharedAlone], torch.Tensor]
 ) -> torch.Tensor:
@@ -127,8 +135,7 @@ def launch_with_shared(
     What is shared, launches of ours or `products`, runs on a second stream, forked from the caller's and joined before
     the first launch that reads it.
     """
-    takes = dense.takes(records.transform(_described, alone), gpu_of(routed.hidden_states.device))
-    shared = partial(launch if takes else products, alone)
+    shared = partial(launch if is_taken(alone) else products, alone)
     if not fused.leaves_room(routed):
         return launch(routed._replace(shared=shared()))
     device = routed.hidden_states.device

@@ -140,6 +140,7 @@ def programs() -> list[Program]:
             _strided(2, 64), meta(96, 96)[:, :64], meta(64, 96)[:, :48], _strided(2, 1, dtype=torch.float32)
         ),
         program_of("grouped_gemm_weight_backward", _strided(1024, 128), rows, _index(9)),
+        program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         *_gemms(INTERLEAVED),

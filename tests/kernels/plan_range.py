@@ -11,8 +11,8 @@ from enum import Enum
 
 import torch
 
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
-from moe_ops.kernels import gemm_config, grouped_gemm
+from moe_ops.arguments import DenseGemm, ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops.kernels import dense, gemm_config, grouped_gemm
 from moe_ops.kernels.decode_plan import gemv_launches
 from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gpu import H200, KIB, Gpu
@@ -146,6 +146,18 @@ def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
         yield from _programs(f"{dtype} M={max_tokens} depth={depth}", dtype, program)
 
 
+def few_tokens(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Routers and wide products: a program's row and warps for every length of it."""
+    sizes = ((1, 8), (8, 8), (1, 4096)) if size is Range.WIDE else ((8, 8),)
+    depths = (511, 2880, 4096, 7168) if size is Range.WIDE else (511, 2880, 7168)
+    for dtype, depth, (tokens, features) in itertools.product(FLOATS, depths, sizes):
+        args = DenseGemm(*_metas(dtype, (tokens, depth), (features, depth), (features,)), dtype)
+        if dense.takes_product(args, gpu):
+            yield from _programs(
+                f"{dtype} {tokens} x {depth} x {features}", dtype, dense.dense_gemm_program(args, gpu)
+            )
+
+
 def gradients(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Weight gradients: blocks follow the smaller sizes."""
     sides = (1, 20, 40, 100, 1000, 1024) if size is Range.WIDE else (100, 1024)
@@ -247,5 +259,5 @@ def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 FAMILIES = {
     function.__name__: function
-    for function in (decode, products, batches, gradients, rows, routes, placements, shared)
+    for function in (decode, products, batches, few_tokens, gradients, rows, routes, placements, shared)
 }

@@ -1,10 +1,11 @@
-"""The products of a shared expert for a token or two, against the float64 oracle of one expert that everybody chose."""
+"""Products of every token, for a few: routers, and a shared expert as one that everybody chose, against float64."""
 
 import pytest
 import torch
 
-from moe_ops.arguments import SharedAlone, SharedExpert
+from moe_ops.arguments import DenseGemm, SharedAlone, SharedExpert
 from moe_ops.kernels import dense, plans
+from moe_ops.kernels.common import compute_dtype
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import describe
 from moe_ops.types import Activation
@@ -54,3 +55,40 @@ def test_what_it_takes() -> None:
         assert not _takes(1, *(w.T.contiguous().T if i == turned else w for i, w in enumerate(deep)))
     assert not _takes(1, meta(4096, 40000), meta(40000, 2048))
     assert not _takes(1, meta(80000, 2048), meta(2048, 40000))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens, hidden, experts", [(1, 72, 13), (1, 64, 600), (7, 513, 8), (8, 600, 3)])
+def test_router_matches_the_oracle(
+    tokens: int, hidden: int, experts: int, dtype: torch.dtype, device: str
+) -> None:
+    """Strided tokens, weights and biases; in the dtype of the tokens and in that of sums."""
+    x = torch.randn(hidden, tokens).to(dtype).T
+    weight = (torch.randn(experts, hidden + 5) / hidden**0.5).to(dtype)[:, 3:-2]
+    bias = torch.randn(experts, 2).to(dtype)[:, 1]
+    for given, result in ((None, dtype), (bias, dtype), (bias, compute_dtype(dtype))):
+        tensors = [t if t is None else t.to(device) for t in (x, weight, given)]
+        out = plans.launch(DenseGemm(*tensors, result))
+        expected = x.double() @ weight.double().T
+        assert out.dtype == result and out.is_contiguous()
+        assert_close(out, expected if given is None else expected + given.double())
+
+
+def test_long_rows(device: str) -> None:
+    x, weight = torch.randn(3, 5000).bfloat16(), (torch.randn(5, 5000) / 70).bfloat16()
+    out = plans.launch(DenseGemm(x.to(device), weight.to(device), None, torch.float32))
+    assert_close(out, x.double() @ weight.double().T)
+
+
+def _takes_product(tokens: int, weight: torch.Tensor) -> bool:
+    return dense.takes_product(
+        DenseGemm(describe(meta(tokens, weight.shape[1])), describe(weight), None, torch.float32), H200
+    )
+
+
+def test_which_products_it_takes() -> None:
+    """Few tokens, fewer with many features; rows that lie together and that registers hold."""
+    router, wide = meta(256, 7168), meta(513, 7168)
+    assert _takes_product(8, router) and not _takes_product(9, router)
+    assert _takes_product(1, wide) and not _takes_product(2, wide)
+    assert not _takes_product(1, router.T.contiguous().T) and not _takes_product(1, meta(8, 40000))

@@ -18,13 +18,15 @@ def _check(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts:
         assert tensor.cpu().tolist() == values, name
 
 
-@pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 8), (7, 3), (33, 4), (128, 4), (171, 3), (700, 2)])
+@pytest.mark.parametrize(
+    "tokens, top_k", [(1, 1), (1, 8), (7, 3), (33, 4), (128, 4), (171, 3), (700, 2), (4100, 2)]
+)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_matches_a_stable_sort(tokens: int, top_k: int, dtype: torch.dtype, device: str) -> None:
     _check(torch.randint(0, 13, (tokens, top_k), dtype=dtype), None, 13, device)
 
 
-@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize("tokens", [9, 300, 2800])
 def test_drops_ids_out_of_range(tokens: int, device: str) -> None:
     topk_ids = torch.randint(-3, 17, (tokens, 3), dtype=torch.int64)
     topk_ids[0, 0] = (1 << 32) + 1  # in range once narrowed
@@ -32,7 +34,7 @@ def test_drops_ids_out_of_range(tokens: int, device: str) -> None:
     _check(topk_ids, None, 13, device)
 
 
-@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize("tokens", [9, 300, 2800])
 def test_maps_global_to_local_experts(tokens: int, device: str) -> None:
     # 5, 99 and -4 are no local expert
     expert_map = torch.tensor([-1, 2, 0, 5, -1, 1, 99, -4], dtype=torch.int32)
@@ -44,7 +46,7 @@ def test_takes_a_strided_map(device: str) -> None:
     _check(torch.randint(0, 4, (9, 3), dtype=torch.int32), expert_map, 3, device)
 
 
-@pytest.mark.parametrize("tokens", [40, 300])
+@pytest.mark.parametrize("tokens", [40, 300, 4100])
 @pytest.mark.parametrize("expert", [0, 12, -1])
 def test_one_hot_expert(tokens: int, expert: int, device: str) -> None:
     _check(torch.full((tokens, 2), expert, dtype=torch.int32), None, 13, device)

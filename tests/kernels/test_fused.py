@@ -256,7 +256,7 @@ def test_decode_path_counts_the_experts_of_the_map() -> None:
     routed = meta(4, 8, dtype=torch.float32), meta(4, 8, dtype=torch.int32)
     tensors = meta(4, 64), meta(8, 64, 64), meta(8, 64, 32), *routed, None, None
     for expert_map, first in (
-        (None, "_dispatch_one_cta_kernel"),
+        (None, "_rank_kernel"),
         (meta(128, dtype=torch.int32), "gemv_activation_kernel"),
     ):
         program = program_of("fused_experts", *tensors, expert_map, None, Activation())

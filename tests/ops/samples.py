@@ -84,6 +84,10 @@ def samples():
             (t(3, 2, 4), t(3, 5, 4), COUNTS, t(3, 5)),
             (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), COUNTS, None),
         ],
+        "dense_gemm": [
+            (matrix(3, 4), matrix(5, 4), matrix(5), torch.float32),
+            (matrix(3, 4), matrix(4, 5).t(), None, torch.float32),
+        ],
         "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")]
         + [(t(6, 8), "situ;beta=1.5;linear_beta=2.0"), (t(6, 8), "gelu_no_mul")],
         "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
@@ -162,6 +166,7 @@ def empty_samples():
         "grouped_gemm": (none, w13, offsets, t(3, 8)),
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
         "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
+        "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),
         "combine": (none, weights, slots, t(0, 4)),

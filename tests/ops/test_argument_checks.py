@@ -28,6 +28,7 @@ FREE_SIZES = {
     ("grouped_gemm_weight_backward", "x", 1),
     ("grouped_gemm_weight_backward", "expert_offsets", 0),
     ("batched_gemm", "x", 1),
+    ("dense_gemm", "x", 0),
     ("gated_activation", "gate_up", 0),
     ("combine", "expert_out", 0),
     ("combine_backward", "expert_out", 0),

@@ -54,6 +54,7 @@ CALLS = {
         [(6, 5), (6, 4)],
     ),
     "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
+    "dense_gemm": (moe_ops.dense_gemm, [(3, 4), (5, 4), (5,)]),
     "gated_activation": (lambda x: moe_ops.gated_activation(x, "silu"), [(2, 6)]),
     "gated_activation_backward": (
         lambda g, x: OPS.gated_activation_backward(g, x, "gelu_tanh"),

@@ -11,7 +11,7 @@ from benchmarks.report import table
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
-STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "stock.json"
+STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-23" / "stock.json"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
 """Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
