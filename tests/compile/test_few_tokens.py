@@ -45,7 +45,9 @@ def _products(compiled):
 def test_router(tokens, dtype):
     compiled = compile_for_h200(_layer, lambda tokens: _inputs(tokens, dtype), tokens=tokens)
     assert _products(compiled) == (1, 0)
-    assert "dense_gemv_kernel_0.run(arg0_1, arg1_1, arg2_1, " in body(compiled.code), "tokens, router and bias"
+    assert "dense_gemv_kernel_0.run(arg0_1, arg1_1, arg2_1, " in body(compiled.code), (
+        "tokens, router and bias"
+    )
 
 
 def test_router_of_a_fused_layer():
