@@ -11,6 +11,7 @@ from benchmarks import (
     loading,
     moe_bench,
     options_bench,
+    parallel_bench,
     parallel_demo,
     stock_bench,
     training_bench,
@@ -19,6 +20,7 @@ from benchmarks import (
 COMMANDS = {
     "demo": demo,
     "demo-parallel": parallel_demo,
+    "parallel": parallel_bench,
     "moe": moe_bench,
     "cpu": cpu_bench,
     "loading": loading,

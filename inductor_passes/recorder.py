@@ -170,12 +170,12 @@ def _sizes(part: Part, before: _Layers, after: _Layers, launched: dict[str, int]
 
 
 def _exchanges(before: Graph) -> list[Exchange]:
-    """In the order in which Inductor gives our pass its graph."""
+    """In the order in which Inductor, as it is set by default, gives our pass its graph."""
     graph = _copy(before)
     if not any(is_collective(node) for node in graph.nodes):
         return []
     if not is_training(graph):
-        _compat.order_for_locality(graph)
+        _compat.reorder_for_locality(graph)
     run_passes(graph, PIPELINE)
     return exchanges_of(graph)
 

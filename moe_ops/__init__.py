@@ -4,7 +4,10 @@ Importing this package registers `torch.ops.moe.*` and adds the hash of its sour
 """
 
 from moe_ops import (
+    exchange_plan as _plans,  # noqa: F401  # for layers
     fused_moe_formula as _fused_moe_formula,  # noqa: F401  # for passes
+    pull_sums as _pulls,  # noqa: F401  # for layers
+    push_rows as _pushes,  # noqa: F401  # for layers
     route_and_record as _registered,  # noqa: F401  # for layers
 )
 from moe_ops._cache_key import source_hash, tag_compile_caches

@@ -186,6 +186,13 @@ def launch(arguments: Any) -> Any:
     return plans.launch(arguments)
 
 
+def exchange(arguments: Any, peers: Any) -> dict[str, Tensor]:
+    """Runs the launches of an operator that exchanges rows with `peers`, a barrier between each and the next."""
+    from moe_ops.kernels import exchange_plans
+
+    return exchange_plans.launch(arguments, peers)
+
+
 def has_launches(arguments: Any) -> bool:
     """Whether kernels of ours are for such arguments of an operator that also runs a library's."""
     from moe_ops.kernels import plans

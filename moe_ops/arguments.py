@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.records import Role
 from moe_ops.values import (
+    ExchangePlan,
     ExpertWeights,
     Gate,
     GroupedLinear,
@@ -303,3 +304,36 @@ class FusedMoeFormula(NamedTuple):
         """What is left when the router has chosen."""
         x, _, experts, placement, gate = self
         return FusedExpertsFormula(x, experts, topk_weights, topk_ids, placement, None, gate)
+
+
+# Between ranks
+
+
+class PlanExchange(NamedTuple):
+    """Of `plan_exchange`."""
+
+    topk_ids: Ids
+    owners: Index
+    num_ranks: int
+    max_tokens: int
+
+
+class PushRows(NamedTuple):
+    """Of `push_rows`."""
+
+    hidden_states: Tensor
+    topk_weights: Tensor | None
+    topk_ids: Annotated[Tensor | None, Role.CONSTANT]
+    extra: Annotated[Tensor | None, Role.CONSTANT]
+    plan: ExchangePlan
+    peers: str
+
+
+class PullSums(NamedTuple):
+    """Of `pull_sums`: rows [W*M, H]."""
+
+    rows: Tensor
+    plan: ExchangePlan
+    received: Index
+    shared: Tensor | None
+    peers: str

@@ -86,3 +86,15 @@ class LoadRecord(NamedTuple):
     load: Annotated[Tensor, Role.WHOLE, Role.MUTATED]
     num_real_tokens: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
     is_recording: Annotated[Tensor | None, Role.WHOLE, Role.CONSTANT] = None
+
+
+class ExchangePlan(NamedTuple):
+    """Which rows of T tokens go where, W ranks and M rows for each.
+
+    slots [T, W] int32, the row that a token has on each rank, -1 for none; tokens [W, M] int32, the token of each row,
+    -1 for none; sent [W] int32, how many there are.
+    """
+
+    slots: Annotated[Tensor, Role.CONSTANT]
+    tokens: Annotated[Tensor, Role.CONSTANT]
+    sent: Index

@@ -10,6 +10,7 @@ from layers.parallel.group import ExpertRanks, Group
 from layers.parallel.monolithic import AllGatherMonolithic
 from layers.parallel.rebalancing import ExpertRebalancer
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
+from layers.parallel.symmetric import SymmetricPrepareAndFinalize
 
 __all__ = [
     "AllGatherMonolithic",
@@ -24,5 +25,6 @@ __all__ = [
     "Group",
     "PaddedAllToAllPrepareAndFinalize",
     "ParallelConfig",
+    "SymmetricPrepareAndFinalize",
     "clip_grad_norm_",
 ]

@@ -37,10 +37,7 @@ class _WayBack(NamedTuple):
 
 class _AllToAll(Exchange):
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, owners: ExpertRanks, **facts: Any) -> None:
-        expect_type("owners", owners, ExpertRanks)
-        size = Group.of(group).size
-        if owners.num_ranks != size:
-            raise ValueError(f"owners.num_ranks={owners.num_ranks}: expected {size}, the ranks of the group")
+        expect_owners(owners, group)
         super().__init__(group, owners=owners, **facts)
         self.owners = owners
 
@@ -161,6 +158,14 @@ class AllToAllPrepareAndFinalize(_AllToAll):
         for rows in (*sent, *received):
             torch._check(rows >= 0)
         return sent, received
+
+
+def expect_owners(owners: ExpertRanks, group: dist.ProcessGroup | DeviceMesh) -> None:
+    """Raises TypeError or ValueError unless `owners` are of the ranks of `group`."""
+    expect_type("owners", owners, ExpertRanks)
+    size = Group.of(group).size
+    if owners.num_ranks != size:
+        raise ValueError(f"owners.num_ranks={owners.num_ranks}: expected {size}, the ranks of the group")
 
 
 def ranks_of_tokens(topk_ids: Tensor, owners: ExpertRanks) -> Tensor:

@@ -6,6 +6,7 @@ Letters: E experts, H hidden size, I intermediate size.
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from layers.fused_moe import FusedMoE
@@ -33,13 +34,17 @@ class ExpertsLayout:
     Args:
         num_experts: E, physical ones.
         top_k: K, or None where the module does not know it.
+        hidden_size: H.
         intermediate_size: I.
+        dtype: of the weights.
         parameters: by name, those [E, ...].
     """
 
     num_experts: int
     top_k: int | None
+    hidden_size: int
     intermediate_size: int
+    dtype: torch.dtype
     parameters: dict[str, ParameterLayout]
 
 
@@ -79,7 +84,8 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         "w2_bias": ParameterLayout(None),
     }
     present = {name: layout for name, layout in layouts.items() if getattr(module, name) is not None}
-    return ExpertsLayout(config.num_physical_experts, config.top_k, config.intermediate_size, present)
+    sizes = config.num_physical_experts, config.top_k, config.hidden_size, config.intermediate_size
+    return ExpertsLayout(*sizes, module.w2_weight.dtype, present)
 
 
 def of_transformers_experts(module: Any) -> ExpertsLayout:
@@ -104,5 +110,5 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     }
     if has_bias:
         layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
-    down = module.down_proj
-    return ExpertsLayout(down.shape[0], None, down.shape[layouts["down_proj"].dim], layouts)
+    down, dim = module.down_proj, 1 if is_transposed else 2
+    return ExpertsLayout(down.shape[0], None, down.shape[3 - dim], down.shape[dim], down.dtype, layouts)

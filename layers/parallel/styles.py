@@ -21,12 +21,17 @@ from layers.parallel.layout import ExpertsLayout, experts_layout
 from layers.parallel.portions import Portions
 from layers.parallel.rank_experts import RankExperts
 from layers.parallel.sharding import WHOLE_EXPERTS, parts_of_experts, shard_parameter
+from layers.parallel.symmetric import SymmetricPrepareAndFinalize, fault_of_symmetric_memory
 from layers.weights.shard import TensorShard
 
-Dispatcher = Literal["auto", "allgather", "alltoall", "allreduce"]
+Dispatcher = Literal["auto", "allgather", "alltoall", "symmetric", "allreduce"]
 
 # An all-to-all that moves more than this part of an all-gather's bytes is not worth its splits.
 _WORTH_AN_ALL_TO_ALL = 0.5
+# Up to so many tokens a rank, writing into the others' memory took 0.4 to 0.9 of NCCL's time, least for few tokens
+# (docs/parallel.md); beyond, nobody has measured.
+_WORTH_SYMMETRIC_MEMORY = 2048
+_MOST_CHOSEN = 32  # experts per token, for modules that do not know it
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function: each process has its own
 
 
@@ -38,8 +43,10 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         dispatcher: "allgather" brings every token to every rank, "alltoall" each to the ranks of its experts, once to
-            each. "auto" takes the second where it moves at most half the bytes, which is for few experts per token
-            and many ranks. "allreduce" is for ranks that have the same tokens, as behind tensor-parallel attention.
+            each. "symmetric" does that by writing into the memory of the other GPUs, of one host, and needs
+            `max_tokens`. "auto" takes it where it can and a rank has at most 2048 tokens; else the all-to-all where
+            it moves at most half the bytes, which is for few experts per token and many ranks. "allreduce" is for
+            ranks that have the same tokens, as behind tensor-parallel attention.
         max_tokens: the most tokens that a rank has in a forward. With it every shape is static and nothing waits for
             the host, as CUDA graphs require; without, ranks tell each other how many they have.
         batches: how many parts of the tokens are exchanged one behind the other, so that experts run one part while
@@ -49,10 +56,11 @@ class ExpertParallel(ParallelStyle):
             code needs the latter.
 
     Raises:
-        TypeError, ValueError: an option is none, or `max_tokens` or `chunk_tokens` is given where ranks have the same
-            tokens. When it is
+        TypeError, ValueError: an option is none, `max_tokens` or `chunk_tokens` is given where ranks have the same
+            tokens, or not given for "symmetric". When it is
             applied: the module is no module of experts, has an option that needs them all on one device, or E is
-            no multiple of W; a module or a style differs between ranks, which the message names.
+            no multiple of W; a module or a style differs between ranks, which the message names; "symmetric" where
+            GPUs do not reach each other's memory.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
@@ -71,6 +79,8 @@ class ExpertParallel(ParallelStyle):
         self.dispatcher: Dispatcher = dispatcher
         self.max_tokens, self.portions = max_tokens, Portions(max_tokens, batches, chunk_tokens)
         _expect_own_tokens(self.portions, dispatcher)
+        if dispatcher == "symmetric" and max_tokens is None:
+            raise ValueError("max_tokens=None with dispatcher='symmetric': expected a number")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layout, group = experts_layout(module), Group.of(device_mesh)
@@ -85,12 +95,12 @@ class ExpertParallel(ParallelStyle):
         return module
 
     def _exchange(self, mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks) -> Exchange:
-        dispatcher = self.dispatcher
+        dispatcher, most = self.dispatcher, self.portions.of_one_exchange
         if dispatcher == "auto":
-            moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
-            is_worth_it = moves <= _WORTH_AN_ALL_TO_ALL
-            dispatcher = "alltoall" if is_worth_it else "allgather"
-        return exchange_of(dispatcher, mesh, owners, self.portions.of_one_exchange)
+            dispatcher = chosen_dispatcher(mesh, layout, owners, most)
+        if dispatcher == "symmetric" and most is not None:
+            return _symmetric_exchange(mesh, layout, owners, most)
+        return exchange_of(dispatcher, mesh, owners, most)
 
 
 class ExpertTensorParallel(ParallelStyle):
@@ -142,6 +152,30 @@ class ExpertTensorParallel(ParallelStyle):
         if self.dispatcher == "allreduce":
             return AllReducePrepareAndFinalize(mesh)
         return AllGatherPrepareAndFinalize(mesh, max_tokens=self.portions.of_one_exchange)
+
+
+def chosen_dispatcher(
+    mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks, max_tokens: int | None
+) -> Dispatcher:
+    """What "auto" is for these ranks, which all have to ask."""
+    has_few = max_tokens is not None and max_tokens <= _WORTH_SYMMETRIC_MEMORY
+    if has_few and owners.num_ranks > 1 and fault_of_symmetric_memory(mesh) is None:
+        return "symmetric"
+    moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
+    return "alltoall" if moves <= _WORTH_AN_ALL_TO_ALL else "allgather"
+
+
+def _symmetric_exchange(
+    mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks, max_tokens: int
+) -> Exchange:
+    return SymmetricPrepareAndFinalize(
+        mesh,
+        owners,
+        max_tokens=max_tokens,
+        hidden_size=layout.hidden_size,
+        top_k=layout.top_k or min(_MOST_CHOSEN, layout.num_experts),
+        dtype=layout.dtype,
+    )
 
 
 def exchange_of(

@@ -163,6 +163,11 @@ class Program:
                 args[index] = _materialize(argument, values[argument.source])
             step.call(*args, num_warps=step.num_warps, num_stages=step.num_stages)
 
+    @property
+    def steps(self) -> tuple["_Step", ...]:
+        """Each launch, for `launch`: something may have to happen between two."""
+        return self._steps
+
     def split(self, name: str) -> tuple[tuple["_Step", ...], tuple["_Step", ...]]:
         """The launches before the first one that reads the tensor called `name`, and the others."""
         readers = (index for index, step in enumerate(self._steps) if step.reads(name))

@@ -25,6 +25,8 @@ _TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int16: "i16",
+    torch.uint8: "u8",
     torch.bool: "i1",
 }
 

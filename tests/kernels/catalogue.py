@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_ops.arguments import GroupedLinear, SharedAlone, SharedExpert
+from moe_ops.arguments import GroupedLinear, PullSums, PushRows, SharedAlone, SharedExpert
 from moe_ops.kernels import (
     activation,
     batched,
@@ -11,6 +11,8 @@ from moe_ops.kernels import (
     decode_columns,
     dense,
     dispatch,
+    exchange,
+    exchange_plans,
     gemm_generic,
     gemm_tma,
     permute,
@@ -22,7 +24,9 @@ from moe_ops.kernels import (
 from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Program, describe
+from moe_ops.peers import ExchangeLayout
 from moe_ops.types import Activation, RoutingConfig
+from moe_ops.values import ExchangePlan
 from tests.kernels.by_name import program_of
 
 _MODULES = (
@@ -33,6 +37,7 @@ _MODULES = (
     decode_columns,
     dense,
     dispatch,
+    exchange,
     gemm_generic,
     gemm_tma,
     permute,
@@ -55,7 +60,9 @@ TENSORS = {
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
     ),
     **dict.fromkeys(("logical_to_physical", "replica_count", "load", "num_real_tokens"), torch.int32),
-    "seed": torch.int64,
+    **dict.fromkeys(("owners", "slots", "tokens", "sent", "received", "turns"), torch.int32),
+    "extra": torch.uint8,
+    **dict.fromkeys(("seed", "addresses"), torch.int64),
     "is_recording": torch.bool,
 }
 
@@ -119,6 +126,36 @@ def _decode(*weights: torch.Tensor) -> Program:
     return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), HALVES)
 
 
+def exchanges(
+    dtype: torch.dtype, sizes: tuple[int, int, int], num_parts: int = 1, gpu: Gpu = H200
+) -> list[Program]:
+    """A push of integers as long as `dtype`, with all that goes with tokens, and a pull; sizes are W, M and H."""
+    num_ranks, most, columns = sizes
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    row_bytes = 16 * (columns * dtype.itemsize // 16 + 20)
+    layout = ExchangeLayout(num_ranks, most, row_bytes, row_bytes, num_parts)
+    plan = ExchangePlan(
+        *(meta(*shape, dtype=torch.int32) for shape in ((9, num_ranks), (num_ranks, most), (num_ranks,)))
+    )
+    weights, ids = meta(9, 8, dtype=torch.int32), meta(9, 8, dtype=torch.int32)
+    pushed = meta(9, columns, dtype=integers), weights, ids, meta(9, 5, dtype=torch.uint8)
+    pulled = (
+        meta(num_ranks * most, columns, dtype=dtype),
+        plan,
+        _index(num_ranks),
+        meta(9, columns, dtype=dtype),
+    )
+    given = PushRows(*pushed, plan, ""), PullSums(*pulled, "")
+    return [exchange_plans.program(each, layout, 1, gpu) for each in given]
+
+
+def exchange_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of the tensors that both of these name."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    moved = {"hidden_states": integers, "topk_weights": torch.int32}
+    return {**TENSORS, **moved, **dict.fromkeys(("shared", "rows"), dtype)}
+
+
 def programs() -> list[Program]:
     """Programs that together launch every kernel, each with every stride a caller's tensor can bring."""
     rows, weights = _strided(1024, 64), _strided(512, 2, dtype=torch.float32)
@@ -132,8 +169,9 @@ def programs() -> list[Program]:
         program_of("gated_activation_backward", rows, _strided(1024, 128), INTERLEAVED),
         program_of("topk_routing", logits, _strided(8, dtype=torch.float32), _ROUTING),
         program_of("topk_routing_backward", weights, logits, weights, ids, _ROUTING),
-        program_of("build_dispatch", ids, _index(16), 8),
+        program_of("build_dispatch", _strided(4096, 2, dtype=torch.int32), _index(16), 8),
         program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
+        program_of("plan_exchange", ids, _index(8), 2, 512),
         program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
         program_of("route_and_record", logits, *replicas(ids, 8, 3, 24)[1:4], routing=_ROUTING),
         shared_alone(

@@ -27,8 +27,21 @@ def extent(tensor: torch.Tensor) -> _Range:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
+_reachable: list[torch.Tensor] = []
+
+
+@contextmanager
+def reachable(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Kernels may touch these as well: they are given their addresses as numbers."""
+    _reachable.extend(tensors)
+    try:
+        yield
+    finally:
+        _reachable.clear()
+
+
 def _ranges(arguments: tuple[Any, ...]) -> list[_Range]:
-    tensors = [getattr(argument, "base", argument) for argument in arguments]
+    tensors = [getattr(argument, "base", argument) for argument in (*arguments, *_reachable)]
     return [extent(t) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
 
 

@@ -18,6 +18,7 @@ from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta, describe
 from moe_ops.types import Activation, RoutingConfig
+from tests.kernels import catalogue
 from tests.kernels.by_name import program_of
 from tests.kernels.catalogue import TENSORS, meta, replicas, shared_alone
 
@@ -257,7 +258,37 @@ def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
         yield from _programs(f"{dtype} T={tokens} H={depth} {act.spec}", dtype, program)
 
 
+def exchanges(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Rows between ranks: few and many columns, of whole 16 bytes and not, in one part and in several."""
+    columns = (511, 2048, 7168, 16384) if size is Range.WIDE else (511, 7168)
+    ranks = (2, 4, 8) if size is Range.WIDE else (2,)
+    for dtype, width, num_ranks, most in itertools.product(FLOATS, columns, ranks, (1, 128, 4096)):
+        for program in catalogue.exchanges(dtype, (num_ranks, most, width), 1 + 3 * (most == 4096), gpu):
+            name = f"{dtype} H={width} W={num_ranks} M={most}"
+            for planned in _programs(name, dtype, program):
+                yield replace(planned, dtypes={**catalogue.exchange_dtypes(dtype), **buffers_of(program)})
+        ids, owners = meta(9, 8, dtype=torch.int32), meta(256, dtype=torch.int32)
+        plan = program_of("plan_exchange", ids, owners, num_ranks, most, gpu=gpu)
+        yield from _programs(f"W={num_ranks} M={most}", torch.bfloat16, plan)
+
+
+def buffers_of(program: Program) -> dict[str, torch.dtype]:
+    """Dtypes of what a program allocates."""
+    return {buffer.name: buffer.dtype for buffer in program.buffers}
+
+
 FAMILIES = {
     function.__name__: function
-    for function in (decode, products, batches, few_tokens, gradients, rows, routes, placements, shared)
+    for function in (
+        decode,
+        products,
+        batches,
+        few_tokens,
+        gradients,
+        rows,
+        routes,
+        placements,
+        shared,
+        exchanges,
+    )
 }

@@ -13,7 +13,7 @@ from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.grouped_gemm import plan
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
-from tests.kernels import aot
+from tests.kernels import aot, catalogue
 from tests.kernels.by_name import program_of
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
@@ -145,6 +145,20 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
     dtypes |= dict.fromkeys(("expert_offsets", "sorted_slots", "inverse", "topk_ids"), torch.int32)
     for program in programs:
         _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 128, 7168), (2, 4096, 7168), (8, 33, 511)], ids=str)
+def test_exchanges(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for program in catalogue.exchanges(dtype, sizes, num_parts=4):
+        compiled = aot.compile_program(program, catalogue.exchange_dtypes(dtype))
+        _assert_spill_free(compiled)
+        assert len(compiled) == 5  # a barrier between each and the next
+        for kernel in compiled:  # rows of whole 16 bytes go 16 bytes at a time
+            assert ("st.global.v4" in kernel.ptx or "st.global.v2.b64" in kernel.ptx) == (sizes[2] != 511)
+    ids, owners = _meta(9, 8, dtype=torch.int32), _meta(256, dtype=torch.int32)
+    plan = program_of("plan_exchange", ids, owners, sizes[0], sizes[1])
+    _assert_spill_free(aot.compile_program(plan, {"topk_ids": torch.int32, "owners": torch.int32}))
 
 
 def test_alternatives_worth_timing() -> None:

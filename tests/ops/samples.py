@@ -8,6 +8,11 @@ COUNTS = torch.tensor([2, 0, 1], dtype=torch.int32)
 INVERSE = torch.tensor([1, 2, 3, 0, 4, -1], dtype=torch.int32)
 IDS = torch.tensor([[0, 2], [2, 0], [2, -1]], dtype=torch.int32)
 REPLICAS = torch.tensor([[0, 3], [1, -1], [2, 4]], dtype=torch.int32)
+OWNERS = torch.tensor([0, 0, 1], dtype=torch.int32)
+ROW_SLOTS = torch.tensor([[0], [-1], [1]], dtype=torch.int32)
+ROW_TOKENS = torch.tensor([[0, 2, -1, -1]], dtype=torch.int32)
+NO_TOKENS = torch.full((1, 4), -1, dtype=torch.int32)
+SENT = torch.tensor([2], dtype=torch.int32)
 REPLICA_COUNT = torch.tensor([2, 1, 2], dtype=torch.int32)
 
 
@@ -72,6 +77,15 @@ def samples():
                 None,
                 "top_k=3;score_fn=sigmoid",
             ),
+        ],
+        "plan_exchange": [(IDS, OWNERS, 2, 4), (IDS.long(), OWNERS, 1, 3)],
+        "push_rows": [
+            (t(3, 4), ROW_SLOTS, ROW_TOKENS, SENT, t(3, 2), IDS, torch.ones(3, 5, dtype=torch.uint8), ""),
+            (t(3, 4), ROW_SLOTS, ROW_TOKENS, SENT, None, None, None, ""),
+        ],
+        "pull_sums": [
+            (t(4, 4), ROW_SLOTS, ROW_TOKENS, SENT, SENT.clone(), t(3, 4), ""),
+            (t(4, 4), ROW_SLOTS, ROW_TOKENS, SENT, SENT.clone(), None, ""),
         ],
         "permute": [(t(3, 4), SLOTS)],
         "permute_backward": [(t(6, 4), SLOTS, 3)],
@@ -161,6 +175,9 @@ def empty_samples():
         "map_and_record": (ids, REPLICAS, REPLICA_COUNT, torch.zeros(5, dtype=torch.int32), None, None, None),
         "route_and_record": (t(0, 3), REPLICAS, REPLICA_COUNT, torch.zeros(5, dtype=torch.int32), None, None)
         + (None, None, "top_k=2"),
+        "plan_exchange": (ids, OWNERS, 2, 4),
+        "push_rows": (none, slots.view(0, 1), NO_TOKENS, SENT - 2, weights, ids, None, ""),
+        "pull_sums": (t(4, 4), slots.view(0, 1), NO_TOKENS, SENT - 2, SENT - 2, none, ""),
         "permute": (none, slots),
         "permute_backward": (none, slots, 0),
         "grouped_gemm": (none, w13, offsets, t(3, 8)),

@@ -107,16 +107,21 @@ def test_every_operator_has_an_autograd_kernel(name):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe::{name}", "Autograd")
 
 
+_FILLED = ("plan_exchange", "push_rows")  # tokens of rows, ids of rows
+
+
 @pytest.mark.parametrize("name", all_operators())
 def test_no_tokens(name):
-    """T = 0 works in the implementation and in the fake; what does not shrink with T is zero."""
+    """T = 0 works in the implementation and in the fake; what does not shrink with T is zero, or -1 for nothing."""
     args = empty_samples()[name]
     outputs = getattr(OPS, name).default(*args)
     fakes = getattr(OPS, name).default(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
     pairs = zip(*(out if isinstance(out, tuple) else (out,) for out in (outputs, fakes)), strict=True)
     for out, fake in pairs:
         assert out.shape == fake.shape
-        assert (out == 0).all()
+        assert (
+            out == (-1 if name in _FILLED and out.dim() == 2 and not out.is_floating_point() else 0)
+        ).all()
 
 
 def test_registering_twice_raises(tmp_path):

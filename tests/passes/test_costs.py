@@ -43,7 +43,7 @@ def _fused_experts(given, ids):
 
 def test_kernels_are_those_of_the_plans():
     given = inputs()
-    ids = torch.zeros(999, TOP_K, dtype=torch.int32)
+    ids = torch.zeros(9999, TOP_K, dtype=torch.int32)
     planned = plans.program(of.BuildDispatch(ids, of.Placement(), EXPERTS)).launches
     dispatch = _cost(lambda ids: moe_ops.build_dispatch(ids, EXPERTS), ids)
     assert dispatch.kernels == len(planned) > 1

@@ -1,8 +1,12 @@
-"""Ranks for tests: processes that are started once, joined by gloo, and run one test after another.
+"""Ranks for tests: processes that are started once, joined by gloo or NCCL, and run one test after another.
 
     @on_ranks(2, 4)
     def test_something():  # runs on each of 2 ranks, and again on each of 4
         assert dist.get_world_size() in (2, 4)
+
+    @on_gpu_ranks(2)
+    def test_something():  # each of 2 ranks has a GPU; skipped where there are fewer, and marked gpu
+        assert torch.cuda.current_device() == dist.get_rank()
 
 An error on any rank is the test's, with that rank's traceback. Ranks that do not come back in time are killed and the
 stacks of all of them are the error. Either way the next test gets new ranks; these are forked from a server that has
@@ -29,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 TIMEOUT = 90.0  # a compiled test on a busy core
 _GRACE = 3.0  # for the other ranks, once one has failed
-_worlds: dict[int, "World"] = {}
+_worlds: dict[tuple[int, str], "World"] = {}
 
 
 class RankError(AssertionError):
@@ -46,14 +51,14 @@ class RankCrashed(RankError):
 class World:
     """`size` processes in one process group."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.layers.parallel.preloaded"])
         self.folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
         self.ranks = [
-            context.Process(target=_serve, args=(rank, size, pipe, self.folder.name), daemon=True)
+            context.Process(target=_serve, args=(rank, size, backend, pipe, self.folder.name), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for rank, (_, pipe) in zip(self.ranks, pipes):
@@ -108,15 +113,15 @@ class World:
         for rank in self.ranks:
             rank.join()
         self.folder.cleanup()
-        for size in [size for size, world in _worlds.items() if world is self]:
-            del _worlds[size]
+        for kind in [kind for kind, world in _worlds.items() if world is self]:
+            del _worlds[kind]
 
 
-def world(size: int) -> World:
+def world(size: int, backend: str = "gloo") -> World:
     """The ranks of this size, started when they are first asked for."""
-    if size not in _worlds:
-        _worlds[size] = World(size)
-    return _worlds[size]
+    if (size, backend) not in _worlds:
+        _worlds[size, backend] = World(size, backend)
+    return _worlds[size, backend]
 
 
 def end_worlds() -> None:
@@ -128,21 +133,33 @@ def end_worlds() -> None:
 atexit.register(end_worlds)
 
 
-def run_on_ranks(size: int, *given: Any) -> list[Any]:
+def run_on_ranks(size: int, *given: Any, backend: str = "gloo") -> list[Any]:
     """`World.run`, once more where a signal ended a rank: torch 2.13's gloo does that, and a second time it is us."""
     try:
-        return world(size).run(*given)
+        return world(size, backend).run(*given)
     except RankCrashed:
-        return world(size).run(*given)
+        return world(size, backend).run(*given)
 
 
-def on_ranks(*sizes: int, timeout: float = TIMEOUT):
+def on_gpu_ranks(size: int, timeout: float = 2 * TIMEOUT):
+    """Runs a test on every rank of a world in which each has a GPU, where there are so many."""
+
+    def decorated(body):
+        test = on_ranks(size, timeout=timeout, backend="nccl")(body)
+        few = torch.cuda.device_count() < size
+        return pytest.mark.gpu(pytest.mark.skipif(few, reason=f"needs {size} GPUs")(test))
+
+    return decorated
+
+
+def on_ranks(*sizes: int, timeout: float = TIMEOUT, backend: str = "gloo"):
     """Runs a test on every rank of a world, for each of these sizes. It may be parametrised, with what pickles."""
 
     def decorated(body):
         @functools.wraps(body)
         def test(world_size: int, **arguments: Any) -> None:
-            run_on_ranks(world_size, body.__module__, body.__name__, arguments, timeout)
+            given = body.__module__, body.__name__, arguments, timeout
+            run_on_ranks(world_size, *given, backend=backend)
 
         parameters = inspect.signature(body).parameters.values()
         size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -163,17 +180,18 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder, f"stack{rank}")
 
 
-def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
-    import torch
+def _serve(rank: int, size: int, backend: str, pipe: Connection, folder: str) -> None:
     import torch.distributed as dist
 
     with _stack_file(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder, "store")), size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
-        )
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank) if backend == "nccl" else None
+        joined = {"store": store, "rank": rank, "world_size": size, "device_id": device}
+        dist.init_process_group(backend, timeout=timedelta(seconds=60), **joined)
         while True:
             try:
                 module, name, arguments = pipe.recv()
@@ -183,8 +201,6 @@ def _serve(rank: int, size: int, pipe: Connection, folder: str) -> None:
 
 
 def _outcome(module: str, name: str, arguments: dict[str, Any]) -> tuple[bool, Any]:
-    import torch
-
     try:
         torch.manual_seed(0)
         torch._dynamo.reset()

@@ -1,0 +1,52 @@
+"""Experts on several GPUs: exchanges beside bare NCCL, layers on W ranks and on one, replays with changed routing.
+
+Starts a process for each GPU it finds, or two on a CPU, where only what needs no GPU is run, small.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.parallel_parts import PARTS, PARTS_ON_CPU
+from benchmarks.ranks import Job, run_parts
+from benchmarks.report import machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks parallel`."""
+    parser.add_argument("--only", default="", help=f"from {', '.join(PARTS)}; all that apply")
+    parser.add_argument("--ranks", type=int, default=0, help="processes, one for each GPU unless given")
+    parser.add_argument(
+        "--replays", type=int, default=100_000, help="of a captured layer, each routed otherwise"
+    )
+    parser.add_argument("--problems", type=int, default=2000, help="random ones, through every dispatcher")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds that a part may take")
+    parser.add_argument("--out", type=Path, default=Path("build/parallel.json"), help="where the figures go")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures; 1 if a part failed. What was in the file for other parts stays."""
+    has_gpus = torch.cuda.is_available()
+    names = arguments.only.split(",") if arguments.only else list(PARTS if has_gpus else PARTS_ON_CPU)
+    for name in names:
+        if name not in PARTS:
+            print(f"--only {name}: expected names from {', '.join(PARTS)}")
+            return 2
+    size = arguments.ranks or (torch.cuda.device_count() if has_gpus else 2)
+    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    facts = {**machine(), "ranks": size}
+    print("  ".join(f"{name} {fact}" for name, fact in facts.items()), flush=True)
+
+    def tell(name: str, result: Any) -> None:
+        found["machine"] = facts
+        found[name] = result
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    options = {"replays": arguments.replays, "problems": arguments.problems}
+    failed = run_parts(Job("benchmarks.parallel_parts", tuple(names), options, arguments.limit), size, tell)
+    print(f"failed: {', '.join(failed)}" if failed else f"{len(names)} parts in {arguments.out}", flush=True)
+    return 1 if failed else 0

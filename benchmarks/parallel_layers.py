@@ -1,0 +1,91 @@
+"""Layers of `python -m benchmarks parallel`: prefill on W ranks against one, decode with experts whole and in parts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from benchmarks.parallel_state import (
+    Row,
+    State,
+    eager_us,
+    expect_close,
+    in_graph_us,
+    make_layer,
+    routed,
+    tell,
+)
+from layers import FusedMoE, RouterOutput
+from layers.parallel import ExpertParallel, ExpertTensorParallel
+
+
+def styles(state: State, tokens: int) -> dict[str, Any]:
+    """Ways to share experts whole, for at most so many tokens of a rank."""
+    ways: dict[str, Any] = {
+        "allgather": ExpertParallel("allgather", max_tokens=tokens),
+        "allgather, 2 batches": ExpertParallel("allgather", max_tokens=tokens, batches=2),
+    }
+    if state.has_gpu or state.size == 1:
+        ways["symmetric"] = ExpertParallel("symmetric", max_tokens=tokens)
+    return ways
+
+
+def sharded(state: State, whole: FusedMoE, style: Any) -> FusedMoE:
+    """A layer of the same weights, shared in this way. `whole` keeps its own."""
+    layer = FusedMoE(whole.config, device="meta", dtype=state.scale.dtype)
+    layer.load_state_dict(whole.state_dict(), assign=True)
+    return parallelize_module(layer, state.mesh["ep"], style, src_data_rank=None)  # all have the same
+
+
+@torch.no_grad()
+def layer(state: State) -> list[Row]:
+    """A layer's prefill on W ranks, each with its part of the tokens, against one rank with all of them."""
+    rows: list[Row] = []
+    workload, total = state.scale.workload, state.scale.prefill
+    each = total // state.size
+    whole = make_layer(state, workload)
+    parts = [routed(replace(state, rank=rank), each, workload, 5) for rank in range(state.size)]
+    hidden, weights, ids = (torch.cat([part[i] for part in parts]) for i in range(3))
+    every = hidden, RouterOutput(hidden, weights, ids)
+    mine = parts[state.rank][0], RouterOutput(*parts[state.rank])
+    expected = whole(*every)[state.rank * each :][:each]
+    alone = eager_us(state, lambda: whole(*every))
+    tell(state, rows, way="one rank", tokens=total, us=alone)
+    for name, style in styles(state, each).items():
+        shared = sharded(state, whole, style)
+        expect_close(state, shared(*mine), expected, name)
+        us = eager_us(state, partial(shared, *mine))
+        tell(state, rows, way=name, tokens=total, us=us, speedup=alone / us)
+        del shared
+    return rows
+
+
+@torch.no_grad()
+def decode(state: State) -> list[Row]:
+    """A few tokens of each rank: experts whole, and in parts with all tokens on every rank."""
+    rows: list[Row] = []
+    workload = state.scale.workload
+    whole = make_layer(state, workload)
+    in_parts = sharded(state, whole, ExpertTensorParallel())
+    for tokens in state.scale.decode:
+        parts = [routed(replace(state, rank=rank), tokens, workload, 7) for rank in range(state.size)]
+        every, mine = (torch.cat(each) for each in zip(*parts, strict=True)), parts[state.rank]
+        hidden, *chosen = every
+        calls: dict[str, Callable[[], Tensor]] = {
+            "tensor parallel": partial(in_parts, hidden, RouterOutput(hidden, *chosen))
+        }
+        expected = whole(hidden, RouterOutput(hidden, *chosen))
+        for name, style in styles(state, tokens).items():
+            if "batches" not in name:
+                calls[name] = partial(sharded(state, whole, style), mine[0], RouterOutput(*mine))
+        times: Row = {}
+        for name, call in calls.items():
+            part = expected if name == "tensor parallel" else expected[state.rank * tokens :][:tokens]
+            expect_close(state, call(), part, f"{name}, {tokens} tokens")
+            times[f"{name} us"] = in_graph_us(state, call)
+        tell(state, rows, tokens_per_rank=tokens, **times)
+    return rows

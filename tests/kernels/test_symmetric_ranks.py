@@ -1,0 +1,148 @@
+"""`SymmetricPrepareAndFinalize` among processes: interpreted kernels on memory that the processes share."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+
+from layers import ModularKernel, RouterOutput, StandardExperts
+from layers.parallel import SymmetricPrepareAndFinalize
+from tests.helpers import assert_matches_oracle, assert_same
+from tests.kernels.shared_memory import symmetric_memory_of_processes
+from tests.layers.carried import assert_beside_their_tokens, extra_tensors, numbered, numbers
+from tests.layers.parallel.exchanges import (
+    MOST,
+    ROUTINGS,
+    E,
+    H,
+    K,
+    config,
+    held_by,
+    make_layer,
+    owners,
+    part_of_experts,
+    tokens_of,
+)
+from tests.layers.parallel.test_exchanges import differentiable, loss, oracle
+from tests.layers.parallel.world import on_ranks
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
+NAME = "symmetric"
+
+
+def symmetric(layer) -> ModularKernel:
+    ranks, dtype = owners(layer.config), layer.w13_weight.dtype
+    sizes = {"max_tokens": MOST, "hidden_size": H, "top_k": K, "dtype": dtype}
+    exchange = SymmetricPrepareAndFinalize(dist.group.WORLD, ranks, **sizes)
+    return ModularKernel(exchange, StandardExperts(part_of_experts(layer, ranks)))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_values(routing):
+    layer, rank = make_layer(config()), dist.get_rank()
+    with symmetric_memory_of_processes(), torch.no_grad():
+        kernel = symmetric(layer)
+        for step in range(3):
+            hidden, routed = tokens_of(rank, NAME, routing, step=step)
+            shared = torch.randn(hidden.shape)
+            assert_matches_oracle(
+                kernel(hidden, routed, shared), oracle(layer, hidden, routed) + shared.double()
+            )
+
+
+@on_ranks(2)
+def test_gradients():
+    layer, rank = make_layer(config(has_bias=True), torch.float64), dist.get_rank()
+    expected = [differentiable(*tokens_of(each, NAME, dtype=torch.float64)) for each in range(2)]
+    for each in expected:
+        loss(layer(*each)).backward()
+    with symmetric_memory_of_processes():
+        kernel = symmetric(layer)
+        hidden, routed = differentiable(*tokens_of(rank, NAME, dtype=torch.float64))
+        loss(kernel(hidden, routed)).backward()
+    own, part = expected[rank], kernel.experts.layer
+    assert_same([hidden.grad, routed.topk_weights.grad], [own[0].grad, own[1].topk_weights.grad])
+    for name, parameter in part.named_parameters():
+        assert_same([parameter.grad], [layer.get_parameter(name).grad[held_by(part.expert_map)]])
+
+
+@on_ranks(2)
+def test_extra_tensors_and_their_gradients():
+    rank = dist.get_rank()
+    hidden, routed = tokens_of(rank, NAME, routing="padding")
+    which = numbers(hidden.shape[0], rank)
+    scales = which.double().clone().requires_grad_()
+    with symmetric_memory_of_processes():
+        start = symmetric(make_layer(config())).start
+        prepared = start(numbered(hidden, which), routed, extra_tensors(which)).wait()
+        assert_beside_their_tokens(prepared)
+        sent = start(numbered(hidden, which), routed, (scales,)).wait().extra_tensors[0]
+        assert torch.equal(sent.float(), prepared.hidden_states[:, 0])
+        sent.sum().backward()
+    ranks = (routed.topk_ids // (E // 2)).masked_fill((routed.topk_ids < 0) | (routed.topk_ids >= E), -1)
+    copies = sum((ranks == each).any(1).double() for each in range(2))
+    assert torch.equal(scales.grad, copies)
+
+
+@on_ranks(2)
+def test_no_rank_has_a_token():
+    routed = RouterOutput(torch.empty(0, E), torch.empty(0, K), torch.empty(0, K, dtype=torch.int32))
+    with symmetric_memory_of_processes():
+        assert symmetric(make_layer(config()))(torch.empty(0, H), routed).shape == (0, H)
+
+
+@on_ranks(2)
+def test_a_poisoned_token_changes_no_other_one():
+    hidden, routed = tokens_of(dist.get_rank(), NAME, sizes="even")
+    with symmetric_memory_of_processes():
+        kernel = symmetric(make_layer(config()))
+        clean, poisoned = kernel(hidden, routed), hidden.clone()
+        poisoned[0], poisoned[1] = float("nan"), float("inf")
+        out = kernel(poisoned, routed)
+    assert not out[:2].isfinite().any()
+    assert torch.equal(out[2:], clean[2:])
+
+
+@on_ranks(2)
+def test_copies_and_pickles_exchange_as_well():
+    hidden, routed = tokens_of(dist.get_rank(), NAME)
+    with symmetric_memory_of_processes():
+        kernel = symmetric(make_layer(config()))
+        for twin in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+            assert torch.equal(twin(hidden, routed), kernel(hidden, routed))
+            assert twin.prepare_finalize.peers is kernel.prepare_finalize.peers
+
+
+@on_ranks(2)
+def test_one_graph_for_every_routing():
+    layer, rank, graphs = make_layer(config()), dist.get_rank(), []
+    with symmetric_memory_of_processes(), torch.no_grad():
+        kernel = symmetric(layer)
+        compiled = torch.compile(
+            kernel, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
+        )
+        for step, routing in enumerate(ROUTINGS):
+            hidden, routed = tokens_of(rank, NAME, routing, sizes="even", step=step)
+            assert_matches_oracle(compiled(hidden, routed), oracle(layer, hidden, routed))
+    assert len(graphs) == 1
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused():
+    layer, rank = make_layer(config()), dist.get_rank()
+    hidden, routed = tokens_of(0, NAME, sizes="most")
+    with symmetric_memory_of_processes():
+        kernel = symmetric(layer)
+        message = rf"hidden_states has {MOST + 1} tokens on rank {rank}: expected at most max_tokens={MOST}"
+        more = (torch.cat([each, each[:1]]) for each in (hidden, routed.topk_weights, routed.topk_ids))
+        with pytest.raises(ValueError, match=message):
+            kernel.prepare_finalize.prepare(*more, E, None)
+        wide = hidden.repeat(1, 9), routed.topk_weights, routed.topk_ids, E, None
+        with pytest.raises(
+            ValueError, match=r"hidden_states has \d+ bytes a token .*expected at most \d+, for which"
+        ):
+            kernel.prepare_finalize.prepare(*wide)

@@ -1,0 +1,46 @@
+"""`python -m benchmarks parallel` in its smallest form: two processes of a CPU, and what a failure costs."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+from benchmarks import parallel_bench, ranks
+from benchmarks.ranks import Job, run_parts
+
+
+def arguments(*given):
+    parser = argparse.ArgumentParser()
+    parallel_bench.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_parts_on_a_cpu(tmp_path, capfd):
+    out = tmp_path / "parallel.json"
+    out.write_text(json.dumps({"layer": "of another run"}))
+    given = "--only", "problems,backward,exchange", "--problems", "3", "--out", str(out)
+    assert parallel_bench.main(arguments(*given)) == 0
+    found = json.loads(out.read_text())
+    assert found["layer"] == "of another run" and found["machine"]["ranks"] == 2
+    assert found["problems"]["problems"] == 3
+    assert [found["problems"][f"{name} wrong"] for name in ("allgather", "padded", "variable")] == [0, 0, 0]
+    assert len(found["backward"]) == len(found["exchange"]) == 3
+    assert "dispatcher padded" in capfd.readouterr().out
+
+
+def test_a_part_that_there_is_not(tmp_path, capsys):
+    assert parallel_bench.main(arguments("--only", "nothing", "--out", str(tmp_path / "out"))) == 2
+    assert "expected names from exchange" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_a_part_that_fails_loses_no_other(monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.5)
+    told = {}
+    job = Job("tests.project.failing_parts", ("first", "broken", "last"), {}, 60.0)
+    assert run_parts(job, 2, told.__setitem__) == ["broken"]
+    assert told == {"first": 3.0, "last": 3.0}
