@@ -105,7 +105,7 @@ def _router_is_private(plan: Node, first: _FirstHalf, second: GemmCombine) -> bo
     weights_are_ours = getitem_source(second.topk_weights) == (plan, 0)
     readers = {user for index, out in outputs(plan).items() if index < 2 for user in out.users}
     ours = {user for user in readers if is_op(user, "gemm_combine") and arguments(user) == second}
-    return weights_are_ours and readers == ours and second.shared is None
+    return weights_are_ours and readers == ours and not any((second.shared, *second.epilogue))
 
 
 def _as_fused_moe(graph: Graph, plan: Node, first: _FirstHalf, second: GemmCombine, down: Node) -> Node:
@@ -126,7 +126,7 @@ def _as_fused_experts(graph: Graph, plan: Node, first: _FirstHalf, second: GemmC
         second.shared,
     )
     experts = FusedExperts if isinstance(first, GatherGemmAct) else FusedExpertsFormula
-    return replacement(graph, experts(*given, first[-1]), down)  # type: ignore[arg-type]
+    return replacement(graph, experts(*given, first[-1], second.epilogue), down)  # type: ignore[arg-type]
 
 
 def _topk_ids(graph: Graph, plan: Node) -> Any:

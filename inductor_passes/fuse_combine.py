@@ -41,7 +41,7 @@ def _rewrite(graph: Graph, combine: Node, log: PassLog) -> None:
     product: GroupedGemm = arguments(gemm)
     expect_one_plan(combine, expert_offsets=product.expert_offsets, inverse=total.inverse)
     args = GemmCombine(
-        product.x, product.weight, product.expert_offsets, total.topk_weights, total.inverse, total.shared
+        product.x, product.weight, product.expert_offsets, total.topk_weights, total.inverse, *total[3:]
     )
     fused = replacement(graph, args, combine)
     log.fuse("gemm_combine", combine, (gemm, combine))

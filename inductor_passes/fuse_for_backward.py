@@ -85,6 +85,7 @@ def _second_half(graph: Graph, combine: Node, log: PassLog) -> None:
         total.inverse,
         total.shared,
         gated.activation,
+        total.epilogue,
     )
     fused = replacement(graph, args, combine)
     log.fuse("act_gemm_combine", combine, (gate, gemm, combine))

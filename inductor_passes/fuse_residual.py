@@ -1,12 +1,14 @@
 """FuseResidual: what is added to a layer's output joins the sum over its experts, on CUDA.
 
-out = combine(expert_out, topk_weights, inverse, None) [* number] + residual
+out = combine(expert_out, topk_weights, inverse, None) [* number] + sigmoid(gate) * shared + residual
 ->
-out = combine(expert_out, topk_weights [* number], inverse, residual)
+out = combine(expert_out, topk_weights [* number], inverse, shared, gate, residual)
 
-A residual, or the output of a shared expert, that lies in memory before the layer ends: the sum is not written and
-read again, and one launch goes. What a pointwise kernel would have to write first (a gated shared expert) stays where
-it is, in one kernel with the addition and what follows. On a CPU the sum over experts is part of such a kernel itself.
+A residual and the output of a shared expert, gated or not, that lie in memory before the layer ends: the sum is not
+written and read again, and one launch goes. What a pointwise kernel would have to write first stays where it is, in one
+kernel with the addition and what follows. On a CPU the sum over experts is part of such a kernel itself.
+
+In a training graph too: what the addition alone reads, no backward does.
 """
 
 from dataclasses import replace
@@ -32,53 +34,104 @@ from inductor_passes.graph_tools import (
     write_out,
 )
 from inductor_passes.raising.views_of_rows import is_cast, is_reshape, is_view, operand
-from moe_ops.arguments import Combine, Router, TopkRouting
+from inductor_passes.raising.writing import erase_unread
+from inductor_passes.sizes import same_shape
+from moe_ops.arguments import Router, TopkRouting
 from moe_ops.types import RoutingConfig
+from moe_ops.values import Epilogue
 
 aten = torch.ops.aten
+_Addend = tuple[Node, Node | None]
+"""What is added, and the logit of the gate it is multiplied by."""
 
 
 class FuseResidual:
-    """combine -> add becomes combine with `shared`, on devices of one type."""
+    """combine -> add becomes combine with `shared`, `shared_gate` and `residual`, on devices of one type."""
 
     name = "fuse_residual"
-    requires: tuple[str, ...] = ("combine",)
-    inference_only = True
+    requires: tuple[str, ...] = ("combine", "act_gemm_combine")
+    inference_only = False
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
 
     def run(self, graph: Graph, log: PassLog) -> None:
-        """Fuses at every combine that is added to something."""
-        sums = [node for node in find(graph, "combine") if node.meta["val"].device.type == self.device]
+        """Fuses at every sum over experts that takes in something gated, or is added to something."""
+        sums = [node for node in find(graph, *self.requires) if node.meta["val"].device.type == self.device]
         rewrite_each(graph, sums, _rewrite, log)
 
 
-def _rewrite(graph: Graph, combine: Node, log: PassLog) -> None:
-    shown, scale = _shown(combine)
+def _rewrite(graph: Graph, total: Node, log: PassLog) -> None:
+    joined: Node | None = _with_gate(graph, total, log)
+    while joined is not None:
+        joined = _with_addend(graph, joined, log)
+
+
+def _with_gate(graph: Graph, total: Node, log: PassLog) -> Node:
+    """The sum, which multiplies what it takes in by a gate itself, if a kernel before it did."""
+    args = arguments(total)
+    addend = None if args.epilogue.shared_gate is not None else _gated(args.shared, total)
+    if addend is None:
+        return total
+    with graph.inserting_before(total):
+        fused = _joined(graph, args._replace(shared=None), addend, total)
+    log.fuse("combine with gated output", total, (args.shared, total))
+    total.replace_all_uses_with(fused)
+    erase_unread(graph, total)
+    return fused
+
+
+def _with_addend(graph: Graph, total: Node, log: PassLog) -> Node | None:
+    """The sum with what is added to it; None if nothing is."""
+    shown, scale = _shown(total)
     add = next((user for user in shown.users if user.target is aten.add.Tensor), None)
-    if add is None:
-        return
-    total: Combine = arguments(combine)
+    is_end = arguments(total).shared is not None and len(shown.users) > 1  # the next layers read it too
+    if add is None or is_end:
+        return None
     expect_only_user(shown, add, "the sum over experts")
-    residual = _residual(total, shown, add)
-    shape = tuple(combine.meta["val"].shape)
+    args, addend = arguments(total), _addend(total, shown, add)
     with graph.inserting_before(add):
-        flat = _written(graph, lambda value: value.view(shape), residual, add)
-        weights = total.topk_weights if scale == 1 else _scaled(graph, total.topk_weights, scale, combine)
-        fused = call(graph, total._replace(topk_weights=weights, shared=flat), like=combine)
-        result = _written(graph, lambda value: value.view(add.meta["val"].shape), fused, add)
-    log.fuse("combine with residual", combine, (combine, add))
+        if scale != 1:
+            args = args._replace(topk_weights=_scaled(graph, args, scale, total))
+        fused = _joined(graph, args, addend, total)
+        result = _shown_alike(graph, shown, total, fused)
+    log.fuse(
+        "combine with residual" if addend[1] is None else "combine with gated output", total, (total, add)
+    )
     add.replace_all_uses_with(result)
-    graph.erase_node(add)
-    _erase_back_to(graph, shown, combine)
+    erase_unread(graph, add)
+    return fused
 
 
-def _scaled(graph: Graph, weights: Any, scale: float, combine: Node) -> Node:
-    """`weights * scale`: by the router, where only this layer reads its weights."""
+def _joined(graph: Graph, args: Any, addend: _Addend, like: Node) -> Node:
+    """A call of the operator with these arguments and one more addend."""
+    hidden_size, gate = like.meta["val"].shape[1], addend[1]
+    value = _rows(graph, addend[0], hidden_size, like)
+    gate = None if gate is None else _rows(graph, gate, 1, like)
+    shared, (held, residual) = args.shared, args.epilogue
+    if shared is None:
+        joined = value, Epilogue(gate, residual)  # type: ignore[arg-type]  # nodes
+    elif gate is None:
+        joined = shared, Epilogue(held, value)  # type: ignore[arg-type]
+    else:
+        joined = value, Epilogue(gate, shared)  # type: ignore[arg-type]
+    return call(graph, args._replace(shared=joined[0], epilogue=joined[1]), like=like)
+
+
+def _rows(graph: Graph, node: Node, columns: int, like: Node) -> Node:
+    """`node` as [T, columns]."""
+    shape = node.meta["val"].shape
+    if len(shape) == 2 and shape[1] == columns:
+        return node
+    return write_out(graph, lambda value: value.reshape(-1, columns), [node], like)[0]
+
+
+def _scaled(graph: Graph, args: Any, scale: float, total: Node) -> Node:
+    """`topk_weights * scale`: by the router, where only this layer reads its weights."""
+    weights = args.topk_weights
     source = getitem_source(weights)
-    if source is None or not is_op(source[0], "topk_routing") or {*weights.users} != {combine}:
-        return _written(graph, lambda value: value * scale, weights, combine)
+    if source is None or not is_op(source[0], "topk_routing") or {*weights.users} != {total}:
+        return write_out(graph, lambda value: value * scale, [weights], total)[0]
     router: Router = arguments(source[0]).router
     config = RoutingConfig.from_spec(router.routing)
     spec = replace(config, scale=config.scale * scale).spec
@@ -90,9 +143,9 @@ def _scaled(graph: Graph, weights: Any, scale: float, combine: Node) -> Node:
     return pick(graph, scaled, 0)
 
 
-def _shown(combine: Node) -> tuple[Node, float]:
+def _shown(total: Node) -> tuple[Node, float]:
     """The last view of the sum before it is read, and what it is multiplied with on the way."""
-    shown, scale = combine, 1.0
+    shown, scale = total, 1.0
     while len(shown.users) == 1:
         (user,) = shown.users
         if user.target is aten.mul.Tensor and isinstance(user.args[1], int | float):
@@ -103,20 +156,71 @@ def _shown(combine: Node) -> tuple[Node, float]:
     return shown, scale
 
 
-def _residual(total: Combine, shown: Node, add: Node) -> Node:
+def _shown_alike(graph: Graph, shown: Node, total: Node, fused: Node) -> Node:
+    """`fused` through the views that lead from `total` to `shown`."""
+    if shown is total:
+        return fused
+    source: Any = shown.args[0]
+    seen = _shown_alike(graph, source, total, fused)
+    if shown.target is aten.mul.Tensor:
+        return seen
+    return graph.node_copy(shown, lambda node: seen if node is source else node)
+
+
+def _addend(total: Node, shown: Node, add: Node) -> _Addend:
     """What is added to the sum. Raises Refusal where the sum cannot take it."""
-    residual = operand(add, shown)
+    residual, args = operand(add, shown), arguments(total)
     if residual is None:
         raise Refusal(add, f"{describe(add)} multiplies what it adds, or adds a number")
-    if total.shared is not None:
-        raise Refusal(add, f"the sum over experts already adds {describe(total.shared)}")
+    gated = _gated(residual, add)
+    addend = (residual, None) if gated is None else gated
+    _expect_room(args, addend, _shown(total)[1], add)
     for term in (shown, residual):
         expect_same_value(term, add)
-    if not all(isinstance(size, int) for size in add.meta["val"].shape):
+    is_static = all(isinstance(size, int) for size in add.meta["val"].shape)
+    if is_op(total, "combine") and args.shared is None and not is_static:
         raise Refusal(add, "with a symbolic number of tokens the router would be a call of its own")
-    if not _is_in_memory(residual, add):
+    if gated is None and not _is_in_memory(residual, add):
         raise Refusal(add, f"{describe(residual)} is computed in one kernel with the addition")
-    return residual
+    return addend
+
+
+def _expect_room(args: Any, addend: _Addend, scale: float, add: Node) -> None:
+    """Refuses where the sum has no place for what is added, or what it has would need the scale as well."""
+    held = [each for each in (args.shared, args.epilogue.residual) if each is not None]
+    gates = [each for each in (args.epilogue.shared_gate, addend[1]) if each is not None]
+    if len(held) > 1 or len(gates) > 1 or (held and scale != 1):
+        raise Refusal(add, f"the sum over experts already adds {' and '.join(map(describe, held))}")
+
+
+def _gated(product: Any, reader: Node) -> _Addend | None:
+    """`sigmoid(gate) * value` that `reader` alone reads as value and gate, where both lie in memory."""
+    if product is None:
+        return None
+    while is_view(product) and {*product.users} == {reader}:
+        product, reader = product.args[0], product
+    if product.target is not aten.mul.Tensor or {*product.users} != {reader}:
+        return None
+    for value, factor in (product.args, product.args[::-1]):
+        if isinstance(value, Node) and isinstance(factor, Node) and _is_column_of(factor, value):
+            gate = _logit(factor)
+            return (value, gate) if gate is not None and _is_in_memory(value, product) else None
+    return None
+
+
+def _is_column_of(factor: Node, value: Node) -> bool:
+    """Whether `factor` is one number for each row of `value`."""
+    column, rows = factor.meta["val"], value.meta["val"]
+    return column.dtype == rows.dtype and same_shape(column.shape, (*rows.shape[:-1], 1))
+
+
+def _logit(factor: Any) -> Node | None:
+    """What lies in memory and `factor` is the sigmoid of."""
+    while is_view(factor):
+        factor = factor.args[0]
+    if factor.target is not aten.sigmoid.default or not _is_in_memory(factor.args[0], factor):
+        return None
+    return factor.args[0]
 
 
 def _is_in_memory(node: Node, reader: Node) -> bool:
@@ -126,15 +230,3 @@ def _is_in_memory(node: Node, reader: Node) -> bool:
     target = node.target
     is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     return {*node.users} != {reader} or not (is_pointwise or is_cast(node))
-
-
-def _written(graph: Graph, function: Any, node: Node, like: Node) -> Node:
-    return write_out(graph, function, [node], like)[0]
-
-
-def _erase_back_to(graph: Graph, node: Node, first: Node) -> None:
-    while node is not first:
-        (before,) = node.all_input_nodes
-        erase_dead(graph, [node])
-        node = before
-    erase_dead(graph, [first])

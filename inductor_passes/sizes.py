@@ -1,5 +1,7 @@
 """Sizes, which are numbers or symbols: what is asked of them, and which guards that may add."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 
@@ -14,6 +16,11 @@ def same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
         return True
     symbolic = [isinstance(size, torch.SymInt) and size.node.has_hint() for size in (one, other)]
     return all(symbolic) and not _is_constant(one) and not _is_constant(other) and bool(one == other)
+
+
+def same_shape(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
+    """Whether two shapes are equal, size by size as `same_size`."""
+    return len(one) == len(other) and all(map(same_size, one, other))
 
 
 def _is_constant(size: int | torch.SymInt) -> bool:

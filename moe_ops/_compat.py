@@ -75,6 +75,13 @@ def make_dual(primal: Tensor, tangent: Tensor | None) -> Tensor:
     return primal if tangent is None else forward_ad.make_dual(primal, tangent, level=_LEVEL)
 
 
+@torch.compiler.assume_constant_result
+def is_in_vmap() -> bool:
+    """Whether `torch.vmap` is active. Dynamo asks while it traces, and guards the transforms that are active."""
+    active = _functorch.get_interpreter_stack() or ()
+    return any(each.key() == _functorch.TransformType.Vmap for each in active)
+
+
 def has_onednn() -> bool:
     """Whether torch was built with oneDNN, and the user has it switched on."""
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)

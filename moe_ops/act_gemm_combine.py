@@ -1,9 +1,10 @@
 """act_gemm_combine: gated_activation, grouped_gemm with w2 and combine in one operator, for layers that train.
 
-    out[t] = sum over k of topk_weights[t, k] * (w2[e] @ act(gate_up[inverse[t*K + k]]) + bias[e])  [+ shared[t]]
+    out[t] = sum over k of topk_weights[t, k] * (w2[e] @ act(gate_up[inverse[t*K + k]]) + bias[e])  [+ joined[t]]
 
-The gradient saves gate_up, which `gather_gemm` makes, and neither the activated rows nor the experts' outputs: it
-applies the activation again, and multiplies nothing twice. Static shapes, no host sync.
+What joins the sum is as in `combine`. The gradient saves gate_up, which `gather_gemm` makes, and neither the activated
+rows nor the experts' outputs: it applies the activation again, and multiplies nothing twice. Static shapes, no host
+sync.
 """
 
 from typing import Any
@@ -22,11 +23,19 @@ from moe_ops.activation import (
 from moe_ops.arguments import (
     ActGemmCombine,
     Combine,
+    Epilogue,
     GatedActivation,
     GroupedGemm,
     GroupedLinear,
 )
-from moe_ops.combine import check_shared, check_weights, combine, reference as combine_reference
+from moe_ops.combine import (
+    check_joined,
+    check_weights,
+    combine,
+    joined_saved,
+    reference as combine_reference,
+    with_joined_gradients,
+)
 from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check_linear,
@@ -50,6 +59,9 @@ def act_gemm_combine(
     activation: str | Activation = "silu",
     bias: Tensor | None = None,
     shared: Tensor | None = None,
+    *,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`gated_activation`, `grouped_gemm` and `combine` in one operator: from gate and up projections to tokens.
 
@@ -60,7 +72,7 @@ def act_gemm_combine(
         plan: from `build_dispatch`.
         activation: a name or an `Activation`.
         bias: [E, H], dtype of gate_up.
-        shared: [T, H], dtype of gate_up, added to the routed sum.
+        shared, residual: [T, H], shared_gate: [T, 1], dtype of gate_up; see `combine`.
 
     Returns:
         [T, H], dtype of gate_up.
@@ -68,15 +80,18 @@ def act_gemm_combine(
     Raises:
         ValueError, TypeError: as the three stages do.
 
-    Gradient: to gate_up, w2, topk_weights, bias and shared; saves the first three. Twice differentiable.
+    Gradient: to every floating argument; saves the first three, and shared where it is gated. Twice differentiable.
 
     Example:
         >>> out = moe_ops.act_gemm_combine(gate_up, w2, topk_weights, plan)
     """
     expect_plan(plan)
-    gate_up, linear, shared = _library.autocast((gate_up, GroupedLinear(w2, bias), shared))
+    tensors = _library.autocast((gate_up, GroupedLinear(w2, bias), shared, Epilogue(shared_gate, residual)))
+    gate_up, linear, shared, epilogue = tensors
     spec, (slots, inverse, offsets) = activation_spec(activation), plan
-    return _library.call(ActGemmCombine(gate_up, linear, offsets, topk_weights, slots, inverse, shared, spec))
+    return _library.call(
+        ActGemmCombine(gate_up, linear, offsets, topk_weights, slots, inverse, shared, spec, epilogue)
+    )
 
 
 def _check(args: ActGemmCombine) -> None:
@@ -92,14 +107,14 @@ def _check(args: ActGemmCombine) -> None:
         _checks.expect_index(name, vector, (torch.int32,))
         _checks.expect_shape(name, vector, (gate_up.shape[0],))
     _checks.expect_same_device(gate_up.device, "gate_up", topk_weights=args.topk_weights, **vectors)
-    check_shared(args.shared, args.topk_weights.shape[0], w2.weight.shape[1], "gate_up", gate_up)
+    check_joined(args, w2.weight.shape[1], "gate_up", gate_up)
 
 
 def reference(args: ActGemmCombine) -> Tensor:
     """The definition of `act_gemm_combine`: its stages, one after the other."""
     activated = activation_reference(GatedActivation(args.gate_up, args.activation))
     expert_out = gemm_reference(GroupedGemm(activated, args.w2, args.expert_offsets))
-    return combine_reference(Combine(expert_out, args.topk_weights, args.inverse, args.shared))
+    return combine_reference(Combine(expert_out, args.topk_weights, args.inverse, args.shared, args.epilogue))
 
 
 def _cuda(args: ActGemmCombine) -> Tensor:
@@ -114,16 +129,16 @@ _library.define(ActGemmCombine, "Tensor", check=_check, cpu=reference, cuda=_cud
 
 
 def _save(args: ActGemmCombine, output: Tensor) -> Any:
-    return args._replace(shared=None)
+    return joined_saved(args)
 
 
 def _backward(args: ActGemmCombine, needs: ActGemmCombine, grad: Tensor) -> ActGemmCombine:
     activated = gated_activation(args.gate_up, args.activation)
-    return gradients(grad, activated, args, needs)._replace(shared=grad if needs.shared else None)
+    return with_joined_gradients(gradients(grad, activated, args, needs), grad, args, needs)
 
 
 def gradients(grad: Tensor, activated: Tensor, args: ActGemmCombine, needs: ActGemmCombine) -> ActGemmCombine:
-    """The gradients that `needs` asks for, but for `shared`: of the products before and behind, none is run again.
+    """The gradients that `needs` asks for, but of what joins the sum. No product before or behind is run again.
 
     With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
     <g, y> = <w2.T @ g, a> + <g, b2>, from the product that the gradient of a = s * w2.T @ g needs anyway
@@ -168,7 +183,7 @@ def stages(args: ActGemmCombine) -> Tensor:
     """`act_gemm_combine` as its stage operators."""
     activated = gated_activation(args.gate_up, args.activation)
     expert_out = product(activated, args.w2, args.expert_offsets)
-    return combine(expert_out, args.topk_weights, args.inverse, args.shared)
+    return combine(expert_out, args.topk_weights, args.inverse, args.shared, *args.epilogue)
 
 
 _autograd.define_gradient(ActGemmCombine, _save, _backward, _autograd.tangent_of(stages))

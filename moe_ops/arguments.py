@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_ops.records import Role
 from moe_ops.values import (
+    Epilogue,
     ExchangePlan,
     ExpertWeights,
     Gate,
@@ -139,6 +140,7 @@ class Combine(NamedTuple):
     topk_weights: Tensor
     inverse: Index
     shared: Tensor | None
+    epilogue: Epilogue = Epilogue()
 
 
 class CombineBackward(NamedTuple):
@@ -199,6 +201,7 @@ class GemmCombine(NamedTuple):
     topk_weights: Tensor
     inverse: Index
     shared: Tensor | None
+    epilogue: Epilogue = Epilogue()
 
 
 class GatherGemm(NamedTuple):
@@ -221,6 +224,7 @@ class ActGemmCombine(NamedTuple):
     inverse: Index
     shared: Tensor | None
     activation: str
+    epilogue: Epilogue = Epilogue()
 
 
 class FusedExperts(NamedTuple):
@@ -233,6 +237,7 @@ class FusedExperts(NamedTuple):
     placement: Placement
     shared: PerTokenOrNone
     activation: str
+    epilogue: Epilogue = Epilogue()
 
     def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmAct:
         """Up to the second product, with this plan."""
@@ -250,6 +255,7 @@ class FusedExpertsFormula(NamedTuple):
     placement: Placement
     shared: PerTokenOrNone
     gate: Gate
+    epilogue: Epilogue = Epilogue()
 
     def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmFormula:
         """Up to the second product, with this plan."""

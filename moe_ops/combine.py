@@ -1,25 +1,33 @@
 """combine: weighted sum of a token's expert outputs.
 
-    out[t] = sum over k of topk_weights[t, k] * expert_out[inverse[t*K + k]]  + shared[t]
+    out[t] = sum over k of topk_weights[t, k] * expert_out[inverse[t*K + k]]
+             [+ shared[t]  or  + sigmoid(shared_gate[t]) * shared[t]]  [+ residual[t]]
 
 T tokens, K experts per token, S = T*K slots, R rows, H hidden size. Accumulated in float32 (float64 for float64) in
 slot order, so repeated runs agree bit for bit; rounded once. A slot with inverse -1 is skipped without reading.
-`shared` is the output of shared experts, or a residual, and enters after the routed sum. Static shapes, no host sync.
+What is added enters after the routed sum: the output of shared experts, which may be gated, and a residual. Static
+shapes, no host sync.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moe_ops import _autograd, _checks, _library
-from moe_ops.arguments import Combine, CombineBackward
+from moe_ops import _autograd, _checks, _library, records
+from moe_ops.arguments import Combine, CombineBackward, Epilogue
+from moe_ops.errors import value_error
 from moe_ops.records import partial
 
 
 def combine(
-    expert_out: Tensor, topk_weights: Tensor, inverse: Tensor, shared: Tensor | None = None
+    expert_out: Tensor,
+    topk_weights: Tensor,
+    inverse: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Brings expert outputs back to tokens.
 
@@ -28,6 +36,8 @@ def combine(
         topk_weights: [T, K], any floating dtype, from `topk_routing`.
         inverse: [S] int32, the row of each slot, from `build_dispatch`: -1 drops the slot; no two have one row.
         shared: [T, H], dtype of expert_out, added in the compute dtype.
+        shared_gate: [T, 1], dtype of expert_out: shared is multiplied by its sigmoid.
+        residual: [T, H], dtype of expert_out, added too.
 
     Returns:
         [T, H], dtype of expert_out.
@@ -36,20 +46,21 @@ def combine(
         ValueError: ranks, sizes or devices that do not fit.
         TypeError: wrong dtypes.
 
-    Gradient: to expert_out, topk_weights and shared; twice differentiable.
+    Gradient: to every floating argument; twice differentiable.
 
     Example:
         >>> out = moe_ops.combine(expert_out, topk_weights, plan.inverse)
     """
-    return _library.call(Combine(expert_out, topk_weights, inverse, shared))
+    epilogue = Epilogue(shared_gate, residual)
+    return _library.call(Combine(expert_out, topk_weights, inverse, shared, epilogue))
 
 
 def _check(args: Combine) -> None:
-    expert_out, topk_weights, inverse, shared = args
+    expert_out, topk_weights, inverse, *_ = args
     _checks.expect_floating("expert_out", expert_out)
     _checks.expect_shape("expert_out", expert_out, ("R", "H"))
     check_weights(topk_weights, inverse)
-    check_shared(shared, topk_weights.shape[0], expert_out.shape[1], "expert_out", expert_out)
+    check_joined(args, expert_out.shape[1], "expert_out", expert_out)
     _checks.expect_same_device(
         expert_out.device, "expert_out", expert_out=expert_out, topk_weights=topk_weights, inverse=inverse
     )
@@ -63,6 +74,16 @@ def check_weights(topk_weights: Tensor, inverse: Tensor) -> None:
     _checks.expect_shape("inverse", inverse, (topk_weights.shape[0] * topk_weights.shape[1],))
 
 
+def check_joined(args: Any, hidden_size: int | torch.SymInt, reference: str, like: Tensor) -> None:
+    """Checks what joins the sum against dtype and device of the argument called `reference`."""
+    (gate, residual), num_tokens = args.epilogue, args.topk_weights.shape[0]
+    if gate is not None and args.shared is None:
+        value_error("shared_gate of shape {} without shared: expected both or neither", list(gate.shape))
+    check_shared(args.shared, num_tokens, hidden_size, reference, like)
+    _check_beside("shared_gate", gate, (num_tokens, 1), reference, like)
+    _check_beside("residual", residual, (num_tokens, hidden_size), reference, like)
+
+
 def check_shared(
     shared: Tensor | None,
     num_tokens: int | torch.SymInt,
@@ -71,19 +92,50 @@ def check_shared(
     like: Tensor,
 ) -> None:
     """Checks a shared-expert output [T, H] against dtype and device of the argument called `reference`."""
-    if shared is not None:
-        _checks.expect_shape("shared", shared, (num_tokens, hidden_size))
-        _checks.expect_same_dtype(like.dtype, reference, shared=shared)
-        _checks.expect_same_device(like.device, reference, shared=shared)
+    _check_beside("shared", shared, (num_tokens, hidden_size), reference, like)
+
+
+def _check_beside(
+    name: str, tensor: Tensor | None, shape: tuple[int | torch.SymInt, ...], reference: str, like: Tensor
+) -> None:
+    if tensor is not None:
+        _checks.expect_shape(name, tensor, shape)
+        _checks.expect_same_dtype(like.dtype, reference, **{name: tensor})
+        _checks.expect_same_device(like.device, reference, **{name: tensor})
 
 
 def reference(args: Combine) -> Tensor:
     """The definition of `combine`, in plain PyTorch."""
     weights = args.topk_weights.to(_checks.compute_dtype(args.expert_out.dtype))
     out = weighted_sum(args.expert_out, weights, args.inverse.view(weights.shape))
-    if args.shared is not None:
-        out += args.shared
-    return out.to(args.expert_out.dtype)
+    return with_joined(out, args).to(args.expert_out.dtype)
+
+
+def with_joined(total: Tensor, args: Any) -> Tensor:
+    """A routed sum [T, H] and what joins it, in the dtype of the sum."""
+    shared, (gate, residual) = args.shared, args.epilogue
+    if shared is not None:
+        total = total + (shared if gate is None else torch.sigmoid(gate.to(total.dtype)) * shared)
+    return total if residual is None else total + residual
+
+
+def joined_saved(args: Any) -> Any:
+    """`args` with only so much of what joins the sum as its gradient needs."""
+    gate = args.epilogue.shared_gate
+    return args._replace(shared=None if gate is None else args.shared, epilogue=Epilogue(gate, None))
+
+
+def with_joined_gradients(gradients: Any, grad: Tensor, args: Any, needs: Any) -> Any:
+    """`gradients` and those of what joins the sum, of `joined_saved` arguments."""
+    gate, to_shared, to_gate = args.epilogue.shared_gate, grad, None
+    if gate is not None:
+        share = torch.sigmoid(gate.to(_checks.compute_dtype(gate.dtype)))
+        dots = (grad * args.shared.to(share.dtype)).sum(1, keepdim=True)
+        to_shared = (grad * share).to(grad.dtype)
+        to_gate = (dots * share * (1 - share)).to(gate.dtype)
+    wanted = needs.epilogue
+    to_epilogue = Epilogue(to_gate if wanted.shared_gate else None, grad if wanted.residual else None)
+    return gradients._replace(shared=to_shared if needs.shared else None, epilogue=to_epilogue)
 
 
 def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
@@ -165,13 +217,13 @@ def combine_gradient(
 
 
 def _save(args: Combine, output: Tensor) -> Any:
-    return args[:3]
+    return joined_saved(args)
 
 
-def _backward(saved: Any, needs: Combine, grad: Tensor) -> Combine:
-    to_out, to_weights = combine_gradient(grad, *saved)
-    to_shared = grad if needs.shared else None
-    return partial(Combine, expert_out=to_out, topk_weights=to_weights, shared=to_shared)
+def _backward(args: Combine, needs: Combine, grad: Tensor) -> Combine:
+    to_out, to_weights = combine_gradient(grad, *args[:3])
+    to_sum = partial(Combine, expert_out=to_out, topk_weights=to_weights)
+    return with_joined_gradients(to_sum, grad, args, needs)
 
 
 def _save_backward(args: CombineBackward, output: tuple[Tensor, Tensor]) -> Any:
@@ -189,12 +241,30 @@ def _double_backward(
 
 
 def _tangent(args: Combine, tangents: Combine) -> _autograd.Tangents:
-    expert_out, topk_weights, inverse, _ = args
+    expert_out, topk_weights, inverse, *_ = args
     to_out = _autograd.or_zeros(tangents.expert_out, expert_out)
-    through_out = combine(to_out, topk_weights, inverse, tangents.shared)
+    through_out = combine(to_out, topk_weights, inverse, _tangent_of_joined(args, tangents))
     if tangents.topk_weights is None:
         return (through_out,)
     return (through_out + combine(expert_out, tangents.topk_weights, inverse),)
+
+
+class _Joined(NamedTuple):
+    """What joins a sum."""
+
+    shared: Tensor | None
+    epilogue: Epilogue
+
+
+def _tangent_of_joined(args: Combine, tangents: Combine) -> Tensor | None:
+    """[T, H], or None for zero."""
+    joined = _Joined(args.shared, args.epilogue), _Joined(tangents.shared, tangents.epilogue)
+    if all(tangent is None for tangent in records.flatten(joined[1])):
+        return None
+    dtype = args.expert_out.dtype
+    zero = torch.zeros((), dtype=_checks.compute_dtype(dtype), device=args.expert_out.device)
+    (tangent,) = _autograd.tangent_of(lambda alone: with_joined(zero, alone).to(dtype))(*joined)
+    return tangent
 
 
 def _tangent_backward(args: CombineBackward, tangents: CombineBackward) -> _autograd.Tangents:

@@ -1,7 +1,9 @@
 """fused_experts: the experts of a whole MoE layer in one call, from expert ids.
 
-    out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
+    out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ joined[t]]
     e      = topk_ids[t, k]
+
+What joins the sum is as in `combine`.
 
 Traced by a compiler it emits the stage operators, so that passes can fuse across every border, or where a backward
 follows the two halves that save least for it; eager it is one operator, which picks its kernels on the host from the
@@ -14,20 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_ops import _autograd, _checks, _library
+from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops._cpu_experts import run_experts
 from moe_ops.act_gemm_combine import gradients as down_gradients
 from moe_ops.activation import activation_spec, gated_activation, out_features
 from moe_ops.arguments import (
     ActGemmCombine,
     BuildDispatch,
+    Epilogue,
     ExpertWeights,
     FusedExperts,
     GatherGemm,
     GroupedLinear,
     Placement,
 )
-from moe_ops.combine import check_shared, combine
+from moe_ops.combine import check_joined, combine, joined_saved, with_joined, with_joined_gradients
 from moe_ops.dispatch import build_dispatch, check_ids
 from moe_ops.errors import value_error
 from moe_ops.formula import Formula
@@ -54,6 +57,8 @@ def fused_experts(
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
     per_expert: Sequence[Tensor] = (),
     emit: Emit = "auto",
 ) -> Tensor:
@@ -71,6 +76,7 @@ def fused_experts(
         expert_map: [E_global] int32, global to local ids, -1 for remote ones; see `build_dispatch`.
         apply_router_weight_on_input: weigh the experts' input instead of their output; only for K = 1.
         shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
+        shared_gate: [T, 1], by whose sigmoid shared is multiplied. residual: [T, H], added too.
         per_expert: tensors [E] or [E, I] that a function reads: it gets, behind gate and up, what each is for the
             expert of every row, [S, 1] or [S, I].
         emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted. A function runs between stages.
@@ -89,7 +95,8 @@ def fused_experts(
     """
     experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
     spec, gate = gate_given(activation, per_expert, experts)
-    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), shared, spec)
+    placement, epilogue = Placement(expert_map), Epilogue(shared_gate, residual)
+    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, placement, shared, spec, epilogue)
     args = weigh_input(args) if apply_router_weight_on_input else args
     return run(args, emit) if gate is None else run_custom(args, gate, emit)
 
@@ -118,8 +125,10 @@ def run(args: FusedExperts, emit: Emit) -> Tensor:
 
 
 def _autocast(args: FusedExperts) -> FusedExperts:
-    tensors = _library.autocast((args.hidden_states, args.experts, args.shared))
-    return args._replace(hidden_states=tensors[0], experts=tensors[1], shared=tensors[2])
+    x, experts, shared, epilogue = _library.autocast(
+        (args.hidden_states, args.experts, args.shared, args.epilogue)
+    )
+    return args._replace(hidden_states=x, experts=experts, shared=shared, epilogue=epilogue)
 
 
 def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
@@ -136,9 +145,12 @@ def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
 
 
 def emits_stages(emit: Emit) -> bool:
-    """The one switch between stage operators and fused operator."""
+    """The one switch between stage operators and fused operator.
+
+    In `torch.vmap` a batch of tokens becomes tokens of the fused operator; stages would be as many plans.
+    """
     if emit == "auto":
-        return torch.compiler.is_compiling()
+        return torch.compiler.is_compiling() and not _compat.is_in_vmap()
     if emit not in ("stages", "fused"):
         value_error("emit={!r}: expected 'auto', 'stages' or 'fused'", emit)
     return emit == "stages"
@@ -169,7 +181,7 @@ def _between_stages(args: FusedExperts, activate: Callable[[Tensor, Tensor], Ten
     gate_up = product(rows, args.experts.w13, plan.expert_offsets)
     activated = activate(gate_up, plan.expert_offsets)
     expert_out = product(activated, args.experts.w2, plan.expert_offsets)
-    return combine(expert_out, args.topk_weights, plan.inverse, args.shared)
+    return combine(expert_out, args.topk_weights, plan.inverse, args.shared, *args.epilogue)
 
 
 def run_halves(args: FusedExperts) -> Tensor:
@@ -186,7 +198,9 @@ def _halves(args: FusedExperts, plan: DispatchPlan) -> tuple[GatherGemm, Callabl
 
     def down(gate_up: Tensor) -> ActGemmCombine:
         weights, shared = args.topk_weights, args.shared
-        return ActGemmCombine(gate_up, w2, offsets, weights, slots, inverse, shared, args.activation)
+        return ActGemmCombine(
+            gate_up, w2, offsets, weights, slots, inverse, shared, args.activation, args.epilogue
+        )
 
     return GatherGemm(args.hidden_states, w13, slots, offsets), down
 
@@ -222,7 +236,7 @@ def check_routed(args: Any) -> None:
     _checks.expect_shape("topk_ids", args.topk_ids, (x.shape[0], "K"))
     _checks.expect_floating("topk_weights", args.topk_weights)
     _checks.expect_shape("topk_weights", args.topk_weights, tuple(args.topk_ids.shape))
-    check_shared(args.shared, x.shape[0], x.shape[1], "hidden_states", x)
+    check_joined(args, x.shape[1], "hidden_states", x)
     tensors = {"topk_weights": args.topk_weights, "topk_ids": args.topk_ids, **placement._asdict()}
     _checks.expect_same_device(x.device, "hidden_states", **tensors)
 
@@ -241,10 +255,7 @@ def check_experts(hidden_states: Tensor, experts: ExpertWeights, gate: Activatio
 
 def reference(args: FusedExperts) -> Tensor:
     """The definition of `fused_experts`, in plain PyTorch."""
-    out = run_experts(args)
-    if args.shared is not None:
-        out += args.shared
-    return out.to(args.hidden_states.dtype)
+    return with_joined(run_experts(args), args).to(args.hidden_states.dtype)
 
 
 def _cuda(args: FusedExperts) -> Tensor:
@@ -261,19 +272,12 @@ _library.define(FusedExperts, "Tensor", check=check, cpu=reference, cuda=_cuda, 
 
 def _save(args: FusedExperts, output: Tensor) -> Any:
     plan = build_dispatch(args.topk_ids, args.experts.w13.weight.shape[0], args.placement.expert_map)
-    return partial(
-        FusedExperts,
-        hidden_states=args.hidden_states,
-        experts=args.experts,
-        topk_weights=args.topk_weights,
-        activation=args.activation,
-    ), plan
+    return joined_saved(args)._replace(topk_ids=None, placement=Placement()), plan
 
 
 def _backward(saved: Any, needs: FusedExperts, grad: Tensor) -> FusedExperts:
     args, plan = saved
-    grads = expert_gradients(grad, args, plan, needs)
-    return grads._replace(shared=grad if needs.shared else None)
+    return with_joined_gradients(expert_gradients(grad, args, plan, needs), grad, args, needs)
 
 
 def expert_gradients(

@@ -28,7 +28,7 @@ def run_stages(args: FusedExpertsFormula) -> Tensor:
     w13, w2 = args.experts
     slots, inverse, offsets = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     activated = run_first_half(args.first_half(slots, offsets))
-    return combine(product(activated, w2, offsets), args.topk_weights, inverse, args.shared)
+    return combine(product(activated, w2, offsets), args.topk_weights, inverse, args.shared, *args.epilogue)
 
 
 def _cuda(args: FusedExpertsFormula) -> Tensor:

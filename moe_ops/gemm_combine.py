@@ -1,9 +1,9 @@
 """gemm_combine: grouped_gemm with w2 and combine in one operator: the down half of the experts.
 
-    out[t] = sum over k of topk_weights[t, k] * (w2[e] @ x[inverse[t*K + k]] + bias[e])  + shared[t]
+    out[t] = sum over k of topk_weights[t, k] * (w2[e] @ x[inverse[t*K + k]] + bias[e])  [+ joined[t]]
 
-Summed in float32 (float64 for float64) in slot order, so repeated runs agree bit for bit. The gradient saves the
-inputs and recomputes the product.
+What joins the sum is as in `combine`: shared output, its gate, a residual. Summed in float32 (float64 for float64) in
+slot order, so repeated runs agree bit for bit. The gradient saves the inputs and recomputes the product.
 """
 
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.arguments import Combine, GemmCombine, GroupedGemm, GroupedLinear
+from moe_ops.arguments import Combine, Epilogue, GemmCombine, GroupedGemm, GroupedLinear
 from moe_ops.combine import (
-    check_shared,
+    check_joined,
     check_weights as check_topk_weights,
     combine,
     combine_gradient,
+    joined_saved,
     reference as combine_reference,
+    with_joined_gradients,
 )
 from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
@@ -38,6 +40,9 @@ def gemm_combine(
     plan: DispatchPlan,
     bias: Tensor | None = None,
     shared: Tensor | None = None,
+    *,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`grouped_gemm` and `combine` in one operator: the down half of the experts.
 
@@ -47,7 +52,7 @@ def gemm_combine(
         topk_weights: [T, K], any floating dtype.
         plan: from `build_dispatch`.
         bias: [E, H], dtype of x.
-        shared: [T, H], dtype of x, added to the routed sum.
+        shared, residual: [T, H], shared_gate: [T, 1], dtype of x; see `combine`.
 
     Returns:
         [T, H], dtype of x.
@@ -59,8 +64,11 @@ def gemm_combine(
         >>> out = moe_ops.gemm_combine(up, w2, topk_weights, plan)
     """
     expect_plan(plan)
-    x, linear, shared = _library.autocast((x, GroupedLinear(w2, bias), shared))
-    return _library.call(GemmCombine(x, linear, plan.expert_offsets, topk_weights, plan.inverse, shared))
+    tensors = _library.autocast((x, GroupedLinear(w2, bias), shared, Epilogue(shared_gate, residual)))
+    x, linear, shared, epilogue = tensors
+    return _library.call(
+        GemmCombine(x, linear, plan.expert_offsets, topk_weights, plan.inverse, shared, epilogue)
+    )
 
 
 def _check(args: GemmCombine) -> None:
@@ -68,7 +76,7 @@ def _check(args: GemmCombine) -> None:
     check_topk_weights(args.topk_weights, args.inverse)
     _checks.expect_shape("inverse", args.inverse, (args.x.shape[0],))
     _checks.expect_same_device(args.x.device, "x", topk_weights=args.topk_weights, inverse=args.inverse)
-    check_shared(args.shared, args.topk_weights.shape[0], args.w2.weight.shape[1], "x", args.x)
+    check_joined(args, args.w2.weight.shape[1], "x", args.x)
 
 
 def _product_args(args: GemmCombine) -> GroupedGemm:
@@ -78,7 +86,7 @@ def _product_args(args: GemmCombine) -> GroupedGemm:
 def reference(args: GemmCombine) -> Tensor:
     """The definition of `gemm_combine`: its stages, one after the other."""
     expert_out = gemm_reference(_product_args(args))
-    return combine_reference(Combine(expert_out, args.topk_weights, args.inverse, args.shared))
+    return combine_reference(Combine(expert_out, args.topk_weights, args.inverse, args.shared, args.epilogue))
 
 
 def _cuda(args: GemmCombine) -> Tensor:
@@ -93,19 +101,21 @@ _library.define(GemmCombine, "Tensor", check=_check, cpu=reference, cuda=_cuda, 
 
 
 def _save(args: GemmCombine, output: Tensor) -> Any:
-    return args._replace(shared=None)
+    return joined_saved(args)
 
 
 def _backward(args: GemmCombine, needs: GemmCombine, grad: Tensor) -> GemmCombine:
     product_args = _product_args(args)
     grad_out, to_weights = combine_gradient(grad, product(*product_args), args.topk_weights, args.inverse)
     to_x, to_w2, _ = gemm_gradients(grad_out, product_args, partial(GroupedGemm, x=needs.x, weight=needs.w2))
-    to_shared = grad if needs.shared else None
-    return partial(GemmCombine, x=to_x, w2=to_w2, topk_weights=to_weights, shared=to_shared)
+    to_sum = partial(GemmCombine, x=to_x, w2=to_w2, topk_weights=to_weights)
+    return with_joined_gradients(to_sum, grad, args, needs)
 
 
 def _stages(args: GemmCombine) -> Tensor:
-    return combine(product(*_product_args(args)), args.topk_weights, args.inverse, args.shared)
+    return combine(
+        product(*_product_args(args)), args.topk_weights, args.inverse, args.shared, *args.epilogue
+    )
 
 
 _autograd.define_gradient(GemmCombine, _save, _backward, _autograd.tangent_of(_stages))

@@ -31,6 +31,13 @@ class ExpertWeights(NamedTuple):
     w2: GroupedLinear
 
 
+class Epilogue(NamedTuple):
+    """What joins a token's sum besides `shared`: the logit of that one's gate [T, 1], a residual [T, H]."""
+
+    shared_gate: PerTokenOrNone = None
+    residual: PerTokenOrNone = None
+
+
 class SharedExpert(NamedTuple):
     """The expert that every token visits: gate and up [2J, H], down [H, J], weight [T, 1], and its activation."""
 

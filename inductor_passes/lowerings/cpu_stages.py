@@ -128,20 +128,22 @@ def _gathered_product(args: GatherGemm) -> Tensor:
 
 def _from_gate_up(args: ActGemmCombine) -> Tensor:
     activated = gated_activation(GatedActivation(args.gate_up, args.activation))
-    _, w2, offsets, weights, _, inverse, shared, _ = args
-    return _second_half(GemmCombine(activated, w2, offsets, weights, inverse, shared))
+    _, w2, offsets, weights, _, inverse, shared, *_ = args
+    return _second_half(GemmCombine(activated, w2, offsets, weights, inverse, shared, args.epilogue))
 
 
 def _second_half(args: GemmCombine) -> Tensor:
     expert_out = product(args.x, args.w2, args.expert_offsets)
-    return weighted_sum(Combine(expert_out, args.topk_weights, args.inverse, args.shared))
+    return weighted_sum(Combine(expert_out, args.topk_weights, args.inverse, args.shared, args.epilogue))
 
 
 def _experts(args: FusedExperts | FusedExpertsFormula) -> Tensor:
     w13, w2 = args.experts
     slots, inverse, offsets = plan(BuildDispatch(args.topk_ids, args.placement, w13.weight.shape[0]))
     activated = _first_half(args.first_half(slots, offsets))
-    return _second_half(GemmCombine(activated, w2, offsets, args.topk_weights, inverse, args.shared))
+    return _second_half(
+        GemmCombine(activated, w2, offsets, args.topk_weights, inverse, args.shared, args.epilogue)
+    )
 
 
 def _layer(args: FusedMoe | FusedMoeFormula) -> Tensor:

@@ -79,14 +79,14 @@ def route_and_run(args: FusedMoe | FusedMoeFormula) -> Tensor:
 
 def few_slots(args: FusedExperts | FusedExpertsFormula) -> Tensor:
     """`fused_experts` with one row for each slot, in the compute dtype to the end."""
-    x, (w13, w2), topk_weights, topk_ids, placement, shared, _ = args
+    x, (w13, w2), topk_weights, topk_ids, placement, shared, *_ = args
     num_experts, top_k = w13.weight.shape[0], topk_ids.shape[1]
     expert, slots, inverse = _rows(BuildDispatch(topk_ids, placement, num_experts))
     chosen = expert.masked_fill(expert == num_experts, 0)  # [S]
     rows = x.to(compute_dtype(x.dtype)).index_select(0, slots // top_k)  # [S, H]
     activated = _activated(rows, args, chosen)
     expert_out = _product(activated, w2, chosen)
-    return weighted_sum(Combine(expert_out, topk_weights, inverse, shared)).to(x.dtype)
+    return weighted_sum(Combine(expert_out, topk_weights, inverse, shared, args.epilogue)).to(x.dtype)
 
 
 def _rows(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ from inductor_passes.graph_tools import (
 from moe_ops import records
 from moe_ops.activation import reference as gated_activation
 from moe_ops.arguments import Combine, Permute
+from moe_ops.combine import with_joined
 
 MAX_UNROLLED_EXPERTS = 16  # beyond it the written-out sum is longer than the kernel it replaces
 
@@ -90,7 +91,7 @@ def gather_rows(args: Permute) -> Tensor:
 
 def weighted_sum(args: Combine) -> Tensor:
     """`combine`."""
-    expert_out, topk_weights, inverse, shared = args
+    expert_out, topk_weights, inverse, *_ = args
     dtype = torch.float64 if expert_out.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=dtype, device=expert_out.device)
     slots = zip(inverse.view(topk_weights.shape).unbind(1), topk_weights.unbind(1), strict=True)
@@ -98,9 +99,7 @@ def weighted_sum(args: Combine) -> Tensor:
         values = expert_out.index_select(0, row.clamp(min=0)).to(dtype) * weight.to(dtype).unsqueeze(1)
         # `where`, not a multiplication by zero: a dropped slot must not bring in a NaN of the row read for it.
         total = torch.where((row >= 0).unsqueeze(1), total + values, total)
-    if shared is not None:
-        total = total + shared
-    return total.to(expert_out.dtype)
+    return with_joined(total, args).to(expert_out.dtype)
 
 
 _FORMULAS: dict[str, Callable[..., Tensor]] = {

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import cdiv, next_power_of_2, offset
+from moe_ops.kernels.common import cdiv, joined, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.permute import column_block
 from moe_ops.kernels.program import (
@@ -30,8 +30,9 @@ def _row_of_slot(inverse_ptr, slot, mask, num_rows):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _combine_kernel(
-    expert_out_ptr, weights_ptr, inverse_ptr, shared_ptr, out_ptr,
-    num_rows, num_columns, stride_s, stride_h, weight_stride_t, weight_stride_k, shared_stride_t, shared_stride_h,
+    expert_out_ptr, weights_ptr, inverse_ptr, shared_ptr, shared_gate_ptr, residual_ptr, out_ptr,
+    num_rows, num_columns, stride_s, stride_h, weight_stride_t, weight_stride_k,
+    shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h,
     TOP_K: tl.constexpr, AT_ONCE: tl.constexpr, F64: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (T * column blocks). A slot whose inverse is no row is skipped without reading."""
@@ -49,9 +50,10 @@ def _combine_kernel(
             row_ptr = expert_out_ptr + offset(row, stride_s) + offset(columns, stride_h)
             value = tl.load(row_ptr, mask=columns < tl.where(kept, num_columns, 0), other=0.0)
             total += value.to(total.dtype) * weight.to(total.dtype)
-    if shared_ptr is not None:
-        shared_row_ptr = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_h)
-        total += tl.load(shared_row_ptr, mask=mask, other=0.0).to(total.dtype)
+    total += joined(
+        shared_ptr, shared_gate_ptr, residual_ptr, token, columns, mask,
+        shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h, total.dtype,
+    )  # fmt: skip
     tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -99,17 +101,30 @@ def _zero_unflagged_rows_kernel(out_ptr, flags_ptr, num_columns, BLOCK: tl.const
             tl.store(out_ptr + row * num_columns + columns, zeros, mask=columns < num_columns)
 
 
-def combine_launch(
-    expert_out: TensorMeta, topk_weights: TensorMeta, shared: TensorMeta | None
-) -> tuple[Buffer, Launch]:
-    """Output buffer `combined` [T, H] and the launch that fills it from `expert_out`, weights and `inverse`."""
+def joined_args(args: Any) -> dict[str, Any]:
+    """Of `joined`, from the arguments of an operator that sums over experts."""
+    given = {"shared": args.shared, **args.epilogue._asdict()}
+    strides = {name: (0, 1) if tensor is None else tensor.strides for name, tensor in given.items()}
+    return {
+        **{f"{name}_ptr": None if tensor is None else Ref(name) for name, tensor in given.items()},
+        "shared_stride_t": strides["shared"][0],
+        "shared_stride_h": strides["shared"][1],
+        "gate_stride_t": strides["shared_gate"][0],
+        "residual_stride_t": strides["residual"][0],
+        "residual_stride_h": strides["residual"][1],
+    }
+
+
+def combine_launch(expert_out: TensorMeta, args: Any) -> tuple[Buffer, Launch]:
+    """Output buffer `combined` [T, H] and the launch that fills it, of an operator that sums rows of `expert_out`."""
+    topk_weights = args.topk_weights
     (num_tokens, top_k), columns = topk_weights.shape, expert_out.shape[1]
     block = column_block(columns)
-    args = {
+    given = {
+        **joined_args(args),
         "expert_out_ptr": Ref("expert_out"),
         "weights_ptr": Ref("topk_weights"),
         "inverse_ptr": Ref("inverse"),
-        "shared_ptr": None if shared is None else Ref("shared"),
         "out_ptr": Ref("combined"),
         "num_rows": expert_out.shape[0],
         "num_columns": columns,
@@ -117,20 +132,18 @@ def combine_launch(
         "stride_h": expert_out.strides[1],
         "weight_stride_t": topk_weights.strides[0],
         "weight_stride_k": topk_weights.strides[1],
-        "shared_stride_t": 0 if shared is None else shared.strides[0],
-        "shared_stride_h": 1 if shared is None else shared.strides[1],
         "TOP_K": top_k,
         "AT_ONCE": min(top_k, _ROWS_AT_ONCE),
         "F64": expert_out.dtype == torch.float64,
         "BLOCK": block,
     }
-    launch = Launch(_combine_kernel, (num_tokens * cdiv(columns, block),), args, 4, 1)
+    launch = Launch(_combine_kernel, (num_tokens * cdiv(columns, block),), given, 4, 1)
     return Buffer("combined", (num_tokens, columns), expert_out.dtype), launch
 
 
 def combine_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.combine`."""
-    buffer, launch = combine_launch(args.expert_out, args.topk_weights, args.shared)
+    buffer, launch = combine_launch(args.expert_out, args)
     return Program((buffer,), (launch,), (buffer.name,))
 
 

@@ -65,6 +65,24 @@ def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_i
 
 
 @triton.jit
+def joined(
+    shared_ptr, shared_gate_ptr, residual_ptr, token, columns, inside,
+    shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h, ACC: tl.constexpr,
+):  # fmt: skip
+    """What joins a token's sum over experts, at these columns: what there is of shared, gated or not, and residual."""
+    total = tl.zeros(columns.shape, ACC)
+    if shared_ptr is not None:
+        shared_ptrs = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_h)
+        total = tl.load(shared_ptrs, mask=inside, other=0.0).to(ACC)
+        if shared_gate_ptr is not None:
+            total *= tl.sigmoid(tl.load(shared_gate_ptr + offset(token, gate_stride_t)).to(ACC))
+    if residual_ptr is not None:
+        residual_ptrs = residual_ptr + offset(token, residual_stride_t) + offset(columns, residual_stride_h)
+        total += tl.load(residual_ptrs, mask=inside, other=0.0).to(ACC)
+    return total
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b, in IEEE arithmetic for float32 (no TF32)."""
     if _INTERPRETED:

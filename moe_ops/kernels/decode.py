@@ -7,7 +7,7 @@ allow it, so that all of a CTA's bytes are in flight together. No atomics: deter
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import activate, local_expert, offset
+from moe_ops.kernels.common import activate, joined, local_expert, offset
 
 
 @triton.jit
@@ -111,10 +111,12 @@ def gemv_activation_kernel(
 
 @triton.jit
 def gemv_combine_kernel(
-    x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr, shared_ptr, out_ptr,
+    x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr,
+    shared_ptr, shared_gate_ptr, residual_ptr, out_ptr,
     num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    bias_stride_e, bias_stride_n, shared_stride_t, shared_stride_n,
+    bias_stride_e, bias_stride_n,
+    shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h,
     TOP_K: tl.constexpr, F64: tl.constexpr, DEPTH: tl.constexpr,
     ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TAKE_TURNS: tl.constexpr,
@@ -143,10 +145,10 @@ def gemv_combine_kernel(
         bias_offsets = offset(expert, bias_stride_e) + offset(column, bias_stride_n)
         bias = tl.load(bias_ptr + bias_offsets, mask=live, other=0.0).to(ACC)
     columns = first + tl.arange(0, BLOCK_N)
-    shared = tl.zeros((BLOCK_N,), ACC)
-    if shared_ptr is not None:
-        shared_ptrs = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_n)
-        shared = tl.load(shared_ptrs, mask=columns < features, other=0.0).to(ACC)
+    beside = joined(
+        shared_ptr, shared_gate_ptr, residual_ptr, token, columns, columns < features,
+        shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h, ACC,
+    )  # fmt: skip
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(column, weight_stride_n)
     x_row_ptr = x_ptr + offset(slot, DEPTH)
     inner = tl.arange(0, BLOCK_K)[None, :]
@@ -165,6 +167,6 @@ def gemv_combine_kernel(
             sums += weight.to(ACC) * tl.load(x_row_ptr[:, None] + k + inner, mask=mask, other=0.0).to(ACC)
         value = tl.sum(sums, 1)
     value = tl.where(live, (value + bias) * route_weight, 0.0)
-    total = tl.sum(tl.reshape(value, (ROUTES, BLOCK_N)), 0) + shared
+    total = tl.sum(tl.reshape(value, (ROUTES, BLOCK_N)), 0) + beside
     out_row_ptr = out_ptr + token.to(tl.int64) * features
     tl.store(out_row_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < features)

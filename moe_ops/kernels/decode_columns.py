@@ -7,7 +7,7 @@ few for all slots of its token. Parts of the depth are programs of their own whe
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import local_expert, offset
+from moe_ops.kernels.common import joined, local_expert, offset
 
 
 @triton.jit
@@ -48,10 +48,11 @@ def gemv_columns_kernel(
 
 @triton.jit
 def gemv_sum_kernel(
-    partial_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr, shared_ptr, out_ptr,
+    partial_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr,
+    shared_ptr, shared_gate_ptr, residual_ptr, out_ptr,
     num_slots, num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, bias_stride_e, bias_stride_n,
-    shared_stride_t, shared_stride_n,
+    shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h,
     TOP_K: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, ROUTES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (partial[:, t * TOP_K + k] added up + bias[expert]) + shared[t]."""
@@ -79,7 +80,8 @@ def gemv_sum_kernel(
         partial_ptrs = partial_ptr + offset(part * num_slots + slot, features)[:, None] + columns[None, :]
         value += tl.load(partial_ptrs, mask=mask, other=0.0)
     total = tl.sum(tl.where(mask, value * route_weight[:, None], 0.0), 0)
-    if shared_ptr is not None:
-        shared_ptrs = shared_ptr + offset(token, shared_stride_t) + offset(columns, shared_stride_n)
-        total += tl.load(shared_ptrs, mask=inside, other=0.0).to(ACC)
+    total += joined(
+        shared_ptr, shared_gate_ptr, residual_ptr, token, columns, inside,
+        shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h, ACC,
+    )  # fmt: skip
     tl.store(out_ptr + offset(token, features) + columns, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from moe_ops.kernels.activation import activation_args
+from moe_ops.kernels.combine import joined_args
 from moe_ops.kernels.common import cdiv, compute_dtype, next_power_of_2
 from moe_ops.kernels.decode import gemv_activation_kernel, gemv_combine_kernel
 from moe_ops.kernels.decode_columns import gemv_columns_kernel, gemv_sum_kernel
@@ -160,17 +161,15 @@ def _weight_args(operand: Operand, config: GemvConfig) -> dict[str, Any]:
 
 def _output_args(args: Any) -> dict[str, Any]:
     """What a kernel needs that sums over the routes of a token."""
-    shared, top_k, w2 = args.shared, args.topk_ids.shape[1], args.experts.w2
+    top_k, w2 = args.topk_ids.shape[1], args.experts.w2
     return {
+        **joined_args(args),
         **bias_args(operands("w2", w2).bias),
         "weights_ptr": Ref("topk_weights"),
-        "shared_ptr": None if shared is None else Ref("shared"),
         "out_ptr": Ref("combined"),
         "features": w2.weight.shape[1],
         "route_stride_t": args.topk_weights.strides[0],
         "route_stride_k": args.topk_weights.strides[1],
-        "shared_stride_t": 0 if shared is None else shared.strides[0],
-        "shared_stride_n": 1 if shared is None else shared.strides[1],
         "TOP_K": top_k,
         "ROUTES": next_power_of_2(top_k),
     }

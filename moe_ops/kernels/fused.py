@@ -63,7 +63,7 @@ def act_gemm_combine_program(args: Any, gpu: Gpu) -> Program:
     (activated,) = gate.buffers
     gemm = _down_gemm(Operand(activated.name, activated.meta), args.w2, gpu)
     buffers, launches = plan(gemm)
-    buffer, launch = combine_launch(gemm.out_meta, args.topk_weights, args.shared)
+    buffer, launch = combine_launch(gemm.out_meta, args)
     return Program((activated, *buffers, buffer), (*gate.launches, *launches, launch), (buffer.name,))
 
 
@@ -71,7 +71,7 @@ def gemm_combine_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.gemm_combine`."""
     gemm = _down_gemm(Operand("x", args.x), args.w2, gpu)
     buffers, launches = plan(gemm)
-    buffer, launch = combine_launch(gemm.out_meta, args.topk_weights, args.shared)
+    buffer, launch = combine_launch(gemm.out_meta, args)
     return Program((*buffers, buffer), (*launches, launch), (buffer.name,))
 
 
@@ -118,5 +118,5 @@ def _grouped_experts(args: Any, gpu: Gpu) -> _Plan:
         up = replace(up, x=Operand(rows.name, rows.meta), top_k=None)
     down = _down_gemm(Operand(up.out, up.out_meta), w2, gpu)
     gemm_buffers, gemm_launches = plan_all((up, down))
-    buffer, launch = combine_launch(down.out_meta, args.topk_weights, args.shared)
+    buffer, launch = combine_launch(down.out_meta, args)
     return (*buffers, *gemm_buffers, buffer), (*launches, *gemm_launches, launch)

@@ -252,14 +252,33 @@ def _added_with_a_gate(hidden, logits, w13, w2):
     return out, torch.nn.functional.rms_norm(out, (HIDDEN,))
 
 
+def _beside_a_gated_expert(hidden, logits, w13, w2):
+    """A shared expert with a sigmoid gate, as Qwen2-MoE has one."""
+    gate, up = (hidden @ w13.select(0, 0).T).chunk(2, dim=1)
+    shared = (torch.nn.functional.silu(gate) * up) @ w2.select(0, 0).T
+    weight = torch.sigmoid(hidden @ w2.select(0, 1).narrow(1, 0, 1))
+    return _layer_alone(hidden, logits, w13, w2) + weight * shared
+
+
+def _beside_a_gated_expert_added_and_normalised(hidden, logits, w13, w2):
+    out = hidden + _beside_a_gated_expert(hidden, logits, w13, w2)
+    return out, torch.nn.functional.rms_norm(out, (HIDDEN,))
+
+
 def _layer_alone(hidden, logits, w13, w2):
     return moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, emit="stages")
 
 
-@pytest.mark.parametrize("tokens", [2, 64, 1000])
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
 @pytest.mark.parametrize(
     "function, spared",
-    [(_added, 1), (_added_and_normalised, 0), (_added_with_a_gate, 0)],
+    [
+        (_added, 1),
+        (_added_and_normalised, 0),
+        (_added_with_a_gate, 0),
+        (_beside_a_gated_expert, 1),
+        (_beside_a_gated_expert_added_and_normalised, 0),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_residual_is_no_launch_and_never_one_more(function, spared, tokens):

@@ -82,7 +82,7 @@ def run_elsewhere(package, calls, tmp_path, ours="os"):
         [sys.executable, "-c", code], cwd=tmp_path, env=kept | paths, capture_output=True, text=True
     )
     if done.returncode:
-        raise RuntimeError(done.stderr)
+        raise RuntimeError(f"exit status {done.returncode}: {done.stderr}")
     return torch.load(outputs)
 
 
@@ -127,7 +127,20 @@ def test_operators_that_stay_are_named_and_come_with_moe_ops(tmp_path, caplog):
     check(model, calls, run_elsewhere(package, calls, tmp_path, ours="moe_ops"))
 
 
+@pytest.fixture(scope="module")
+def packages_load(tmp_path_factory):
+    """Skips where torch cannot load a package of its own: on an H200 with torch 2.11 for CUDA 13.0 it crashes."""
+    folder, given = tmp_path_factory.mktemp("plain"), torch.randn(2, HIDDEN, device="cuda")
+    program = torch.export.export(nn.Linear(HIDDEN, HIDDEN).cuda(), (given,))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+    try:
+        run_elsewhere(package, [given], folder)
+    except RuntimeError as error:
+        pytest.skip(f"torch does not load its own package of a linear layer here: {error}")
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("packages_load")
 @pytest.mark.parametrize("number", [1, 4, 256])
 def test_static_sizes_on_a_gpu_call_nothing_of_ours(number, tmp_path):
     model, given = Ours(torch.bfloat16).cuda(), tokens(number, torch.bfloat16).cuda()
@@ -136,6 +149,7 @@ def test_static_sizes_on_a_gpu_call_nothing_of_ours(number, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("packages_load")
 def test_a_symbolic_count_on_a_gpu_comes_with_moe_ops(tmp_path, caplog):
     model, calls = Ours(torch.bfloat16).cuda(), [tokens(number, torch.bfloat16).cuda() for number in (40, 3)]
     package = packaged(model, calls[0], tmp_path / "model.pt2", dynamic=True)

@@ -50,6 +50,7 @@ HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
 _ROUTING = RoutingConfig(top_k=2, num_groups=2)
 TENSORS = {
     **dict.fromkeys(("hidden_states", "w13", "w2", "w13_bias", "w2_bias", "shared"), torch.bfloat16),
+    **dict.fromkeys(("shared_gate", "residual"), torch.bfloat16),
     **dict.fromkeys(
         ("x", "weight", "bias", "grad", "gate_up", "expert_out", "router_logits"), torch.bfloat16
     ),
@@ -123,7 +124,12 @@ def _decode(*weights: torch.Tensor) -> Program:
     routes = _strided(1, 2, dtype=torch.float32), _strided(1, 2, dtype=torch.int32)
     biases = _strided(8, 128), _strided(8, 64)
     inputs = _strided(1, 64), *weights, *routes, *biases
-    return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), HALVES)
+    return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), *_beside(1), HALVES)
+
+
+def _beside(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A shared expert's gate, and a residual."""
+    return _strided(tokens, 1), _strided(tokens, 64)
 
 
 def exchanges(
@@ -163,7 +169,7 @@ def programs() -> list[Program]:
     return [
         program_of("permute", _strided(512, 64), _index(1024)),
         program_of("permute_backward", rows, _index(1024), 512),
-        program_of("combine", rows, weights, _index(1024), _strided(512, 64)),
+        program_of("combine", rows, weights, _index(1024), _strided(512, 64), *_beside(512)),
         program_of("combine_backward", _strided(512, 64), rows, weights, _index(1024)),
         program_of("gated_activation", _strided(1024, 128), HALVES),
         program_of("gated_activation_backward", rows, _strided(1024, 128), INTERLEAVED),

@@ -127,6 +127,13 @@ def batched_gemm(
     return out
 
 
+def joined(shared: torch.Tensor, gate: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+    """What joins a sum over experts, in float64."""
+    out = shared.cpu().double().clone()
+    out *= 1.0 if gate is None else gate.cpu().double().sigmoid()
+    return out if residual is None else out + residual.cpu().double()
+
+
 def experts(
     hidden_states: torch.Tensor,
     w13: torch.Tensor,
@@ -138,10 +145,12 @@ def experts(
     expert_map: torch.Tensor | None,
     shared: torch.Tensor | None,
     activation: Activation,
+    shared_gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The expert layer slot by slot in float64."""
     hidden, w13, w2 = hidden_states.cpu().double(), w13.cpu().double(), w2.cpu().double()
-    out = torch.zeros_like(hidden) if shared is None else shared.cpu().double().clone()
+    out = torch.zeros_like(hidden) if shared is None else joined(shared, shared_gate, residual)
     top_k = topk_ids.shape[1]
     for slot, expert in enumerate(local_experts(topk_ids, expert_map, w13.shape[0])):
         if expert < 0:

@@ -11,7 +11,14 @@ from enum import Enum
 
 import torch
 
-from moe_ops.arguments import DenseGemm, ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops.arguments import (
+    DenseGemm,
+    Epilogue,
+    ExpertWeights,
+    FusedExperts,
+    GroupedLinear,
+    Placement,
+)
 from moe_ops.kernels import dense, gemm_config, grouped_gemm
 from moe_ops.kernels.decode_plan import gemv_launches
 from moe_ops.kernels.gemm import Gemm, Operand, operands
@@ -97,14 +104,15 @@ def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
 def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
     hidden, inner = sizes
     rows, experts = 2 * inner if act.is_gated else inner, 128
-    x, shared = _metas(dtype, (1, hidden), (1, hidden))
+    x, shared, gate, residual = _metas(dtype, (1, hidden), (1, hidden), (1, 1), (1, hidden))
     w13 = _weight(experts, rows, hidden, dtype, transposed)
     w2 = _weight(experts, hidden, inner, dtype, transposed)
     (weights,) = _metas(torch.float32, (1, top_k))
     ids, expert_map = _metas(torch.int32, (1, top_k), (experts,))
     biases = _metas(dtype, (experts, rows), (experts, hidden))
     experts = ExpertWeights(*map(GroupedLinear, (w13, w2), biases))
-    args = FusedExperts(x, experts, weights, ids, Placement(expert_map), shared, act.spec)
+    epilogue = Epilogue(gate, residual)
+    args = FusedExperts(x, experts, weights, ids, Placement(expert_map), shared, act.spec, epilogue)
     name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec}"
     return list(_planned(name, *gemv_launches(args, gpu), dtype))
 
@@ -185,7 +193,7 @@ def rows(gpu: Gpu, size: Range) -> Iterator[Planned]:
         for top_k in top_ks:
             inverse, weights = meta(64 * top_k, dtype=torch.int32), meta(64, top_k, dtype=torch.float32)
             out = meta(64 * top_k, columns, dtype=dtype)
-            sums = program_of("combine", out, weights, inverse, tokens)
+            sums = program_of("combine", out, weights, inverse, tokens, meta(64, 1, dtype=dtype), tokens)
             yield from _programs(
                 f"{name} K={top_k}",
                 dtype,

@@ -82,7 +82,7 @@ def _programs(
         (program_of("gemm_combine", up, w2, offsets, routes[0], index), {"x": up, "w2": w2}),
         (program_of("grouped_gemm", down, w13, offsets, None), {"x": down, "weight": w13}),
         (
-            program_of("fused_experts", x, w13, w2, *routes, None, None, None, None, act),
+            program_of("fused_experts", x, w13, w2, *routes, activation=act),
             {"hidden_states": x, "w13": w13, "w2": w2},
         ),
     ]

@@ -33,6 +33,8 @@ def _tensors(size: str, dtype: torch.dtype, activation: Activation, optional: bo
         "w13_bias": torch.randn(experts, rows) if optional else None,
         "w2_bias": torch.randn(experts, hidden) if optional else None,
         "shared": torch.randn(tokens, hidden) if optional else None,
+        "shared_gate": torch.randn(tokens, 1) if optional else None,
+        "residual": torch.randn(tokens, hidden) if optional else None,
     }
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(torch.int32)
     return {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()} | {
@@ -105,6 +107,7 @@ def test_dropped_slots_contribute_nothing(size: str, device: str) -> None:
         tensors["topk_ids"][0, k], tensors["topk_weights"][0, k] = strange, float("nan")
     _run(tensors, HALVES, device)
     tensors["topk_ids"].fill_(-1)
+    tensors |= {"shared_gate": None, "residual": None}
     assert torch.equal(_run(tensors, HALVES, device).cpu(), tensors["shared"])
 
 

@@ -62,8 +62,10 @@ def _experts(
         "w2_bias": torch.randn(num_experts, hidden) if biased else None,
         "expert_map": None,
         "shared": torch.randn(tokens, hidden) if biased else None,
+        "shared_gate": torch.randn(tokens, 1) if biased else None,
+        "residual": torch.randn(tokens, hidden) if biased else None,
     }
-    for name in ("hidden_states", "w13", "w2", "w13_bias", "w2_bias", "shared"):
+    for name in {*tensors} - {"topk_weights", "topk_ids"}:
         tensors[name] = None if tensors[name] is None else tensors[name].to(dtype)
     if transposed:
         for name in ("w13", "w2"):
@@ -182,6 +184,7 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
     ):
         assert torch.equal(actual, expected)
     moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+    beside = [moved[name] for name in ("shared", "shared_gate", "residual")]
     hidden = launch(
         "gather_gemm_act",
         moved["hidden_states"],
@@ -191,14 +194,12 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
         moved["w13_bias"],
         Activation(),
     )
-    out = launch(
-        "gemm_combine", hidden, moved["w2"], offsets, weights, inverse, moved["w2_bias"], moved["shared"]
-    )
+    out = launch("gemm_combine", hidden, moved["w2"], offsets, weights, inverse, moved["w2_bias"], *beside)
     routed = {"topk_weights": weights.cpu(), "topk_ids": ids.cpu()}
     expected = oracles.experts(**(tensors | routed), activation=Activation())
     assert_close(out, expected)
     up = moved["hidden_states"], moved["w13"], sorted_slots, offsets, moved["w13_bias"]
-    plan, biases = (sorted_slots, inverse), (moved["w2_bias"], moved["shared"])
+    plan, biases = (sorted_slots, inverse), (moved["w2_bias"], *beside)
     gate_up = launch("gather_gemm", *up)
     out = launch(
         "act_gemm_combine", gate_up, moved["w2"], offsets, weights, *plan, *biases, activation=Activation()
@@ -259,7 +260,7 @@ def test_decode_path_counts_the_experts_of_the_map() -> None:
         (None, "_rank_kernel"),
         (meta(128, dtype=torch.int32), "gemv_activation_kernel"),
     ):
-        program = program_of("fused_experts", *tensors, expert_map, None, Activation())
+        program = program_of("fused_experts", *tensors, expert_map, activation=Activation())
         assert program.launches[0].kernel.__name__ == first
 
 

@@ -19,7 +19,7 @@ from tests.kernels.catalogue import meta, product
 def _experts_program(make, tokens: int = 16, hidden: int = 64) -> Program:
     args = make(tokens, hidden), make(4, 128, hidden), make(4, hidden, 64)
     routes = make(tokens, 2), make(tokens, 2).to(torch.int32)
-    return program_of("fused_experts", *args, *routes, None, None, None, None, Activation())
+    return program_of("fused_experts", *args, *routes, activation=Activation())
 
 
 def test_real_fake_and_meta_tensors_share_one_plan() -> None:

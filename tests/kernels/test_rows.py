@@ -7,7 +7,7 @@ from moe_ops.types import Activation
 from tests.cases import MORE_ACTIVATIONS
 from tests.kernels import oracles
 from tests.kernels.by_name import launch
-from tests.kernels.oracles import assert_close
+from tests.kernels.oracles import assert_close, joined
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ACTIVATIONS = [
@@ -72,6 +72,22 @@ def test_combine_skips_dropped_slots(tokens: int, columns: int, dtype: torch.dty
     assert_close(with_shared, expected)
     assert_close(launch("combine", *args, None), expected - shared.double(), dtype)
     assert torch.equal(with_shared, launch("combine", *args, shared.to(device)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated, added", [(True, False), (True, True), (False, True)])
+def test_combine_takes_in_a_gated_output_and_a_residual(
+    gated: bool, added: bool, dtype: torch.dtype, device: str
+) -> None:
+    rows, weights, inverse = (tensor.to(device) for tensor in _combine_case(7, 1100, dtype, device))
+    shared = torch.randn(1100, 7).to(dtype).T  # strides of its own
+    gate = torch.randn(7, 3).to(dtype)[:, 1:2] if gated else None
+    residual = torch.randn(7, 2200).to(dtype)[:, ::2] if added else None
+    taken_in = [None if each is None else each.to(device) for each in (shared, gate, residual)]
+    routed = launch("combine", rows.double(), weights, inverse, None).cpu()
+    assert_close(
+        launch("combine", rows, weights, inverse, *taken_in), routed + joined(shared, gate, residual), dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

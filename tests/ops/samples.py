@@ -105,13 +105,18 @@ def samples():
         "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")]
         + [(t(6, 8), "situ;beta=1.5;linear_beta=2.0"), (t(6, 8), "gelu_no_mul")],
         "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
-        "combine": [(t(6, 4), t(3, 2), INVERSE, t(3, 4)), (t(7, 4), t(3, 2), INVERSE, None)],
+        "combine": [
+            (t(6, 4), t(3, 2), INVERSE, t(3, 4), t(3, 1), t(3, 4)),
+            (t(7, 4), t(3, 2), INVERSE, None, None, None),
+            (t(7, 4), t(3, 2), INVERSE, t(3, 4), None, None),
+        ],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
         "gather_gemm": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8))],
         "act_gemm_combine": [
-            (t(6, 8), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, t(3, 5), t(3, 5), "silu"),
-            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, None, None, "relu2"),
+            (t(6, 8), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, t(3, 5), t(3, 5))
+            + (t(3, 1), t(3, 5), "silu"),
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, *(None,) * 4, "relu2"),
         ],
         "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
         "gather_gemm_formula": [
@@ -119,13 +124,16 @@ def samples():
             + (f"interleaved|{FORMULA}t5=mul(t4,up)|t5",),
             (t(3, 4), t(3, 4, 4), SLOTS, OFFSETS, None, t(6), t(1), None, None, ONE_FOR_ALL),
         ],
-        "gemm_combine": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), INVERSE, t(3, 5), t(3, 5))],
+        "gemm_combine": [
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), INVERSE, t(3, 5), t(3, 5), t(3, 1), t(3, 5))
+        ],
         "fused_experts": [
-            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), "silu")
+            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), t(3, 1), t(3, 4))
+            + ("silu",)
         ],
         "fused_experts_formula": [
             (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4))
-            + (*operands, f"halves|{FORMULA}t5=mul(t4,up)|t5")
+            + (*operands, t(3, 1), t(3, 4), f"halves|{FORMULA}t5=mul(t4,up)|t5")
         ],
         "fused_experts_with_shared": [
             (
@@ -186,17 +194,17 @@ def empty_samples():
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),
-        "combine": (none, weights, slots, t(0, 4)),
+        "combine": (none, weights, slots, t(0, 4), t(0, 1), None),
         "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
         "gather_gemm": (none, w13, slots, offsets, None),
-        "act_gemm_combine": (t(0, 8), w2, offsets, weights, slots, slots, None, None, "silu"),
+        "act_gemm_combine": (t(0, 8), w2, offsets, weights, slots, slots, *(None,) * 4, "silu"),
         "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
         "gather_gemm_formula": (none, w13, slots, offsets, None, *operands) + (f"halves|{FORMULA}t4",),
-        "gemm_combine": (none, w2, offsets, weights, slots, None, None),
-        "fused_experts": (none, w13, w2, weights, ids, None, None, None, None, "silu"),
+        "gemm_combine": (none, w2, offsets, weights, slots, *(None,) * 4),
+        "fused_experts": (none, w13, w2, weights, ids, *(None,) * 6, "silu"),
         "fused_experts_formula": (none, w13, w2, weights, ids, None, None, None, None)
-        + (*operands, f"halves|{FORMULA}t4"),
+        + (*operands, None, None, f"halves|{FORMULA}t4"),
         "fused_experts_with_shared": (
             none,
             w13,

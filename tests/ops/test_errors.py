@@ -192,6 +192,13 @@ BAD_CALLS = {
         ValueError,
         r"shared has shape \[2, 4\]: expected \[2, 3\]",
     ),
+    "gate without shared": (
+        lambda: moe_ops.combine(
+            torch.randn(4, 3), torch.randn(2, 2), torch.arange(4).int(), shared_gate=torch.randn(2, 1)
+        ),
+        ValueError,
+        r"shared_gate of shape \[2, 1\] without shared: expected both or neither",
+    ),
     "weight on input": (
         lambda: moe_ops.fused_experts(
             torch.randn(2, 4), torch.randn(3, 6, 4), torch.randn(3, 4, 3), torch.ones(2, 2), torch.zeros(2, 2).int(),

@@ -60,7 +60,10 @@ CALLS = {
         lambda g, x: OPS.gated_activation_backward(g, x, "gelu_tanh"),
         [(2, 3), (2, 6)],
     ),
-    "combine": (lambda y, w, s: moe_ops.combine(y, w, INVERSE, s), [(6, 4), (3, 2), (3, 4)]),
+    "combine": (
+        lambda y, w, s, g, r: moe_ops.combine(y, w, INVERSE, s, g, r),
+        [(6, 4), (3, 2), (3, 4), (3, 1), (3, 4)],
+    ),
     "combine_backward": (
         lambda g, y, w: OPS.combine_backward(g, y, w, INVERSE),
         [(3, 4), (6, 4), (3, 2)],
@@ -68,19 +71,21 @@ CALLS = {
     "gather_gemm_act": (lambda x, w, b: moe_ops.gather_gemm_act(x, w, PLAN, "silu", b), [(3, 4), W13, B13]),
     "gather_gemm": (lambda x, w, b: moe_ops.gather_gemm(x, w, PLAN, b), [(3, 4), W13, B13]),
     "act_gemm_combine": (
-        lambda x, w, t, b, s: moe_ops.act_gemm_combine(x, w, t, moe_ops.build_dispatch(IDS, 3), "silu", b, s),
-        [(6, W13[1]), W2, (3, 2), B2, (3, 4)],
+        lambda x, w, t, b, s, g: moe_ops.act_gemm_combine(
+            x, w, t, moe_ops.build_dispatch(IDS, 3), "silu", b, s, shared_gate=g
+        ),
+        [(6, W13[1]), W2, (3, 2), B2, (3, 4), (3, 1)],
     ),
     "gemm_combine": (
-        lambda x, w, t, b, s: moe_ops.gemm_combine(x, w, t, PLAN, b, s),
-        [(6, 5), W2, (3, 2), B2, (3, 4)],
+        lambda x, w, t, b, s, g, r: moe_ops.gemm_combine(x, w, t, PLAN, b, s, shared_gate=g, residual=r),
+        [(6, 5), W2, (3, 2), B2, (3, 4), (3, 1), (3, 4)],
     ),
     "route_and_record": (lambda x: route_and_record(Router(x, None, TOP2.spec), REPLICAS, LOAD)[0], [(3, 3)]),
     "fused_experts": (
-        lambda x, w13, w2, t, b13, b2, s: moe_ops.fused_experts(
-            x, w13, w2, t, IDS, w13_bias=b13, w2_bias=b2, shared=s
+        lambda x, w13, w2, t, b13, b2, s, g: moe_ops.fused_experts(
+            x, w13, w2, t, IDS, w13_bias=b13, w2_bias=b2, shared=s, shared_gate=g
         ),
-        [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4)],
+        [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4), (3, 1)],
     ),
     "fused_experts_with_shared": (
         lambda x, w13, w2, t, s13, s2, s: moe_ops.fused_experts_with_shared(
@@ -96,7 +101,7 @@ CALLS = {
     ),
     "fused_experts_formula": (
         lambda x, w13, w2, t, b13, s, a, c: OPS.fused_experts_formula(
-            x, w13, w2, t, IDS, b13, None, None, s, a, c, None, None, f"halves|{FORMULA}"
+            x, w13, w2, t, IDS, b13, None, None, s, a, c, None, None, None, None, f"halves|{FORMULA}"
         ),
         [(3, 4), W13, W2, (3, 2), B13, (3, 4), (3, 5), (3,)],
     ),

@@ -147,6 +147,18 @@ def test_combine(dtype, dropped, shared, poisoned_empty):
     assert_rounded_once(out, expected)
 
 
+@dtypes
+@pytest.mark.parametrize("added", [False, True])
+def test_combine_takes_in_a_gated_output_and_a_residual(dtype, added):
+    """One rounding for all of it."""
+    plan, _ = plan_and_ids(True)
+    rows, weights = torch.zeros(T * K, H).to(dtype), torch.rand(T, K)
+    shared, gate, residual = (torch.randn(T, columns).to(dtype) for columns in (H, 1, H))
+    out = moe_ops.combine(rows, weights, plan.inverse, shared, gate, residual if added else None)
+    expected = shared.double() * torch.sigmoid(gate.double())
+    assert_rounded_once(out, expected + residual.double() if added else expected)
+
+
 def test_combine_reads_no_row_for_a_dropped_slot():
     rows = torch.ones(4, H)
     rows[0] = float("nan")

@@ -42,7 +42,7 @@ class TestGolden(expecttest.TestCase):
 %13 = moe.gated_activation.default(%12, 'silu') : float32[2*T0, 8]
 %14 = input() : float32[4, 16, 8]
 %15 = moe.grouped_gemm.default(%13, %14, %9, None) : float32[2*T0, 16]
-%16 = moe.combine.default(%15, %4, %8, None) : float32[T0, 16]
+%16 = moe.combine.default(%15, %4, %8, None, None, None) : float32[T0, 16]
 return [%16]""",
         )
         self.assertExpectedInline(

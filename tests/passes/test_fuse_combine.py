@@ -33,7 +33,7 @@ class TestGolden(expecttest.TestCase):
 %7 = input() : float32[18, 8]
 %8 = input() : float32[4, 16, 8]
 %9 = moe.grouped_gemm.default(%7, %8, %6, None) : float32[18, 16]
-%10 = moe.combine.default(%9, %2, %5, None) : float32[9, 16]
+%10 = moe.combine.default(%9, %2, %5, None, None, None) : float32[9, 16]
 return [%10]""",
         )
         self.assertExpectedInline(
@@ -48,7 +48,7 @@ return [%10]""",
 %6 = getitem(%4, 2) : int32[5]
 %7 = input() : float32[18, 8]
 %8 = input() : float32[4, 16, 8]
-%9 = moe.gemm_combine.default(%7, %8, %6, %2, %5, None, None) : float32[9, 16]
+%9 = moe.gemm_combine.default(%7, %8, %6, %2, %5, None, None, None, None) : float32[9, 16]
 return [%9]""",
         )
         assert result.log.counts() == {"gemm_combine": 1}

@@ -34,7 +34,7 @@ class TestGolden(expecttest.TestCase):
 %4 = moe.build_dispatch.default(%3, None, 4) : 3 tensors
 %5 = getitem(%4, 1) : int32[18]
 %6 = input() : float32[18, 16]
-%7 = moe.combine.default(%6, %2, %5, None) : float32[9, 16]
+%7 = moe.combine.default(%6, %2, %5, None, None, None) : float32[9, 16]
 %8 = aten.mul.Tensor(%7, 2.5) : float32[9, 16]
 %9 = input() : float32[9, 16]
 %10 = aten.add.Tensor(%9, %8) : float32[9, 16]
@@ -49,12 +49,10 @@ return [%10]""",
 %3 = getitem(%1, 0) : float32[9, 2]
 %4 = moe.build_dispatch.default(%2, None, 4) : 3 tensors
 %5 = getitem(%4, 1) : int32[18]
-%6 = input() : float32[9, 16]
-%7 = aten.view.default(%6, [9, 16]) : float32[9, 16]
-%8 = input() : float32[18, 16]
-%9 = moe.combine.default(%8, %3, %5, %7) : float32[9, 16]
-%10 = aten.view.default(%9, [9, 16]) : float32[9, 16]
-return [%10]""",
+%6 = input() : float32[18, 16]
+%7 = input() : float32[9, 16]
+%8 = moe.combine.default(%6, %3, %5, %7, None, None) : float32[9, 16]
+return [%8]""",
         )
         assert result.log.counts() == {"combine with residual": 1}
 
@@ -129,10 +127,11 @@ def test_sums_that_do_not(add, reason):
     assert not result.log.fused and len(result.reasons) == 1 and reason in result.reasons[0]
 
 
-def test_a_sum_adds_one_thing():
+def test_a_sum_adds_two_things():
     def model(residual, hidden, logits, w13, w2):
         weights, ids = moe_ops.topk_routing(logits, ROUTING)
-        return moe_ops.fused_experts(hidden, w13, w2, weights, ids, shared=hidden) + residual
+        out = moe_ops.fused_experts(hidden, w13, w2, weights, ids, shared=hidden, residual=hidden)
+        return out + residual
 
     result = rewrite(model, RESIDUAL, *inputs(), passes=PASS)
     assert not result.log.fused and "the sum over experts already adds the graph input" in result.reasons[0]

@@ -14,7 +14,7 @@ MAX_ARGUMENTS = 8
 # Paths of a machine or of someone's home; absolute, so that `work` or `home` as words are fine.
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|home|root|tmp)/\w|\.\./shared")
 # Their signatures are the operators' and fixed.
-PUBLIC_OPS = {"fused_experts", "fused_experts_with_shared", "fused_moe"}
+PUBLIC_OPS = {"act_gemm_combine", "fused_experts", "fused_experts_with_shared", "fused_moe"}
 
 
 def _python_files(*folders: str) -> Iterator[Path]:

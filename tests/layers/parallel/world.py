@@ -52,7 +52,8 @@ class World:
     """`size` processes in one process group."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        context = multiprocessing.get_context("forkserver")
+        # CUDA does not survive a fork.
+        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
         context.set_forkserver_preload(["tests.layers.parallel.preloaded"])
         self.folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(size)]
@@ -172,7 +173,7 @@ def on_ranks(*sizes: int, timeout: float = TIMEOUT, backend: str = "gloo"):
 def _received(pipe: Connection) -> tuple[bool, Any]:
     try:
         return pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):
         return False, "the process ended"
 
 
