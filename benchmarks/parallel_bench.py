@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.parallel_parts import PARTS, PARTS_ON_CPU
 from benchmarks.ranks import Job, run_parts
-from benchmarks.report import machine
+from benchmarks.report import machine, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,5 +48,39 @@ def main(arguments: argparse.Namespace) -> int:
 
     options = {"replays": arguments.replays, "problems": arguments.problems}
     failed = run_parts(Job("benchmarks.parallel_parts", tuple(names), options, arguments.limit), size, tell)
+    print(summary(found))
     print(f"failed: {', '.join(failed)}" if failed else f"{len(names)} parts in {arguments.out}", flush=True)
     return 1 if failed else 0
+
+
+_TABLES = {
+    "exchange": {
+        "tokens": "tokens",
+        "dispatcher": "dispatcher",
+        "there us": "there_us",
+        "NCCL": "bare_gather_us",
+        "GB/s": "there_wire_GBps",
+        "there and back us": "both_us",
+    },
+    "decode": {
+        "tokens": "tokens_per_rank",
+        "tensor parallel us": "tensor parallel us",
+        "allgather us": "allgather us",
+        "symmetric us": "symmetric us",
+    },
+    "layer": {"way": "way", "tokens": "tokens", "us": "us", "times faster": "speedup"},
+    "replays": {"dispatcher": "dispatcher", "replays": "replays", "mismatches": "mismatches"},
+}
+
+
+def summary(found: dict[str, Any]) -> str:
+    """A table for each part that has rows."""
+    parts = [(found[part], columns) for part, columns in _TABLES.items() if part in found]
+    return "\n\n".join(
+        table(tuple(columns), [[_shown(row.get(key, "")) for key in columns.values()] for row in rows])
+        for rows, columns in parts
+    )
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -28,9 +28,9 @@ Dispatcher = Literal["auto", "allgather", "alltoall", "symmetric", "allreduce"]
 
 # An all-to-all that moves more than this part of an all-gather's bytes is not worth its splits.
 _WORTH_AN_ALL_TO_ALL = 0.5
-# Up to so many tokens a rank, writing into the others' memory took 0.4 to 0.9 of NCCL's time, least for few tokens
-# (docs/parallel.md); beyond, nobody has measured.
-_WORTH_SYMMETRIC_MEMORY = 2048
+# Up to so many tokens a rank, writing into the others' memory took 0.3 to 0.8 of the time of an all-gather and
+# reduce-scatter, least for few tokens (docs/parallel.md); twice as many take as long either way.
+_WORTH_SYMMETRIC_MEMORY = 4096
 _MOST_CHOSEN = 32  # experts per token, for modules that do not know it
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function: each process has its own
 
@@ -44,7 +44,7 @@ class ExpertParallel(ParallelStyle):
     Args:
         dispatcher: "allgather" brings every token to every rank, "alltoall" each to the ranks of its experts, once to
             each. "symmetric" does that by writing into the memory of the other GPUs, of one host, and needs
-            `max_tokens`. "auto" takes it where it can and a rank has at most 2048 tokens; else the all-to-all where
+            `max_tokens`. "auto" takes it where it can and a rank has at most 4096 tokens; else the all-to-all where
             it moves at most half the bytes, which is for few experts per token and many ranks. "allreduce" is for
             ranks that have the same tokens, as behind tensor-parallel attention.
         max_tokens: the most tokens that a rank has in a forward. With it every shape is static and nothing waits for

@@ -194,9 +194,8 @@ def _pull_kernel(
                 columns = start + tl.arange(0, BLOCK_H)
                 inside = columns < H
                 total = tl.zeros((BLOCK_H,), tl.float64 if F64 else tl.float32)
-                for holder in tl.range(
-                    0, RANKS, loop_unroll_factor=2
-                ):  # the far row is asked for with the near one
+                # The far row is asked for with the near one.
+                for holder in tl.range(0, RANKS, loop_unroll_factor=2):
                     slot = tl.load(slots_ptr + offset(token, RANKS) + holder)
                     row = tl.maximum(slot, 0).to(tl.int64)
                     here = rows_ptr.to(tl.int64) + (rank.to(tl.int64) * ROWS + row) * ROW_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_bench, demo, peers, stock_bench
+from benchmarks import cpu_bench, demo, parallel_bench, peers, stock_bench
 from benchmarks.report import table
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +97,11 @@ def test_the_page_shows_what_options_cost() -> None:
             first, *others = (row[key] for key in keys)
             expected = [str(first), *(f"{value:.1f}" for value in others)]
             assert any(line[: len(expected)] == expected for line in lines), expected
+
+
+def test_the_page_shows_what_two_gpus_take() -> None:
+    found = json.loads(STOCK.with_name("parallel.json").read_text())
+    assert parallel_bench.summary(found) in (ROOT / "docs" / "parallel.md").read_text()
+    assert all(row["mismatches"] == 0 for row in found["replays"])
+    wrong = [count for name, count in found["problems"].items() if name.endswith("wrong")]
+    assert wrong == [0, 0, 0, 0]
