@@ -12,7 +12,7 @@ from inductor_passes.explain import explain
 from inductor_passes.guards import trust_library
 from inductor_passes.hazards import Hazard
 from inductor_passes.options import options
-from inductor_passes.records import Break, Cost, Entry, LayerGraph, Unfused
+from inductor_passes.records import Break, Cost, Entry, Exchange, LayerGraph, Unfused
 from inductor_passes.report import Report
 from inductor_passes.stories import Story, Verdict
 
@@ -20,6 +20,7 @@ __all__ = [
     "Break",
     "Cost",
     "Entry",
+    "Exchange",
     "Fusion",
     "Hazard",
     "LayerGraph",

@@ -24,6 +24,7 @@ from torch._guards import CompileContext, detect_fake_mode
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, record_original_output_strides
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.post_grad import reorder_for_locality
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._inductor.virtualized import V
@@ -45,8 +46,9 @@ __all__ = [
     "inductor_option_names", "inductor_seconds", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node",
     "is_packaging", "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body",
     "order_behind", "packages_grouped_mm", "post_grad_backend", "POST_GRAD_SLOT", "PRE_GRAD_SLOT",
-    "preserved_dynamo_state", "real_tensors", "slot_and_covered", "stable_topological_sort", "statically_known_true",
-    "trace", "triton_launch", "uncompiled", "watch_slots", "with_launch_options", "written_arguments",
+    "preserved_dynamo_state", "real_tensors", "reorder_for_locality", "slot_and_covered", "stable_topological_sort",
+    "statically_known_true", "trace", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
+    "written_arguments",
 ]
 # fmt: on
 

@@ -101,6 +101,7 @@ def _report(
     return Report(
         graph_breaks=breaks,
         capture_hazards=tuple(recorder.hazards),
+        exchanges=tuple(recorder.exchanges),
         layers=recorder.layers,
         graphs=tuple(recorder.views),
         is_training=recorder.training,

@@ -42,6 +42,9 @@ def page(told: Told, whole_text: str) -> str:
         *(_layer(index, members) for index, members in enumerate(groups)),
         _breaks(told.breaks),
         _lines("Capture hazards", text.hazard_lines(told.hazards), len(told.hazards)),
+        _lines("Exchanges", text.exchange_lines(told.exchanges), len(told.exchanges))
+        if told.exchanges
+        else "",
         f"<details><summary>The report as text</summary><pre>{escape(whole_text)}</pre></details>",
     ]
     return (

@@ -12,11 +12,14 @@ moves over the next start, and nothing over a change in place.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _compat
+from inductor_passes.naming import module_path
+from inductor_passes.records import Exchange
 from inductor_passes.repeats import changes, is_call, may_move
 
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -24,8 +27,7 @@ _EMPTY = torch.ops.aten.empty.memory_format
 
 def overlap_exchanges(graph: Graph) -> int:
     """Moves calls into exchanges and holds those that are in one; says for how many waits."""
-    for wait, behind in _behind_first_waits(graph):
-        _raise_in_front(wait, behind)
+    _fill_exchanges(graph)
     held: dict[Node, dict[Node, None]] = {}
     waits = 0
     for start, wait, between in _exchanges(graph):
@@ -38,6 +40,45 @@ def overlap_exchanges(graph: Graph) -> int:
             waits += 1
     _compat.order_behind(graph, held)
     return waits
+
+
+def exchanges_of(graph: Graph) -> list[Exchange]:
+    """What will run during each exchange. Changes the graph as `overlap_exchanges` does, and holds nothing."""
+    _fill_exchanges(graph)
+    return [_told(start, wait, between) for start, wait, between in _exchanges(graph)]
+
+
+def _told(start: Node, wait: Node, between: list[Node]) -> Exchange:
+    calls = tuple(
+        " of ".join(filter(None, (_name(each), module_path(each)))) for each in filter(is_call, between)
+    )
+    return Exchange(_name(start), module_path(start), calls, "" if calls else _why_alone(wait))
+
+
+def _why_alone(wait: Node) -> str:
+    """Of a wait in front of which nothing could move."""
+    behind, end = [], wait.next
+    while end.op != "output" and not _is_start(end) and not changes(end):
+        behind.append(end)
+        end = end.next
+    ends = {
+        True: "the next exchange",
+        end.op == "output": "the end",
+        changes(end): f"{end.name}, which writes in place",
+    }
+    if any(is_call(node) for node in behind):
+        return f"every call behind it, up to {ends[True]}, needs what ranks have sent"
+    return f"no call stands between it and {ends[True]}"
+
+
+def _name(node: Node) -> str:
+    target: Any = node.target
+    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else node.name
+
+
+def _fill_exchanges(graph: Graph) -> None:
+    for wait, behind in _behind_first_waits(graph):
+        _raise_in_front(wait, behind)
 
 
 def _behind_first_waits(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
@@ -103,7 +144,8 @@ def _result(call: Node) -> Node:
     return call if isinstance(call.meta["val"], torch.Tensor) else next(iter(call.users))
 
 
-def _is_collective(node: object) -> bool:
+def is_collective(node: object) -> bool:
+    """Whether a node starts an exchange or waits for one."""
     target = node.target if isinstance(node, Node) else None
     return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional"
 
@@ -113,4 +155,4 @@ def _is_wait(node: Node) -> bool:
 
 
 def _is_start(node: object) -> bool:
-    return _is_collective(node) and not _is_wait(node)  # type: ignore[arg-type]
+    return is_collective(node) and not _is_wait(node)  # type: ignore[arg-type]

@@ -23,8 +23,9 @@ from inductor_passes.naming import (
     write_names,
     write_sources,
 )
+from inductor_passes.overlap import exchanges_of, is_collective
 from inductor_passes.pipeline import LOWERINGS, PIPELINE, is_training, run_passes
-from inductor_passes.records import Cost, GraphView, LayerGraph, Unfused
+from inductor_passes.records import Cost, Exchange, GraphView, LayerGraph, Unfused
 from inductor_passes.survey import Named, moe_modules
 from inductor_passes.training import RaiseForTraining
 from inductor_passes.views import calls, launches, layers_by_node, view
@@ -42,6 +43,7 @@ class Recorder:
     sizes: list[LayerGraph] = field(default_factory=list)
     """Of layers, and of modules that look like one, for each graph they are in."""
     hazards: list[Hazard] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     training: bool = False
     names: LayerNames = field(default_factory=LayerNames)
     has_operators: bool = False
@@ -97,6 +99,7 @@ class Recorder:
         drawn = [view(*each) for each in ((before, traced), (fused, left), (lowered, written))]
         self.views.append(GraphView(drawn[0], drawn[1], part.where, drawn[2]))
         self.hazards += capture_hazards(lowered)
+        self.exchanges += _exchanges(before) if log.layers else []
         self.logs.append(log)
 
     def _reach(self, *graphs: Graph) -> None:
@@ -164,6 +167,17 @@ def _sizes(part: Part, before: _Layers, after: _Layers, launched: dict[str, int]
             cost_before.get(name, Cost()),
             cost_after.get(name, Cost()),
         )
+
+
+def _exchanges(before: Graph) -> list[Exchange]:
+    """In the order in which Inductor, as it is set by default, gives our pass its graph."""
+    graph = _copy(before)
+    if not any(is_collective(node) for node in graph.nodes):
+        return []
+    if not is_training(graph):
+        _compat.reorder_for_locality(graph)
+    run_passes(graph, PIPELINE)
+    return exchanges_of(graph)
 
 
 def _replaced(before: Graph, after: Graph, log: PassLog) -> dict[str, str]:

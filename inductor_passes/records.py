@@ -65,6 +65,20 @@ class LayerGraph:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective, and what runs while it is on its way."""
+
+    kind: str
+    """The operator's name, such as "all_gather_into_tensor"."""
+    module: str
+    """Where it was traced."""
+    during: tuple[str, ...]
+    """Calls between its start and its wait, each with its module: "mm of mlp.shared_experts"."""
+    reason: str
+    """Why there are none; empty where there are some."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unfused:
     """A module that looks like an MoE layer and runs none of our operators."""
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from inductor_passes import html, text
 from inductor_passes.base import Fusion, Refused
 from inductor_passes.hazards import Hazard
-from inductor_passes.records import Break, Entry, GraphView, LayerGraph, Unfused
+from inductor_passes.records import Break, Entry, Exchange, GraphView, LayerGraph, Unfused
 from inductor_passes.stories import Story, Told, entries_of
 
-__all__ = ["Break", "Entry", "LayerGraph", "Report", "Unfused"]
+__all__ = ["Break", "Entry", "Exchange", "LayerGraph", "Report", "Unfused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Report:
     """Plain PyTorch that became operators of ours."""
     captured: tuple[Fusion, ...] = ()
     """Gates without a name that went into the first product's kernel; each is of the kind of its formula."""
+    exchanges: tuple[Exchange, ...] = ()
+    """Collectives of graphs with MoE layers: what runs between start and wait, or why nothing does."""
     subject: str = ""
     """What was explained: the class of a module, the name of a function."""
 
@@ -61,6 +63,7 @@ class Report:
             self.capture_hazards,
             self.graph_breaks,
             self.graphs,
+            self.exchanges,
         )
 
     def __str__(self) -> str:

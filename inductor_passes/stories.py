@@ -9,7 +9,7 @@ from inductor_passes.base import Fusion, Refused
 from inductor_passes.hazards import Hazard
 from inductor_passes.naming import is_within, path_of
 from inductor_passes.ranges import starred, unnumbered
-from inductor_passes.records import Break, Entry, GraphView, LayerGraph, NodeView, Unfused
+from inductor_passes.records import Break, Entry, Exchange, GraphView, LayerGraph, NodeView, Unfused
 
 
 class Verdict(Enum):
@@ -112,6 +112,7 @@ class Told:
     hazards: Sequence[Hazard]
     breaks: Sequence[Break]
     graphs: Sequence[GraphView]
+    exchanges: Sequence[Exchange] = ()
 
     @property
     def num_graphs(self) -> int:

@@ -8,7 +8,7 @@ import torch
 from inductor_passes.costs import of_run
 from inductor_passes.hazards import Hazard
 from inductor_passes.ranges import count, counted, name_ranges, place_of, starred, unnumbered
-from inductor_passes.records import Break, Cost, Entry, LayerGraph, Unfused
+from inductor_passes.records import Break, Cost, Entry, Exchange, LayerGraph, Unfused
 from inductor_passes.stories import Story, Told, Verdict, alike
 
 # What the lists of a pass log are called; another one is called what it is.
@@ -25,6 +25,7 @@ def lines(told: Told) -> list[str]:
         *layer_lines(stories, told.outside()),
         *section("graph breaks", break_lines(breaks), len(breaks)),
         *section("capture hazards", hazard_lines(hazards), len(hazards)),
+        *exchange_section(told.exchanges),
     ]
 
 
@@ -207,6 +208,25 @@ def break_lines(breaks: Sequence[Break]) -> list[str]:
         layers = f"    in {name_ranges(each.layers)}" if each.layers else ""
         lines += [headline, *([f"    {each.source}"] if each.source else []), *([layers] if layers else [])]
     return lines
+
+
+def exchange_section(exchanges: Sequence[Exchange]) -> list[str]:
+    """Nothing for a model on one device."""
+    return section("exchanges", exchange_lines(exchanges), len(exchanges)) if exchanges else []
+
+
+def exchange_lines(exchanges: Iterable[Exchange]) -> list[str]:
+    """What runs during each exchange or why nothing does; those of alike layers told once."""
+    lines = Counter(_exchange_line(each) for each in exchanges)
+    return [f"{line}{f' ({number} times)' if number > 1 else ''}" for line, number in lines.items()]
+
+
+def _exchange_line(each: Exchange) -> str:
+    calls = (
+        f"{name}{f' ({number} times)' if number > 1 else ''}" for name, number in Counter(each.during).items()
+    )
+    meanwhile = f"meanwhile {', '.join(calls)}" if each.during else f"nothing meanwhile: {each.reason}"
+    return starred(f"{each.kind}{f' of {each.module}' if each.module else ''}: ") + meanwhile
 
 
 def hazard_lines(hazards: Iterable[Hazard]) -> list[str]:

@@ -314,10 +314,7 @@ class FusedMoE(ExpertParameters):
         return run_experts(args, emitted(config.emit, config.save_for_backward))
 
     def _run_adapted(self, args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> Tensor:
-        linears = lora.linears()
-        if self.parallel is not None and self.shard.size > 1:
-            linears = self.parallel.adapters_of_parts(linears)
-        rows, plan = run_with_lora(args, lora, adapter_ids, linears)
+        rows, plan = run_with_lora(args, lora, adapter_ids)
         eps = self.config.experts.post_norm_eps
         if self.post_norm_weight is not None and eps is not None:
             rows = F.rms_norm(rows, self.post_norm_weight.shape, self.post_norm_weight, eps)

@@ -125,7 +125,7 @@ class StandardExperts(LocalExperts):
         args = FusedExperts(
             prepared.hidden_states, self.layer.expert_weights(), *routed, None, self._activation
         )
-        rows, plan = run_with_lora(args, lora, prepared.extra_tensors[-1], lora.linears())
+        rows, plan = run_with_lora(args, lora, prepared.extra_tensors[-1])
         return ExpertOutput(rows, plan.inverse)
 
 

@@ -12,18 +12,22 @@ Letters: T tokens, R rows in expert order, E experts held here, N adapters, r ra
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive, expect_type
+from layers.adapted_experts import AdaptedExperts
 from layers.carried import expert_of_rows
-from layers.expert_parameters import ExpertParameters, weight_shapes
+from layers.expert_parameters import ExpertParameters
 from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
 from moe_ops._checks import expect_index, expect_shape
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import value_error
+
+if TYPE_CHECKING:
+    from layers.parallel.rank_experts import RankExperts
 
 
 class LowRank(NamedTuple):
@@ -64,7 +68,7 @@ class ExpertLora(nn.Module):
     Its tensors are those of the experts, and of the part of each, that this rank holds when it is built.
 
     Args:
-        layer: whose experts they change.
+        layer: whose experts they change. `layers.huggingface.add_adapters` is for those of a patched model.
         num_adapters: N.
         rank: r, the most of any adapter.
         adapter_ids: [M] int32 or int64, of the tokens that come next: a tensor that all layers may share, changed in
@@ -74,8 +78,10 @@ class ExpertLora(nn.Module):
 
     Attributes:
         a13: [E, N, r, H], b13: [E, N, 2I, r] ([E, N, I, r] without a gate), a2: [E, N, r, I], b2: [E, N, H, r], in the
-            dtype of the layer. At first `a` is drawn as by `nn.Linear`, `b` is zero, so nothing changes. Ranks that
-            hold parts of the same experts have to draw a13 alike.
+            dtype of the layer. At first `a` is drawn as by `nn.Linear`, `b` is zero, so nothing changes. Of a layer
+            that a style has sharded they are DTensors, of all experts; under `ExpertTensorParallel` b13 is
+            [E, N, 2, I, r]. Ranks that hold parts of the same experts without one have to draw a13 alike.
+        experts: the `AdaptedExperts`.
         scaling: [N] float32 buffer, ones; it stays float32 when the module is cast.
 
     Raises:
@@ -96,7 +102,7 @@ class ExpertLora(nn.Module):
 
     def __init__(
         self,
-        layer: ExpertParameters,
+        layer: ExpertParameters | AdaptedExperts,
         num_adapters: int,
         rank: int,
         adapter_ids: Tensor,
@@ -104,23 +110,24 @@ class ExpertLora(nn.Module):
         gate_up_rank: int | None = None,
     ) -> None:
         super().__init__()
-        expect_type("layer", layer, ExpertParameters)
+        expect_type("layer", layer, (ExpertParameters, AdaptedExperts))
         gate_up_rank = rank if gate_up_rank is None else gate_up_rank
         for name, size in {"num_adapters": num_adapters, "rank": rank, "gate_up_rank": gate_up_rank}.items():
             expect_positive(name, size)
         expect_index("adapter_ids", adapter_ids)
         expect_shape("adapter_ids", adapter_ids, ("max_tokens",))
-        self.num_experts, self.num_adapters = layer.num_local_experts, num_adapters
-        self._config, self._shard, self._held = layer.config, layer.shard, layer.held_experts()
-        device, dtype = layer.w13_weight.device, layer.w13_weight.dtype
-        shapes = weight_shapes(layer.config, layer.num_local_experts, layer.shard)
-        for suffix, size, (E, B, A) in zip(("13", "2"), (gate_up_rank, rank), shapes):
+        self.experts = layer if isinstance(layer, AdaptedExperts) else AdaptedExperts.of(layer)
+        self.num_experts, self.num_adapters = len(self.experts.held), num_adapters
+        device, dtype = self.experts.weight.device, self.experts.weight.dtype
+        for suffix, size, (E, B, A) in zip(("13", "2"), (gate_up_rank, rank), self.experts.shapes_here):
             a = torch.empty(E, num_adapters, size, A, device=device, dtype=dtype)
             b = torch.empty(E, num_adapters, B, size, device=device, dtype=dtype)
             self.register_parameter(f"a{suffix}", nn.Parameter(a))
             self.register_parameter(f"b{suffix}", nn.Parameter(b))
         self.register_buffer("scaling", torch.empty(num_adapters, device=device, dtype=torch.float32))
         self.register_buffer("adapter_ids", adapter_ids, persistent=False)
+        if self.experts.parallel is not None:
+            self.experts.parallel.share_adapters(self, self.experts)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -131,10 +138,24 @@ class ExpertLora(nn.Module):
                 nn.init.uniform_(linear.a, -bound, bound)
                 linear.b.zero_()
             self.scaling.fill_(1)
+            if (ranks := self._ranks_with_parts()) is not None:
+                a13 = self.linears()[0].a
+                a13.copy_(ranks.of_first_rank(a13))
 
     def linears(self) -> tuple[LowRank, LowRank]:
-        """The changes of w13 and of w2."""
-        return LowRank(self.a13, self.b13), LowRank(self.a2, self.b2)
+        """The changes of w13 and of w2, or what is here of them."""
+        a13, b13, a2, b2 = self.a13, self.b13, self.a2, self.b2
+        if (parallel := self.experts.parallel) is not None:
+            a13, b13, a2, b2 = (parallel.adapters_here(each) for each in (a13, b13, a2, b2))
+        return LowRank(a13, b13), LowRank(a2, b2)
+
+    def shared_linears(self) -> tuple[LowRank, LowRank]:
+        """`linears` for a forward: of what all ranks have whole, gradients are summed."""
+        linears, ranks = self.linears(), self._ranks_with_parts()
+        return linears if ranks is None else ranks.adapters_of_parts(linears)
+
+    def _ranks_with_parts(self) -> "RankExperts | None":
+        return self.experts.parallel if self.experts.shard.size > 1 else None
 
     def load_adapter(self, adapter: int, gate_up: LowRank, down: LowRank, scaling: float = 1.0) -> None:
         """Copies what this rank holds of an adapter into its place; compiled code sees it from then on.
@@ -151,9 +172,8 @@ class ExpertLora(nn.Module):
         """
         if not 0 <= adapter < self.num_adapters:
             raise ValueError(f"adapter={adapter}: expected a number below num_adapters={self.num_adapters}")
-        shapes = weight_shapes(self._config, self._config.num_physical_experts)
         named = ("gate_up", gate_up), ("down", down)
-        for (name, given), into, (P, B, A) in zip(named, self.linears(), shapes):
+        for (name, given), into, (P, B, A) in zip(named, self.linears(), self.experts.shapes):
             rank, most = given.a.shape[1], into.a.shape[2]
             expect_shape(f"{name}.a", given.a, (P, "r", A))
             expect_shape(f"{name}.b", given.b, (P, B, rank))
@@ -164,14 +184,14 @@ class ExpertLora(nn.Module):
             self.scaling[adapter] = scaling
 
     def _copy(self, adapter: int, gate_up: LowRank, down: LowRank) -> None:
-        activation: Any = self._config.activation
-        b13, shard = gate_up.b[self._held], self._shard
-        if activation.is_gated and not activation.interleaved:
+        held, shard, ours = self.experts.held, self.experts.shard, self.linears()
+        b13 = gate_up.b[held]
+        if self.experts.has_blocks:
             rows = torch.cat([shard.of(half, 1) for half in b13.chunk(2, dim=1)], dim=1)
         else:
             rows = shard.of(b13, 1)
-        parts = gate_up.a[self._held], rows, shard.of(down.a[self._held], 2), down.b[self._held]
-        for part, into in zip(parts, (self.a13, self.b13, self.a2, self.b2)):
+        parts = gate_up.a[held], rows, shard.of(down.a[held], 2), down.b[held]
+        for part, into in zip(parts, (*ours[0], *ours[1])):
             into[:, adapter] = 0
             into[:, adapter, : part.shape[1], : part.shape[2]] = part
 
@@ -261,18 +281,15 @@ class RowsOfOneAdapter(NamedTuple):
         return torch.where(self.has_adapter, change, 0)
 
 
-def run_with_lora(
-    args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor, linears: tuple[LowRank, LowRank]
-) -> tuple[Tensor, DispatchPlan]:
+def run_with_lora(args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> tuple[Tensor, DispatchPlan]:
     """What experts return before it is weighed and summed: rows [S, H] in expert order, and their plan.
 
     Args:
         args: tokens [T, H], `topk_ids` [T, K] and the experts' weights.
         lora: their adapters.
         adapter_ids: [T].
-        linears: those of `lora`, as this rank computes with them.
     """
-    (w13, w2), top_k = args.experts, args.topk_ids.shape[1]
+    (w13, w2), top_k, linears = args.experts, args.topk_ids.shape[1], lora.shared_linears()
     lora.expect_experts(w13.weight.shape[0])
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     rows, offsets = permute(args.hidden_states, plan.sorted_slots), plan.expert_offsets

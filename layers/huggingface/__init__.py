@@ -12,13 +12,14 @@ from layers.huggingface.registration import register_with_transformers
 from layers.huggingface.report import PatchReport
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from layers.config import Emit, SaveForBackward
+    from layers.lora import ExpertLora
 
-__all__ = ["PatchReport", "patch", "register", "unpatch"]
+__all__ = ["PatchReport", "add_adapters", "patch", "register", "tp_plan", "unpatch"]
 
 register_with_transformers()
 
@@ -64,8 +65,8 @@ def patch(
         model: a loaded transformers model, or a module of one.
         emit, save_for_backward: as in `layers.MoEConfig`, for all its experts. Experts with a gate of their own
             always run stage by stage; with "inputs" they are checkpointed.
-        mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded. None
-            leaves them whole.
+        mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded, or its
+            part by the plan of `tp_plan`. None leaves them whole.
         style: how, an `ExpertParallel` or `ExpertTensorParallel` of `layers.parallel`. None is
             `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does.
 
@@ -75,11 +76,80 @@ def patch(
     Raises:
         ImportError: transformers is not installed.
         TypeError, ValueError: `model` is not a module, or an option is not one; nothing has been changed then. Experts
-            that cannot be shared by the mesh's ranks are patched, and stay whole.
+            that cannot be shared by the mesh's ranks, or were loaded by another plan, are patched, and stay as they
+            are.
     """
     from layers.huggingface import patching
 
     return patching.patch(model, emit, save_for_backward, mesh, style)
+
+
+def add_adapters(
+    model: "nn.Module",
+    num_adapters: int,
+    rank: int,
+    adapter_ids: "Tensor",
+    *,
+    gate_up_rank: int | None = None,
+) -> "dict[str, ExpertLora]":
+    """Makes LoRA adapters for the experts of all layers of a patched model, in place of those it had.
+
+    Of experts that ranks share, each rank holds the adapters of what it has, as DTensors. New ones change nothing until
+    `ExpertLora.load_adapter` or training does. `unpatch` takes them away.
+
+    Args:
+        model: patched, and sharded if it is to be.
+        num_adapters, rank, gate_up_rank: see `layers.ExpertLora`.
+        adapter_ids: [M] int32 or int64, of the tokens [batch * length] that come next, changed in place before a
+            forward, which reads as many as it has tokens: one for each sequence in a step of generation.
+
+    Returns:
+        Adapters by the name of their experts, such as "model.layers.0.mlp.experts". Rows of w13 are in the order in
+        which the model has them: gate rows first, or alternating (gpt-oss).
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: an argument is not as described; no experts are patched, or some compute their activation
+            themselves.
+
+    Example:
+        >>> adapters = add_adapters(model, num_adapters=4, rank=16, adapter_ids=adapter_ids)
+        >>> adapters["model.layers.0.mlp.experts"].load_adapter(0, gate_up, down, scaling=2.0)
+    """
+    from layers.huggingface import adapters
+
+    return adapters.add_adapters(model, num_adapters, rank, adapter_ids, gate_up_rank)
+
+
+def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:
+    """A plan by which `from_pretrained` reads, of a checkpoint, what each rank computes with after `patch`.
+
+    The plan is one of transformers' rules: for `DistributedConfig(tp_size=W, tp_plan=...)`. Of experts it names the
+    part that `style` gives a rank, so no rank reads the others'. The rest is as the model's own plan has it, where
+    ranks run the same tokens; where they have their own, every rank has it whole.
+
+    Args:
+        model: a transformers model, which may be on the meta device.
+        style: that of `patch`, an `ExpertParallel` or `ExpertTensorParallel`.
+
+    Returns:
+        Rules by name, with "*" for the numbers of layers.
+
+    Raises:
+        ImportError: transformers is not installed, or has no plans.
+        TypeError: an argument is not as described.
+        ValueError: experts cannot be shared by ranks.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     plan = tp_plan(AutoModelForCausalLM.from_config(config), style)
+        >>> split = DistributedConfig(tp_size=W, tp_plan=plan)
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split)
+        >>> patch(model, mesh=mesh, style=style)
+    """
+    from layers.huggingface import plans
+
+    return plans.tp_plan(model, style)
 
 
 def unpatch(model: "nn.Module") -> None:

@@ -19,9 +19,10 @@ from transformers import activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
+from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
-from moe_ops.fused_experts import run
+from moe_ops.fused_experts import run as run_experts
 
 NAME = "moe_ops"
 
@@ -76,14 +77,26 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     ids = top_k_index if balancing is None else balancing(top_k_index)
     tensors = hidden_states, _weights(self, parallel), top_k_weights, ids
     args = FusedExperts(*tensors, placement, None, activation or "")
+    lora: ExpertLora | None = getattr(self, "moe_ops_lora", None)
+    adapter_ids = () if lora is None else (lora.ids_of_tokens(hidden_states.shape[0]),)
     if parallel is None:
-        return _run(self, options, args)
-    return parallel.run(args, args.experts.w2.weight.shape[0], lambda received: _run(self, options, received))
+        return _run(self, options, args, *adapter_ids)
+
+    def run_received(received: FusedExperts, *carried: Tensor) -> Tensor:
+        return _run(self, options, received, *carried)
+
+    return parallel.run(args, args.experts.w2.weight.shape[0], run_received, extra_tensors=adapter_ids)
 
 
-def _run(experts: Any, options: ExpertsOptions | None, args: FusedExperts) -> Tensor:
+def _run(
+    experts: Any, options: ExpertsOptions | None, args: FusedExperts, adapter_ids: Tensor | None = None
+) -> Tensor:
+    if adapter_ids is not None:
+        rows, plan = run_with_lora(args, experts.moe_ops_lora, adapter_ids)
+        return combine(rows, args.topk_weights, plan.inverse)
     if args.activation:
-        return run(args, "auto" if options is None else emitted(options.emit, options.save_for_backward))
+        emit = "auto" if options is None else emitted(options.emit, options.save_for_backward)
+        return run_experts(args, emit)
     if options is not None and options.save_for_backward == "inputs" and torch.is_grad_enabled():
         return checkpoint(_run_stages, experts, args, use_reentrant=False)
     return _run_stages(experts, args)

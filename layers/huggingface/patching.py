@@ -8,12 +8,13 @@ import copy
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice
 from layers.config import Emit, SaveForBackward
-from layers.huggingface import experts, routers
+from layers.huggingface import experts, plans, routers
 from layers.huggingface.finding import Found, find
 from layers.huggingface.report import PatchReport
 from layers.parallel.styles import ExpertParallel
@@ -46,14 +47,17 @@ def patch(
     for router in found.routers.values():
         routers.install(router.module, router.kind, router.routing, router.experts.config)
     if mesh is not None:
-        _shard(found, mesh, ExpertParallel("allreduce") if style is None else style)
+        _shard(model, found, mesh, style or ExpertParallel("allreduce"))
     return PatchReport(tuple(found.experts), tuple(found.routers), found.left)
 
 
-def _shard(found: Found, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    for module in found.experts.values():
-        if not hasattr(module, "moe_ops_parallel"):
-            parallelize_module(module, mesh, style)
+def _shard(model: nn.Module, found: Found, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    whole = {name: each for name, each in found.experts.items() if not hasattr(each, "moe_ops_parallel")}
+    for name, module in whole.items():
+        if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
+            plans.expect_planned(model, name, module, style)
+    for module in whole.values():
+        parallelize_module(module, mesh, style)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -66,6 +70,7 @@ def unpatch(model: nn.Module) -> None:
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)
             delattr(module, _STOCK)
         vars(module).pop("moe_ops_options", None)
+        module._modules.pop("moe_ops_lora", None)
         routers.uninstall(module)
 
 

@@ -48,6 +48,12 @@ def start_all_reduce(x: Tensor, group: Group) -> Receiver:
     return lambda: _SumOfParts.apply(x, raw, group.size, group.name)  # type: ignore[return-value]
 
 
+def start_broadcast(x: Tensor, group: Group) -> Receiver:
+    """What the first rank has, without a gradient."""
+    raw = _ops.broadcast(x.detach().contiguous(), 0, group.name)
+    return lambda: _ops.wait_tensor(raw)
+
+
 def shared_by_all(x: Tensor, group: Group) -> Tensor:
     """`x`, which every rank has and computes a part of the output from: gradients of the parts are summed."""
     return _PartsOfSame.apply(x, group.size, group.name)  # type: ignore[return-value]

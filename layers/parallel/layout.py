@@ -11,6 +11,8 @@ from torch import nn
 
 from layers.fused_moe import FusedMoE
 
+_WHY_NO_ADAPTERS = "module has lora: expected None, adapters are made for what a rank holds, afterwards"
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterLayout:
@@ -56,7 +58,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout:
     if isinstance(module, FusedMoE):
         return _of_fused_moe(module)
     if hasattr(module, "moe_ops_options"):
-        return _of_patched(module)
+        return of_transformers_experts(module)
     raise TypeError(
         f"module={type(module).__name__}: expected FusedMoE, such as 'experts' of a MoEBlock, or experts of a "
         "patched model"
@@ -66,9 +68,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout:
 def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
     config = module.config
     if module.lora is not None:
-        raise ValueError(
-            "module has lora: expected None, adapters are made for what a rank holds, afterwards"
-        )
+        raise ValueError(_WHY_NO_ADAPTERS)
     if module.expert_map is not None or module.shard.size > 1 or module.parallel is not None:
         raise ValueError("module holds a part of its experts: expected all of them, to be sharded once")
     if config.experts.post_norm_eps is not None:
@@ -88,11 +88,19 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
     return ExpertsLayout(*sizes, module.w2_weight.dtype, present)
 
 
-def _of_patched(module: Any) -> ExpertsLayout:
+def of_transformers_experts(module: Any) -> ExpertsLayout:
+    """Of experts that transformers dispatches. Raises as `experts_layout` does."""
     if getattr(module, "moe_ops_parallel", None) is not None:
         raise ValueError("module holds a part of its experts: expected all of them, to be sharded once")
+    if getattr(module, "moe_ops_lora", None) is not None:
+        raise ValueError(_WHY_NO_ADAPTERS)
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"{type(module).__name__} has a norm behind its experts: expected none among ranks")
+    return transformers_layout(module)
+
+
+def transformers_layout(module: Any) -> ExpertsLayout:
+    """Of experts that transformers dispatches, whether they are here or on ranks."""
     has_gate, is_transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
     up, has_bias = "gate_up_proj" if has_gate else "up_proj", getattr(module, "has_bias", False)
     has_blocks = has_gate and getattr(module, "is_concatenated", True)

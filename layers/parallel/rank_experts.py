@@ -4,16 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from layers.lora import LowRank
+from layers.adapted_experts import AdaptedExperts
+from layers.lora import ExpertLora, LowRank
 from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput, Prepared
-from layers.parallel.collectives import shared_by_all
+from layers.parallel.collectives import shared_by_all, start_broadcast
 from layers.parallel.exchange import Exchange
 from layers.parallel.group import Group
 from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
+from layers.parallel.sharding import adapter_splits
 from layers.parallel.sizes import expect_at_most, most_tokens
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear
@@ -104,6 +106,25 @@ class RankExperts:
         w13, w2 = linears
         a13, b2 = shared_by_all(w13.a, self.group), shared_by_all(w2.b, self.group)
         return w13._replace(a=a13), w2._replace(b=b2)
+
+    def share_adapters(self, lora: ExpertLora, experts: AdaptedExperts) -> None:
+        """Makes its parameters DTensors, each as the weight that it changes."""
+        mesh: Any = experts.weight.device_mesh  # type: ignore[attr-defined]
+        for name, (placement, blocks) in adapter_splits(experts).items():
+            part = lora.get_parameter(name).data
+            part = part if blocks is None else part.unflatten(blocks, (2, -1))
+            distributed = DTensor.from_local(part, mesh, [placement], run_check=False)
+            lora.register_parameter(name, nn.Parameter(distributed))
+
+    @staticmethod
+    def adapters_here(parameter: Any) -> Tensor:
+        """[E_local, N, ., .]: what is here of an adapters' parameter, gate rows followed by up rows."""
+        local = parameter.to_local()
+        return local if local.dim() == 4 else local.flatten(2, 3)
+
+    def of_first_rank(self, tensor: Tensor) -> Tensor:
+        """What the first rank has in the place of this one."""
+        return start_broadcast(tensor, self.group)()
 
     def local_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """Their parts that are here."""

@@ -9,6 +9,7 @@ Letters: L layers, E experts of a layer, P its physical ones (places), W ranks.
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.fused_moe import FusedMoE
 from layers.parallel.collectives import start_all_reduce, start_all_to_all
 from layers.parallel.group import Group, expect_agreement, process_group
+from layers.parallel.matching import kept_in_place
 from layers.parallel.rank_experts import RankExperts
 from layers.parallel.transfers import RankTransfers, transfers_between
 from layers.placement import ExpertPlacement, rebalance_experts, spread_experts
@@ -93,7 +95,8 @@ class ExpertRebalancer:
             raise ValueError("load overflowed: expected a start() before, or int64 in expert_load_view")
         if self.group.rank == 0:
             thread = ThreadPoolExecutor(1, thread_name_prefix="expert rebalancer")
-            self._planned = thread.submit(self._plan, load)
+            held = [balancing.held().tolist() for balancing in self._balancings()]
+            self._planned = thread.submit(self._plan, load, held)
             thread.shutdown(wait=False)
         self._awaits_plan = True
 
@@ -151,12 +154,17 @@ class ExpertRebalancer:
         load = self.load_per_rank().double()
         return (load.amax(1) / load.mean(1)).nan_to_num(nan=1.0)
 
-    def _plan(self, load: Tensor) -> Tensor:
-        """[P] of all layers, one after another."""
+    def _plan(self, load: Tensor, held: list[list[int]]) -> Tensor:
+        """[P] of all layers, one after another. Ranks keep what they hold of it, where the load leaves a choice."""
         sizes = [_sizes(module) for module in self._layers.values()]
         loads = load.split([num_experts for num_experts, _ in sizes])
         plans = [rebalance_experts(each, P, *self._counts) for each, (_, P) in zip(loads, sizes)]
-        return torch.cat([plan.physical_to_logical for plan in plans])
+        _, num_nodes, num_ranks = self._counts
+        kept = (
+            kept_in_place(before, plan.physical_to_logical.flatten().tolist(), num_ranks, num_nodes)
+            for before, plan in zip(held, plans, strict=True)
+        )
+        return torch.tensor([expert for places in kept for expert in places])
 
     def _receive_plan(self) -> None:
         sizes = [_sizes(module)[1] for module in self._layers.values()]
@@ -252,7 +260,10 @@ def _make_balanced(module: Any, options: dict[str, Tensor | None]) -> None:
 
 
 def _sharded(module: nn.Module) -> list[DTensor]:
-    return [each for each in module.parameters(recurse=False) if isinstance(each, DTensor)]
+    """What belongs to its experts, their adapters too."""
+    lora = getattr(module, "lora" if isinstance(module, FusedMoE) else "moe_ops_lora", None)
+    own = chain(module.parameters(recurse=False), () if lora is None else lora.parameters())
+    return [each for each in own if isinstance(each, DTensor)]
 
 
 def _stored_parts(module: nn.Module) -> list[Tensor]:

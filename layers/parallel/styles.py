@@ -8,9 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import Placement
 
 from layers._checks import expect_choice
 from layers.fused_moe import FusedMoE
@@ -19,9 +17,10 @@ from layers.parallel.all_reduce import AllReducePrepareAndFinalize
 from layers.parallel.all_to_all import AllToAllPrepareAndFinalize, PaddedAllToAllPrepareAndFinalize
 from layers.parallel.exchange import Exchange
 from layers.parallel.group import ExpertRanks, Group, expect_agreement, process_group
-from layers.parallel.layout import ExpertsLayout, ParameterLayout, experts_layout
+from layers.parallel.layout import ExpertsLayout, experts_layout
 from layers.parallel.portions import Portions
 from layers.parallel.rank_experts import RankExperts
+from layers.parallel.sharding import WHOLE_EXPERTS, parts_of_experts, shard_parameter
 from layers.parallel.symmetric import SymmetricPrepareAndFinalize, fault_of_symmetric_memory
 from layers.weights.shard import TensorShard
 
@@ -91,8 +90,7 @@ class ExpertParallel(ParallelStyle):
         owners = ExpertRanks(layout.num_experts, group.size)
         exchange = self._exchange(device_mesh, layout, owners)
         for name in layout.parameters:
-            whole = _whole_experts(module.get_parameter(name))
-            _distribute(module, name, device_mesh, whole, self.src_data_rank)
+            shard_parameter(module, name, device_mesh, WHOLE_EXPERTS, self.src_data_rank)
         _put(module, RankExperts(exchange, group, self.portions), owners.expert_map(group.rank))
         return module
 
@@ -144,8 +142,7 @@ class ExpertTensorParallel(ParallelStyle):
         _expect_alike(device_mesh, module, layout, self)
         exchange = self._exchange(device_mesh)
         for name, each in layout.parameters.items():
-            part = _parts_of_experts(module.get_parameter(name), each)
-            _distribute(module, name, device_mesh, part, self.src_data_rank)
+            shard_parameter(module, name, device_mesh, parts_of_experts(each), self.src_data_rank)
         _put(module, RankExperts(exchange, group, self.portions), None)
         if isinstance(module, FusedMoE):
             module.shard = shard
@@ -211,28 +208,6 @@ def part_of_all_gather(owners: ExpertRanks, top_k: int) -> float:
     for chosen in range(min(top_k, num_experts)):
         unwanted *= max(num_experts - each - chosen, 0) / (num_experts - chosen)
     return 1 - unwanted
-
-
-def _whole_experts(parameter: nn.Parameter) -> tuple[Tensor, Placement]:
-    return parameter.data, Shard(0)
-
-
-def _parts_of_experts(parameter: nn.Parameter, layout: ParameterLayout) -> tuple[Tensor, Placement]:
-    """Of each expert: a part of gate rows and the same of up rows, for which these get a dimension each."""
-    if layout.dim is None:
-        return parameter.data, Replicate()
-    if layout.has_blocks:
-        return parameter.data.unflatten(layout.dim, (2, -1)), Shard(layout.dim + 1)
-    return parameter.data, Shard(layout.dim)
-
-
-def _distribute(
-    module: nn.Module, name: str, mesh: DeviceMesh, sharded: tuple[Tensor, Placement], source: int | None
-) -> None:
-    tensor, placement = sharded
-    distributed = distribute_tensor(tensor, mesh, [placement], src_data_rank=source)
-    requires_grad = module.get_parameter(name).requires_grad
-    module.register_parameter(name, nn.Parameter(distributed, requires_grad=requires_grad))
 
 
 def _put(module: Any, experts: RankExperts, expert_map: Tensor | None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from inductor_passes.overlap import overlap_exchanges
+from inductor_passes.overlap import exchanges_of, overlap_exchanges
 
 sends = torch.ops._c10d_functional
 GROUP = "any"
@@ -171,3 +171,31 @@ def test_a_second_run_finds_nothing():
     module, _, after, _ = rewritten(layer)
     assert overlap_exchanges(module.graph) == 0
     assert calls(module.graph) == after
+
+
+def ends(x, w):
+    return wait(start(x)).sin()
+
+
+def ends_at_a_change(x, w):
+    received = wait(start(x)).sin()
+    return x.mul_(2), received @ w
+
+
+def needs_what_was_sent(x, w):
+    received = wait(start(x))[:6] @ w
+    return wait(start(received))
+
+
+@pytest.mark.parametrize(
+    "function, reason",
+    [
+        (ends, "no call stands between it and the end"),
+        (ends_at_a_change, "no call stands between it and mul_, which writes in place"),
+        (needs_what_was_sent, "every call behind it, up to the next exchange, needs what ranks have sent"),
+    ],
+)
+def test_why_nothing_runs_meanwhile(function, reason):
+    module = make_fx(function, tracing_mode="fake")(torch.randn(6, 4), torch.randn(4, 8))
+    told = exchanges_of(module.graph)[0]
+    assert (told.kind, told.during, told.reason) == ("all_gather_into_tensor", (), reason)

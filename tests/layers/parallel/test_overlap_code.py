@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import inductor_passes
-from inductor_passes import pipeline
+from inductor_passes import _compat, pipeline
 from inductor_passes.overlap import overlap_exchanges
 from layers import MoEBlock, MoEConfig, SharedExpertConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel, Group
@@ -203,7 +203,15 @@ def test_batches_on_a_gpu(ranks, monkeypatch):
         back = [bring_back(run_experts(tokens(), routed(), w13, w2)) for tokens, routed in sent]
         return torch.cat([each() for each in back])
 
+    held, order_behind = set(), _compat.order_behind
+
+    def order_and_tell(graph, behind):
+        held.update(node.target for node in behind)
+        order_behind(graph, behind)
+
+    monkeypatch.setattr(_compat, "order_behind", order_and_tell)
     compiled = compile_for_h200(layer, given, tokens=TOKENS)
+    assert held == {torch.ops.aten.empty.memory_format, torch.ops._c10d_functional.wait_tensor.default}
     code = compiled.code
     order = [name for name in events(code) if name != "shared"]
     products = order.count("experts") // 2

@@ -12,7 +12,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import EplbState, FusedMoE, MoEBlock, MoEConfig, SharedExpertConfig, rebalance_experts
+from layers import (
+    EplbState,
+    ExpertPlacement,
+    FusedMoE,
+    MoEBlock,
+    MoEConfig,
+    SharedExpertConfig,
+    rebalance_experts,
+)
 from layers.parallel import (
     AllGatherMonolithic,
     ExpertParallel,
@@ -220,6 +228,21 @@ def test_a_plan_is_made_of_the_load_of_all():
         assert torch.equal(torch.stack(seen), mine)
     assert mine.sum() == 2 * 33 * K * 2
     assert (rebalancer.load_per_rank() == 0).all() and (rebalancer.imbalance() == 1).all()
+
+
+@on_ranks(2)
+def test_ranks_keep_what_they_hold():
+    """Of a plan in which they only change names, nothing moves."""
+    model = parallel(make_blocks())
+    rebalancer, balancing = ExpertRebalancer(model), model[0].experts.balancing
+    rebalancer.place("linear")
+    held = balancing.held()
+    swapped = ExpertPlacement.of(torch.cat(held.chunk(2)[::-1]), E)
+    with mock.patch.object(rebalancing, "rebalance_experts", return_value=swapped):
+        rebalancer.start(), rebalancer.finish()
+    assert torch.equal(balancing.held(), held) and not torch.equal(
+        held, swapped.physical_to_logical.flatten()
+    )
 
 
 @on_ranks(2)

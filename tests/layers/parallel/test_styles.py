@@ -288,6 +288,8 @@ def test_only_experts_are_sharded_and_only_once():
     parallelize_module(block, mesh_of_all(), {"experts": ExpertParallel()})
     with pytest.raises(ValueError, match="module holds a part of its experts: expected all of them"):
         parallelize_module(block, mesh_of_all(), {"experts": ExpertParallel()})
+    with pytest.raises(TypeError, match="w13_weight is a DTensor: expected a plain parameter"):
+        parallelize_module(fully_shard(make_block().experts), mesh_of_all(), ExpertParallel())
     half = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1])
     for part in (FusedMoE(block.config, half), FusedMoE(block.config, shard=TensorShard(0, 2))):
         with pytest.raises(ValueError, match="module holds a part of its experts: expected all of them"):
