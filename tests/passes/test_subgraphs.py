@@ -75,6 +75,7 @@ PLACES = {
     mapped: [("body_graph_0 of map_impl", 1)],
     checkpointed: [("", 1)],
 }
+ALIKE_IN_BACKWARD = (nested_branches, scanned, mapped)  # as branches and loops, and ten seconds each
 STEERED = {branches: ["cond"], nested_branches: ["cond"] * 3, loop: ["while_loop"]}
 
 
@@ -124,7 +125,14 @@ def test_a_compile_fuses_each_graph_once_and_computes_the_same(model):
     assert sum(counter.found) == len(PLACES[model]) and max(counter.found) == 1
 
 
-@pytest.mark.parametrize("model", PLACES, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=pytest.mark.exhaustive if model in ALIKE_IN_BACKWARD else [])
+        for model in PLACES
+    ],
+    ids=lambda model: model.__name__,
+)
 def test_gradients_are_those_of_plain_pytorch(model):
     def gradients(function):
         tensors = [tensor.requires_grad_() for tensor in given()]

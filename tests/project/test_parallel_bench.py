@@ -20,15 +20,16 @@ def arguments(*given):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
 def test_parts_on_a_cpu(tmp_path, capfd):
     out = tmp_path / "parallel.json"
-    out.write_text(json.dumps({"layer": "of another run"}))
+    out.write_text(json.dumps({"layer": [{"way": "of another run"}]}))
     given = "--only", "problems,backward,exchange", "--problems", "3", "--out", str(out)
     assert parallel_bench.main(arguments(*given)) == 0
     found = json.loads(out.read_text())
-    assert found["layer"] == "of another run" and found["machine"]["ranks"] == 2
+    assert found["layer"] == [{"way": "of another run"}] and found["machine"]["ranks"] == 2
     assert found["problems"]["problems"] == 3
     assert [found["problems"][f"{name} wrong"] for name in ("allgather", "padded", "variable")] == [0, 0, 0]
     assert len(found["backward"]) == len(found["exchange"]) == 3
-    assert "dispatcher padded" in capfd.readouterr().out
+    told = capfd.readouterr().out
+    assert "dispatcher padded" in told and "of another run" in told
 
 
 def test_a_part_that_there_is_not(tmp_path, capsys):

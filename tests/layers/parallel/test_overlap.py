@@ -41,9 +41,9 @@ def test_shared_experts_run_between_start_and_wait(style, collective):
 
 @on_ranks(2, timeout=300)
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["alltoall_static", "tensor"])
-def test_compiled(style):
+def test_compiled():
     """Values and gradients; `test_overlap_code.py` reads the order."""
+    style = "alltoall_static"
     block = make_block(torch.float64, **OPTIONS["plain"])
     sharded = parallel(block, style)
     compiled = torch.compile(sharded, fullgraph=True, options=inductor_passes.options())
