@@ -49,10 +49,10 @@ def _router_products(graph: Graph) -> Iterator[Node]:
 
 def _shared_products(graph: Graph) -> Iterator[Node]:
     for layer in find(graph, *_SUMS):
-        args = arguments(layer)
-        if args.shared is not None:
-            between = _between(args.hidden_states, args.shared, {})
-            yield from (node for node in between if _is_for_few(node))
+        args, seen = arguments(layer), {}
+        joined = (each for each in (args.shared, args.epilogue.shared_gate) if each is not None)
+        between = (node for value in joined for node in _between(args.hidden_states, value, seen))
+        yield from (node for node in between if _is_for_few(node))
 
 
 def _between(tokens: Node, value: Node, seen: dict[Node, list[Node]]) -> list[Node]:

@@ -14,7 +14,7 @@ def _inputs(tokens, dtype=torch.bfloat16):
     shapes = (
         *((tokens, HIDDEN), (EXPERTS, HIDDEN), (EXPERTS,)),
         *((EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)),
-        *((1024, HIDDEN), (1024, HIDDEN), (HIDDEN, 1024)),
+        *((1024, HIDDEN), (1024, HIDDEN), (HIDDEN, 1024), (1, HIDDEN)),
     )
     return [torch.empty(shape, device="cuda", dtype=dtype) for shape in shapes]
 
@@ -28,7 +28,7 @@ def _layer(x, router, bias, w13, w2, *_):
     return _routed(x, F.linear(x, router, bias), w13, w2)
 
 
-def _shared_layer(x, router, bias, w13, w2, gate, up, down):
+def _shared_layer(x, router, bias, w13, w2, gate, up, down, _):
     shared = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     return _routed(x, F.linear(x.float(), router.float()), w13, w2, shared)
 
@@ -68,6 +68,14 @@ def test_shared_experts_and_float32_logits(tokens, ours):
     assert len([name for name in compiled.launches if name.startswith("triton_")]) == 1, "the gate, no casts"
 
 
+def test_gate_of_a_shared_expert():
+    def layer(x, router, _, w13, w2, gate, up, down, shared_gate):
+        shared = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+        return _routed(x, F.linear(x, router), w13, w2) + torch.sigmoid(F.linear(x, shared_gate)) * shared
+
+    assert _products(compile_for_h200(layer, _inputs, tokens=1)) == (5, 0)
+
+
 def test_more_tokens_or_any_number_stay():
     for options in ({"tokens": 9}, {"tokens": 64}, {"symbolic": True, "tokens": 4}):
         assert _products(compile_for_h200(_layer, _inputs, **options)) == (0, 1)
@@ -90,7 +98,7 @@ def test_a_scaled_bias_stays():
 def test_a_product_that_is_no_part_of_a_layer_stays():
     """In front of a layer, added to its sum from elsewhere, or behind logits that are more than a product."""
 
-    def model(x, router, bias, w13, w2, gate, up, down):
+    def model(x, router, bias, w13, w2, gate, up, down, _):
         before = F.linear(F.linear(x, gate), down)
         elsewhere = F.linear(F.linear(x, up), down)
         logits = torch.tanh(F.linear(before, router))
