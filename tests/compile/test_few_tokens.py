@@ -21,7 +21,7 @@ def _inputs(tokens, dtype=torch.bfloat16):
 
 def _routed(x, logits, w13, w2, shared=None):
     weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(TOP_K))
-    return moe_ops.fused_experts(x, w13, w2, weights, ids, shared=shared)
+    return moe_ops.fused_experts(x, w13, w2, weights, ids, shared=shared, emit="stages")
 
 
 def _layer(x, router, bias, w13, w2, *_):
