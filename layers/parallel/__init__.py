@@ -7,6 +7,7 @@ from layers.parallel.batched import BatchedExchange
 from layers.parallel.clipping import clip_grad_norm_
 from layers.parallel.config import ParallelConfig
 from layers.parallel.group import ExpertRanks, Group
+from layers.parallel.hierarchical import HierarchicalPrepareAndFinalize
 from layers.parallel.monolithic import AllGatherMonolithic
 from layers.parallel.rebalancing import ExpertRebalancer
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
@@ -23,6 +24,7 @@ __all__ = [
     "ExpertRebalancer",
     "ExpertTensorParallel",
     "Group",
+    "HierarchicalPrepareAndFinalize",
     "PaddedAllToAllPrepareAndFinalize",
     "ParallelConfig",
     "SymmetricPrepareAndFinalize",

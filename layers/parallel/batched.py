@@ -7,6 +7,7 @@ from torch import Tensor
 from layers._checks import expect_type
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.exchange import Exchange, Started, TwoSteps
+from layers.parallel.hierarchical import HierarchicalPrepareAndFinalize
 from layers.prepare_finalize import BatchedPrepareAndFinalize
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 
@@ -23,7 +24,7 @@ class BatchedExchange(TwoSteps):
             enough; with less, slots that find their expert full are dropped.
 
     Attributes:
-        group, num_dispatchers, max_num_tokens_per_rank, output_is_reduced: those of the exchange.
+        num_dispatchers, max_num_tokens_per_rank, output_is_reduced: those of the exchange.
 
     Raises:
         TypeError, ValueError: `exchange` is none, or `max_tokens` is not None or an int of at least 1.
@@ -36,10 +37,12 @@ class BatchedExchange(TwoSteps):
     activation_format = BatchedPrepareAndFinalize.activation_format
     weigh_and_reduce = BatchedPrepareAndFinalize.weigh_and_reduce
 
-    def __init__(self, exchange: Exchange, max_tokens: int | None = None) -> None:
-        expect_type("exchange", exchange, Exchange)
+    def __init__(
+        self, exchange: Exchange | HierarchicalPrepareAndFinalize, max_tokens: int | None = None
+    ) -> None:
+        expect_type("exchange", exchange, (Exchange, HierarchicalPrepareAndFinalize))
         self.exchange, self._here = exchange, BatchedPrepareAndFinalize(max_tokens)
-        self.group, self.output_is_reduced = exchange.group, exchange.output_is_reduced
+        self.output_is_reduced = exchange.output_is_reduced
         self.num_dispatchers = exchange.num_dispatchers
         self.max_num_tokens_per_rank = exchange.max_num_tokens_per_rank
 

@@ -45,7 +45,7 @@ def test_slots_that_find_their_expert_full_are_dropped():
 def test_what_it_says_of_itself():
     exchange = padded(make_layer(config()), max_tokens=5).prepare_finalize
     around = BatchedExchange(exchange)
-    for name in ("group", "num_dispatchers", "max_num_tokens_per_rank", "output_is_reduced"):
+    for name in ("num_dispatchers", "max_num_tokens_per_rank", "output_is_reduced"):
         assert getattr(around, name) == getattr(exchange, name)
     assert (around.num_dispatchers, around.max_num_tokens_per_rank) == (2, 5)
     with pytest.raises(ValueError, match="max_tokens=0: expected at least 1"):
