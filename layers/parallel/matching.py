@@ -46,7 +46,10 @@ def _matched(before: list[Places], after: list[Places]) -> list[tuple[Places, Pl
 
 def _same_places(before: Places, after: Places) -> list[int]:
     """`after` in an order in which what both have stays where it is."""
-    left = Counter(after)
-    kept = [expert if left[expert] > 0 and not left.subtract([expert]) else None for expert in before]
+    left, kept = Counter(after), list[int | None]()
+    for expert in before:
+        stays = left[expert] > 0
+        left[expert] -= stays
+        kept.append(expert if stays else None)
     others = left.elements()
     return [next(others) if expert is None else expert for expert in kept]
