@@ -29,6 +29,9 @@ FREE_SIZES = {
     ("grouped_gemm_weight_backward", "expert_offsets", 0),
     ("batched_gemm", "x", 1),
     ("dense_gemm", "x", 0),
+    *itertools.product(("plan_exchange",), ("topk_ids",), (0, 1)),
+    ("plan_exchange", "owners", 0),
+    *itertools.product(("push_rows",), ("hidden_states", "tokens", "extra"), (1,)),
     ("gated_activation", "gate_up", 0),
     ("combine", "expert_out", 0),
     ("combine_backward", "expert_out", 0),
@@ -40,6 +43,7 @@ FREE_SIZES = {
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
 FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights"}
 FREE_DTYPES |= {f"operand{index}" for index in range(4)}
+ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones too
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
 
 
@@ -77,8 +81,10 @@ def test_rank_device_and_dtype(name, argument):
     call(name, args)
     position = names.index(argument)
     good = args[position]
-    wrong = [good.unsqueeze(0), good.int() if good.is_floating_point() else good.float()]
-    wrong.append(good.int() if good.dtype == torch.bool else good.bool())
+    wrong = [good.unsqueeze(0)]
+    if (name, argument) not in ANY_DTYPE:
+        wrong.append(good.int() if good.is_floating_point() else good.float())
+        wrong.append(good.int() if good.dtype == torch.bool else good.bool())
     if sum(isinstance(arg, torch.Tensor) for arg in args) > 1:
         wrong.append(good.to("meta"))
     for bad in wrong:
@@ -91,7 +97,11 @@ def test_dtypes_that_differ(name, argument):
     names, args = complete(name)
     position = names.index(argument)
     good = args[position]
-    if argument in FREE_DTYPES or (good.is_floating_point() and name in NO_OTHER_FLOATS):
+    if (
+        argument in FREE_DTYPES
+        or (name, argument) in ANY_DTYPE
+        or (good.is_floating_point() and name in NO_OTHER_FLOATS)
+    ):
         return
     others = (torch.float16, torch.float64) if good.is_floating_point() else (torch.int64,)
     for dtype in others:

@@ -55,7 +55,7 @@ class TestGolden(expecttest.TestCase):
 %14 = moe.gated_activation.default(%13, 'silu') : bfloat16[3*T0, 32]
 %15 = input() : bfloat16[13, 64, 32]
 %16 = moe.grouped_gemm.default(%14, %15, %8, None) : bfloat16[3*T0, 64]
-%17 = moe.combine.default(%16, %6, %9, None) : bfloat16[T0, 64]
+%17 = moe.combine.default(%16, %6, %9, None, None, None) : bfloat16[T0, 64]
 return [%17]""",
         )
         assert [(each.layer, each.kind) for each in result.log.raised] == [
