@@ -32,14 +32,19 @@ def moved_as_bytes(move: Callable[[Tensor], Callable[[], Tensor]], rows: Tensor)
     if rows.dtype.is_floating_point and rows.element_size() > 1:
         return move(rows)
     dtype, shape = rows.dtype, rows.shape[1:]
-    flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
-    receiver = move(flat.contiguous().view(torch.uint8))
+    receiver = move(as_bytes(rows))
 
     def received() -> Tensor:
         moved = receiver()
         return moved.view(dtype).reshape(moved.shape[0], *shape)
 
     return received
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """[T, C] uint8 of rows [T, ...], without a gradient."""
+    num_bytes = rows.shape[1:].numel() * rows.element_size()
+    return rows.detach().contiguous().view(-1).view(torch.uint8).view(rows.shape[0], num_bytes)
 
 
 def in_slot_order(rows: Tensor, slots: Tensor, per_token: int | torch.SymInt) -> Tensor:

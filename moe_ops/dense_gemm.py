@@ -26,7 +26,7 @@ def dense_gemm(
 
     Args:
         x: [T, A], any floating dtype.
-        weight: [B, A], dtype of x, any strides; never copied.
+        weight: [B, A], dtype of x, any strides; on a GPU never copied.
         bias: [B], dtype of x.
         dtype: of the result: that of x (the default), or float32 for a half.
 

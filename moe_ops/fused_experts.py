@@ -23,7 +23,6 @@ from moe_ops.activation import activation_spec, gated_activation, out_features
 from moe_ops.arguments import (
     ActGemmCombine,
     BuildDispatch,
-    Epilogue,
     ExpertWeights,
     FusedExperts,
     GatherGemm,
@@ -57,8 +56,6 @@ def fused_experts(
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    residual: Tensor | None = None,
     per_expert: Sequence[Tensor] = (),
     emit: Emit = "auto",
 ) -> Tensor:
@@ -76,7 +73,6 @@ def fused_experts(
         expert_map: [E_global] int32, global to local ids, -1 for remote ones; see `build_dispatch`.
         apply_router_weight_on_input: weigh the experts' input instead of their output; only for K = 1.
         shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
-        shared_gate: [T, 1], by whose sigmoid shared is multiplied. residual: [T, H], added too.
         per_expert: tensors [E] or [E, I] that a function reads: it gets, behind gate and up, what each is for the
             expert of every row, [S, 1] or [S, I].
         emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted. A function runs between stages.
@@ -95,8 +91,7 @@ def fused_experts(
     """
     experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
     spec, gate = gate_given(activation, per_expert, experts)
-    placement, epilogue = Placement(expert_map), Epilogue(shared_gate, residual)
-    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, placement, shared, spec, epilogue)
+    args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), shared, spec)
     args = weigh_input(args) if apply_router_weight_on_input else args
     return run(args, emit) if gate is None else run_custom(args, gate, emit)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layers._checks import expect_positive, expect_type
+from layers.carried import as_bytes
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel._compat import symmetric_memory
 from layers.parallel.all_to_all import expect_owners
@@ -92,8 +93,7 @@ class SymmetricPrepareAndFinalize(Exchange):
         layout = _layout(self.group.size, sizes, dtype)
         self.peers = None if self.group.size == 1 else _peers(group, layout, timeout)
         self._name = "" if self.peers is None else self.peers.name
-        device = "cpu" if self.peers is None else self.peers.addresses.device
-        self._owners = owners.of(torch.arange(owners.num_experts, dtype=torch.int32)).to(device)
+        self._owners = None if self.peers is None else self._owners_on(self.peers.addresses.device)
 
     def prepare_async(
         self,
@@ -106,7 +106,7 @@ class SymmetricPrepareAndFinalize(Exchange):
     ) -> Started:
         """Tokens [W*M, H], those of rank 0 first; rows without one are zeros with the ids -1."""
         expect_at_most(hidden_states.shape[0], self._most, self.group)
-        owners = self._owners.to(topk_ids.device)
+        owners = self._owners_on(topk_ids.device) if self._owners is None else self._owners
         plan = plan_exchange(topk_ids, owners, self.group.size, self._most)
         with_gradient = [each for each in extra_tensors if has_gradient(each)]
         packed = _Packed.of([each for each in extra_tensors if not has_gradient(each)])
@@ -116,6 +116,9 @@ class SymmetricPrepareAndFinalize(Exchange):
         extras = _in_order(extra_tensors, packed.unpacked(extra), moved)
         way_back = _WayBack(plan, received)
         return nothing, lambda: Prepared(rows, weights, ids, way_back=way_back, extra_tensors=extras)
+
+    def _owners_on(self, device: torch.device) -> Tensor:
+        return self.owners.of(torch.arange(self.owners.num_experts, dtype=torch.int32, device=device))
 
     def finalize_async(
         self,
@@ -210,7 +213,7 @@ class _Packed(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "_Packed":
-        flat = [_bytes(each) for each in tensors]
+        flat = [_in_sixteens(as_bytes(each)) for each in tensors]
         rows = torch.cat(flat, 1) if flat else None
         return cls(rows, [(each.shape[1:], each.dtype) for each in tensors])
 
@@ -225,10 +228,8 @@ class _Packed(NamedTuple):
         return found
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    rows, size = tensor.detach().contiguous(), tensor.shape[1:].numel() * tensor.element_size()
-    flat = rows.view(-1).view(torch.uint8).view(tensor.shape[0], size)
-    return torch.nn.functional.pad(flat, (0, -size % 16))
+def _in_sixteens(rows: Tensor) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, aligned(rows.shape[1]) - rows.shape[1]))
 
 
 def _flat(tensor: Tensor) -> Tensor:

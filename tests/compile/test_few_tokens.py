@@ -68,6 +68,26 @@ def test_shared_experts_and_float32_logits(tokens, ours):
     assert len([name for name in compiled.launches if name.startswith("triton_")]) == 1, "the gate, no casts"
 
 
+def test_layers_with_a_gate_of_ones_own():
+    """Alone, where float32 logits of more tokens are a product of halves, and with shared experts."""
+
+    def gate_of(gate, up):
+        return torch.tanh(gate) * up
+
+    def layer(x, router, _, w13, w2, *__):
+        logits, routing = F.linear(x.float(), router.float()), moe_ops.RoutingConfig(TOP_K)
+        return moe_ops.fused_moe(x, logits, w13, w2, routing, gate_of, emit="stages")
+
+    def with_shared(x, router, _, w13, w2, gate, up, down, *__):
+        weights, ids = moe_ops.topk_routing(F.linear(x, router), moe_ops.RoutingConfig(TOP_K))
+        shared = F.linear(F.linear(x, gate), down)
+        return moe_ops.fused_experts(x, w13, w2, weights, ids, gate_of, shared=shared, emit="stages")
+
+    assert _products(compile_for_h200(layer, _inputs, tokens=1)) == (1, 0)
+    assert "mm_dtype(" in body(compile_for_h200(layer, _inputs, tokens=64).code)
+    assert _products(compile_for_h200(with_shared, _inputs, tokens=1)) == (3, 0)
+
+
 def test_gate_of_a_shared_expert():
     def layer(x, router, _, w13, w2, gate, up, down, shared_gate):
         shared = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)

@@ -1,9 +1,15 @@
 """dense_gemm by its definition: values in both result dtypes, gradients, and what it refuses."""
 
+import sys
+
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
+import inductor_passes
 import moe_ops
+from moe_ops import _library
+from moe_ops.arguments import DenseGemm
 from tests.helpers import RELATIVE_NORM, assert_matches_oracle, assert_same, grads_of, relative_error
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -39,6 +45,37 @@ def test_float32_of_halves_is_not_rounded_to_them(dtype):
         out = moe_ops.dense_gemm(x, weight, given, dtype=torch.float32)
         assert out.dtype == torch.float32
         assert relative_error(out, oracle(x, weight, given)) <= RELATIVE_NORM[torch.float32]
+
+
+def test_products_of_a_library(monkeypatch):
+    """What a GPU runs for more tokens; a product of halves to float32 is there alone."""
+    monkeypatch.setattr(_library, "has_launches", lambda args: False)
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    x, weight, bias = problem(7, torch.bfloat16)
+    for given, dtype in ((None, torch.float32), (bias, torch.float32), (bias, torch.bfloat16)):
+        out = sys.modules["moe_ops.dense_gemm"]._cuda(DenseGemm(x, weight, given, dtype))
+        assert out.dtype == dtype
+        assert relative_error(out, oracle(x, weight, given)) <= RELATIVE_NORM[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 300])
+def test_values_on_a_gpu(tokens):
+    x, weight, bias = problem(tokens, torch.bfloat16)
+    for given, dtype in ((None, torch.float32), (bias, torch.float32), (bias, torch.bfloat16)):
+        out = moe_ops.dense_gemm(
+            *(each if each is None else each.cuda() for each in (x, weight, given)), dtype
+        )
+        assert_matches_oracle(out.cpu(), oracle(x, weight, given))
+
+
+def test_compiled_with_our_passes_on_a_cpu_it_is_torchs_own():
+    given = problem(7)
+    compiled = torch.compile(moe_ops.dense_gemm, fullgraph=True, options=inductor_passes.options())
+    with torch.no_grad():
+        out, (code,) = run_and_get_code(compiled, *given)
+    assert "torch.ops.moe" not in code and "extern_kernels.addmm(" in code
+    assert_matches_oracle(out, oracle(*given))
 
 
 def test_gradients():

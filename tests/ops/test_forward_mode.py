@@ -89,8 +89,8 @@ CALLS = {
     ),
     "route_and_record": (lambda x: route_and_record(Router(x, None, TOP2.spec), REPLICAS, LOAD)[0], [(3, 3)]),
     "fused_experts": (
-        lambda x, w13, w2, t, b13, b2, s, g: moe_ops.fused_experts(
-            x, w13, w2, t, IDS, w13_bias=b13, w2_bias=b2, shared=s, shared_gate=g
+        lambda x, w13, w2, t, b13, b2, s, g: OPS.fused_experts(
+            *(x, w13, w2, t, IDS, b13, b2, None, s, g, None), "silu"
         ),
         [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4), (3, 1)],
     ),

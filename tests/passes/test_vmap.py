@@ -85,7 +85,7 @@ def test_any_number_of_tokens():
 
 def _shared(hidden, logits, w13, w2):
     weights, ids = moe_ops.topk_routing(logits, ROUTING)
-    return moe_ops.fused_experts(hidden, w13, w2, weights, ids, shared=hidden, shared_gate=logits[:, :1])
+    return moe_ops.fused_experts(hidden, w13, w2, weights, ids, shared=hidden * logits[:, :1].sigmoid())
 
 
 def _gate_of_ones_own(hidden, logits, w13, w2):

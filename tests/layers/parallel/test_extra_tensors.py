@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import ModularKernel, Prepared, RouterOutput, StandardExperts
+from layers.carried import moved_as_bytes
 from layers.parallel import AllGatherPrepareAndFinalize, AllReducePrepareAndFinalize
 from tests.helpers import assert_matches_oracle, assert_same
 from tests.layers.carried import (
@@ -45,6 +46,11 @@ def tokens_of(name, **options):
     hidden, routed = any_tokens_of(rank, name, **options)
     which = numbers(hidden.shape[0], 0 if name in REPLICATED else rank)
     return numbered(hidden, which), routed, which
+
+
+@pytest.mark.parametrize("ids", [torch.arange(5)[None].int().t(), torch.tensor([[3]]).expand(1, 1).t()])
+def test_a_column_whatever_its_stride_goes_as_bytes(ids):
+    assert torch.equal(moved_as_bytes(lambda rows: lambda: rows, ids)(), ids)
 
 
 @on_ranks(2, 4)
