@@ -61,14 +61,17 @@ def _why_alone(wait: Node) -> str:
     while end.op != "output" and not _is_start(end) and not changes(end):
         behind.append(end)
         end = end.next
-    ends = {
-        True: "the next exchange",
-        end.op == "output": "the end",
-        changes(end): f"{end.name}, which writes in place",
-    }
+    border = _border(end)
     if any(is_call(node) for node in behind):
-        return f"every call behind it, up to {ends[True]}, needs what ranks have sent"
-    return f"no call stands between it and {ends[True]}"
+        return f"every call behind it, up to {border}, needs what ranks have sent"
+    return f"no call stands between it and {border}"
+
+
+def _border(end: Node) -> str:
+    """What calls do not move across, in words."""
+    if changes(end):
+        return f"{end.name}, which writes in place"
+    return "the end" if end.op == "output" else "the next exchange"
 
 
 def _name(node: Node) -> str:
