@@ -103,12 +103,18 @@ def activate(
     gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The gate of an expert, in compute dtype. A formula reads operands at `columns`, and is 0 where not `inside`."""
+    """The gate of an expert, in compute dtype. A formula reads operands at `columns`, where they are `inside`.
+
+    With TAIL it is 0 elsewhere: of rows that no expert has, nothing is inside. Named gates of zeros are zeros.
+    """
     if NAME == "formula":
         value = captured(
             gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr
         )
+        if TAIL:  # costs 3 % of a wide product
+            value = tl.where(inside, value, 0.0)
     else:
         value = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
     return value

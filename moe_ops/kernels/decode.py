@@ -103,7 +103,7 @@ def gemv_activation_kernel(
         result = activate(
             gate, up, expert, columns, columns < features,
             operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+            NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
         )  # fmt: skip
         out_row_ptr = out_ptr + slot.to(tl.int64) * features
         tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)

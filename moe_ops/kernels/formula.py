@@ -92,7 +92,7 @@ def source(formula: Formula) -> str:
     for index, (operation, given) in enumerate(formula.steps):
         values = (name if name[0] in "guat" else _number(name) for name in given)
         lines.append(f"    t{index} = {_TRITON[operation].format(*values)}")
-    lines.append(f"    return tl.where(inside, {formula.result}, 0.0)")
+    lines.append(f"    return {formula.result}")
     return "\n".join(lines) + "\n"
 
 

@@ -13,16 +13,16 @@ _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by 
 # Beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert.
 _DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
+_GRADIENT_ROWS = 64  # per step of a weight gradient
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
 def loads_rows_by_tma(gemm: Gemm, block_m: int) -> bool:
     """Whether rows [S, A] that lie in order come by TMA (up to 4 % faster on an H200) or by cp.async."""
     x = gemm.x.meta
-    in_order = gemm.top_k is None and not gemm.tail
     suits = x.shape[1] <= _DEEP or _is_compute_bound(gemm)
     many = block_m >= _TMA_TILE_ROWS
-    return in_order and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
+    return gemm.top_k is None and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
 
 
 def _loads_rows_in_pieces(x: TensorMeta) -> bool:
@@ -81,17 +81,36 @@ def _rows_per_tile(mean_rows: float) -> int:
     return 128
 
 
-def weight_gradient_config(dtype: torch.dtype, features: int, depth: int, gpu: Gpu) -> LaunchConfig:
-    """Blocks of the weight gradient: block_n x block_k outputs, block_m rows per step."""
-    if dtype == torch.float64:
+def loads_gradient_by_tma(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> bool:
+    """Whether a weight gradient loads its rows by TMA: an expert's rows fill a block, which a box loads whole.
+
+    Where a CTA has less memory, as on sm_120, the kernel spills.
+    """
+    many = x.shape[0] >= _GRADIENT_ROWS * num_experts and gpu.shared_memory >= H200.shared_memory
+    return many and all(tma.allows(gpu, rows, tma.boxed_rows(rows)) for rows in (grad, x))
+
+
+def weight_gradient_config(grad: TensorMeta, x: TensorMeta, gpu: Gpu) -> LaunchConfig:
+    """Blocks of the masked weight gradient: block_n x block_k outputs, block_m rows per step."""
+    if x.dtype == torch.float64:
         return LaunchConfig(16, 32, 32, 4, 2)
-    if dtype == torch.float32:
+    if x.dtype == torch.float32:
         return LaunchConfig(16, 64, 64, 8, 2)
     most = 128 if _is_tuned(gpu) else 64  # elsewhere as many accumulators and odd rows at once spill
-    block_n, block_k = (
-        min(max(next_power_of_2(size), 16), limit) for size, limit in ((features, 128), (depth, most))
-    )
-    return LaunchConfig(64, block_n, block_k, 8 if block_n * block_k > 64 * most else 4, 3)
+    block_n, block_k = _covering(grad.shape[1], 128), _covering(x.shape[1], most)
+    return LaunchConfig(_GRADIENT_ROWS, block_n, block_k, 8 if block_n * block_k > 64 * most else 4, 3)
+
+
+def weight_gradient_tma_config(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> LaunchConfig:
+    """The same by TMA. Of few rows the stores count: two CTAs hide each other's (7 % at 256 rows an expert)."""
+    wide = _is_tuned(gpu) and x.shape[0] >= _COMPUTE_BOUND_ROWS * num_experts
+    block_n, block_k = _covering(grad.shape[1], 128), _covering(x.shape[1], 256 if wide else 128)
+    stages, ctas_per_sm = (4, 1) if wide else (3, 2)
+    return LaunchConfig(_GRADIENT_ROWS, block_n, block_k, 8, stages, ctas_per_sm)
+
+
+def _covering(size: int, most: int) -> int:
+    return min(max(next_power_of_2(size), 16), most)
 
 
 def persistent_programs(num_tiles: int, config: LaunchConfig, gpu: Gpu) -> int:

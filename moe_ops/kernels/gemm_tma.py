@@ -45,6 +45,7 @@ def _store_pair(
     gate, up, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
     expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Gate and up products of the output columns from `column` on: bias, activation, store."""
     columns = column + tl.arange(0, gate.shape[1])
@@ -55,7 +56,7 @@ def _store_pair(
     value = activate(
         gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
         operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT,
+        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
     )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
@@ -65,6 +66,7 @@ def _store_interleaved(
     acc, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
     expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """The same for alternating gate and up columns."""
     if bias_ptr is not None:
@@ -75,7 +77,7 @@ def _store_interleaved(
     value = activate(
         gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
         operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT,
+        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
     )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
@@ -88,7 +90,7 @@ def grouped_gemm_tma_kernel(
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-    TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
+    TAIL: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`features`: output columns. A gated tile multiplies BLOCK_N weight rows and stores BLOCK_N/2 columns."""
@@ -126,6 +128,9 @@ def grouped_gemm_tma_kernel(
                     weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K
                 )
                 acc_up = dot(x, up, acc_up)
+        if TAIL and x_desc is not None:  # a box has no mask
+            acc = tl.where(expert < num_experts, acc, 0.0)
+            acc_up = tl.where(expert < num_experts, acc_up, 0.0)
         # No bias for rows past the last expert; bias_features bounds what is read of it.
         bias_features = tl.where(expert < num_experts, features, 0)
         bias_row_ptr = bias_ptr
@@ -135,14 +140,14 @@ def grouped_gemm_tma_kernel(
             _store_pair(
                 acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
                 out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
             )  # fmt: skip
         elif HALVES:
             gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
             _store_pair(
                 gate, up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
                 out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
             )  # fmt: skip
         elif GATED:
             # Two halves in turn: the whole tile at once needs more registers than there are.
@@ -150,12 +155,12 @@ def grouped_gemm_tma_kernel(
             _store_interleaved(
                 first, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
                 out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
             )  # fmt: skip
             _store_interleaved(
                 second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_features, bias_stride_n,
                 out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
             )  # fmt: skip
         else:
             columns = column + tl.arange(0, OUT_N)
@@ -165,6 +170,6 @@ def grouped_gemm_tma_kernel(
                 acc = activate(
                     acc, acc, expert, columns[None, :], (columns < bias_features)[None, :],
                     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                    NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                    NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
                 )  # fmt: skip
             _store(acc, out_ptr, rows, end, column, features, out_stride_m)

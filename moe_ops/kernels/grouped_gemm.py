@@ -1,4 +1,4 @@
-"""grouped_gemm and its weight gradient: plans for the kernels of `gemm_tma` and `gemm_generic`."""
+"""grouped_gemm: plans for the kernels of `gemm_tma` and `gemm_generic`."""
 
 from typing import Any
 
@@ -6,11 +6,10 @@ import torch
 
 from moe_ops.kernels import gemm_config, tma
 from moe_ops.kernels.activation import activation_args
-from moe_ops.kernels.common import cdiv
 from moe_ops.kernels.formula import operand_args, with_formula
 from moe_ops.kernels.gemm import Gemm, Operand, bias_args, operands
 from moe_ops.kernels.gemm_config import LaunchConfig
-from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel, weight_gradient_kernel
+from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel
 from moe_ops.kernels.gemm_tma import grouped_gemm_tma_kernel
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
@@ -75,6 +74,7 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "out_stride_m": gemm.features,
         **(_NO_ACTIVATION if gemm.activation is None else activation_args(gemm.activation)),
         **operand_args(gemm.activation),
+        "TAIL": gemm.tail,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -133,32 +133,3 @@ def grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
     x, linear = Operand("x", args.x), operands("weight", args.weight)
     buffers, launches = plan(Gemm(x, linear, "product", args.x.shape[0], gpu, tail=True))
     return Program(buffers, launches, ("product",))
-
-
-def grouped_gemm_weight_backward_program(args: Any, gpu: Gpu) -> Program:
-    """The program of `moe.grouped_gemm_weight_backward`."""
-    grad, x, num_experts = args.grad, args.x, args.expert_offsets.shape[0] - 1
-    (num_rows, features), depth = grad.shape, x.shape[1]
-    config = gemm_config.weight_gradient_config(x.dtype, features, depth, gpu)
-    given = {
-        "grad_ptr": Ref("grad"),
-        "x_ptr": Ref("x"),
-        "offsets_ptr": Ref("expert_offsets"),
-        "out_ptr": Ref("grad_weight"),
-        "num_rows": num_rows,
-        "features": features,
-        "depth": depth,
-        "grad_stride_m": grad.strides[0],
-        "grad_stride_n": grad.strides[1],
-        "x_stride_m": x.strides[0],
-        "x_stride_k": x.strides[1],
-        "F64": x.dtype == torch.float64,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "BLOCK_M": config.block_m,
-    }
-    grid = (num_experts * cdiv(features, config.block_n) * cdiv(depth, config.block_k),)
-    launch = Launch(weight_gradient_kernel, grid, given, config.num_warps, config.num_stages)
-    return Program(
-        (Buffer("grad_weight", (num_experts, features, depth), x.dtype),), (launch,), ("grad_weight",)
-    )

@@ -19,6 +19,7 @@ from moe_ops.kernels import (
     permute,
     placement,
     routing,
+    weight_gradient,
 )
 from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
@@ -35,7 +36,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.Permute: permute.permute_program,
     of.PermuteBackward: permute.permute_backward_program,
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,
-    of.GroupedGemmWeightBackward: grouped_gemm.grouped_gemm_weight_backward_program,
+    of.GroupedGemmWeightBackward: weight_gradient.grouped_gemm_weight_backward_program,
     of.BatchedGemm: batched.batched_gemm_program,
     of.DenseGemm: dense.dense_gemm_program,
     of.GatedActivation: activation.gated_activation_program,

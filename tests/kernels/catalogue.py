@@ -20,6 +20,7 @@ from moe_ops.kernels import (
     plans,
     routing,
     tiles,
+    weight_gradient,
 )
 from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gpu import H200, Gpu
@@ -44,6 +45,7 @@ _MODULES = (
     placement,
     routing,
     tiles,
+    weight_gradient,
 )
 _STRIDE = 48  # of the last dimension; the others follow, none is 1
 HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
@@ -184,6 +186,9 @@ def programs() -> list[Program]:
             _strided(2, 64), meta(96, 96)[:, :64], meta(64, 96)[:, :48], _strided(2, 1, dtype=torch.float32)
         ),
         program_of("grouped_gemm_weight_backward", _strided(1024, 128), rows, _index(9)),
+        program_of(
+            "grouped_gemm_weight_backward", meta(1024, 136)[:, :128], meta(1024, 72)[:, :64], _index(9)
+        ),
         program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),

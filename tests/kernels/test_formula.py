@@ -91,6 +91,19 @@ def test_the_first_half_alone_and_transposed_weights(device):
     assert (out.double() - _oracle(given, "halves")).abs().max() <= 2e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["tma", "generic"])
+def test_rows_of_no_expert_are_zeros_whatever_the_formula_makes_of_zeros(dtype, device):
+    given = {
+        "hidden_states": torch.zeros(5, 32, dtype=dtype, device=device),
+        "w13": torch.ones(2, 16, 32, dtype=dtype, device=device),
+        "sorted_slots": torch.arange(5, dtype=torch.int32, device=device),
+        "expert_offsets": torch.tensor([0, 2, 3], dtype=torch.int32, device=device),
+    }
+    out = launch("gather_gemm_formula", **given, formula="halves|t0=exp(gate)|t0").cpu()
+    assert torch.equal(out[:3], torch.ones(3, 8, dtype=dtype))
+    assert torch.equal(out[3:], torch.zeros(2, 8, dtype=dtype))
+
+
 _VALUES = torch.tensor(
     [-90.0, -20.0, -3.0, -1.0, -0.3, -1e-4, -1e-9, 0.0, 1e-9, 1e-4, 0.3, 1.0, 3.0, 20.0, 90.0, float("nan")]
 )

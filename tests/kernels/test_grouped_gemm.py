@@ -9,7 +9,7 @@ from moe_ops.kernels import gemm_config, grouped_gemm
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Program
 from tests.kernels import oracles
-from tests.kernels.by_name import launch
+from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta, product
 from tests.kernels.oracles import assert_close
 
@@ -95,6 +95,7 @@ def test_offsets_that_make_no_sense_touch_nothing(device: str) -> None:
 def test_every_block_size(config: gemm_config.LaunchConfig, device: str) -> None:
     rows, offsets = 200, [0, 129, 129, 190]
     weight, x = torch.randn(3, 264, 200).bfloat16().to(device), torch.randn(rows, 200).bfloat16().to(device)
+    x[offsets[-1] :] = float("nan")  # rows of dropped slots become zeros
     gemm = replace(product(weight, rows, gpu=Gpu(90, 5, H200.shared_memory)), tail=True)
     tensors = {
         "x": x,
@@ -122,3 +123,43 @@ def test_weight_gradient(dtype: torch.dtype, case: str, device: str) -> None:
         [grad[a:b].double().sum(0) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
     )
     assert_close(bias_grad.squeeze(2), expected_bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("offsets", "rows", "features", "depth", "block_k"),
+    [
+        ([0, 64, 64, 209], 240, 40, 264, 128),  # no row, none at all and 17 beside full blocks
+        ([0, 63, 64, 1537], 1600, 1160, 264, 256),  # more blocks of features than run side by side
+        ([0, 1600, 1600, 1600], 1600, 136, 72, 128),
+    ],
+)
+def test_weight_gradient_by_tma(
+    offsets: list[int], rows: int, features: int, depth: int, block_k: int, dtype: torch.dtype, device: str
+) -> None:
+    grad, x = torch.randn(rows, features).to(dtype), torch.randn(rows, depth).to(dtype)
+    grad[offsets[-1] :], x[offsets[-1] :] = float("nan"), float("nan")  # a box must not bring them
+    pairs = zip(offsets[:-1], offsets[1:], strict=True)
+    expected = torch.stack([grad[a:b].double().T @ x[a:b].double() for a, b in pairs])
+    given = grad.to(device), x.to(device), torch.tensor(offsets, dtype=torch.int32).to(device)
+    gpu = Gpu(90, 5, H200.shared_memory)  # several tiles to a program
+    program = program_of("grouped_gemm_weight_backward", *given, gpu=gpu)
+    assert program.launches[0].args["BLOCK_K"] == block_k
+    tensors = dict(zip(("grad", "x", "expert_offsets"), given, strict=True))
+    (out,) = program.run(tensors)
+    assert_close(out, expected)
+    assert torch.equal(out, program.run(tensors)[0])
+
+
+def test_weight_gradient_of_few_rows_or_odd_ones_is_masked() -> None:
+    offsets = meta(9, dtype=torch.int32)
+    for grad, x in (
+        (meta(511, 64), meta(511, 64)),
+        (meta(512, 36), meta(512, 64)),
+        (meta(512, 64), meta(512, 1)),
+        (meta(512, 64, dtype=torch.float32), meta(512, 64, dtype=torch.float32)),
+    ):
+        (only,) = program_of("grouped_gemm_weight_backward", grad, x, offsets).launches
+        assert only.kernel.__name__ == "weight_gradient_kernel"
+    (only,) = program_of("grouped_gemm_weight_backward", meta(512, 64), meta(512, 64), offsets).launches
+    assert only.kernel.__name__ == "weight_gradient_tma_kernel"
