@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
 from moe_ops.activation import (
-    activation_gradient,
     activation_spec,
     gated_activation,
     out_features,
@@ -49,6 +48,7 @@ from moe_ops.grouped_gemm import (
 from moe_ops.permute import permute
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan
+from moe_ops.weighted_activation import weighted_activation_backward
 
 
 def act_gemm_combine(
@@ -133,11 +133,10 @@ def _save(args: ActGemmCombine, output: Tensor) -> Any:
 
 
 def _backward(args: ActGemmCombine, needs: ActGemmCombine, grad: Tensor) -> ActGemmCombine:
-    activated = gated_activation(args.gate_up, args.activation)
-    return with_joined_gradients(gradients(grad, activated, args, needs), grad, args, needs)
+    return with_joined_gradients(gradients(grad, args, needs), grad, args, needs)
 
 
-def gradients(grad: Tensor, activated: Tensor, args: ActGemmCombine, needs: ActGemmCombine) -> ActGemmCombine:
+def gradients(grad: Tensor, args: ActGemmCombine, needs: ActGemmCombine) -> ActGemmCombine:
     """The gradients that `needs` asks for, but of what joins the sum. No product before or behind is run again.
 
     With g = grad of a slot's token, y = w2 @ a + b2 the slot's output and s its weight, the gradient of s is
@@ -145,25 +144,25 @@ def gradients(grad: Tensor, activated: Tensor, args: ActGemmCombine, needs: ActG
     (SonicMoE, arXiv 2512.14080).
     """
     (gate_up, w2, offsets, _, slots, *_), to_weights, to_gate_up = args, None, None
-    grad_rows = permute(grad.contiguous(), slots)
-    scale = _scale(args)
+    grad_rows, scale = permute(grad.contiguous(), slots), _scale(args)
     if needs.topk_weights or needs.gate_up:
         back = input_gradient(grad_rows, w2, offsets)
-        to_weights = _weights_gradient(back * activated, grad_rows, args) if needs.topk_weights else None
-        to_gate_up = activation_gradient(back * scale, gate_up, args.activation) if needs.gate_up else None
-    to_w2 = _scaled_gradient(grad_rows, activated, scale, offsets, needs.w2)
+        to_gate_up, weighted, dots = weighted_activation_backward(back, gate_up, scale, args.activation)
+        to_weights = _weights_gradient(dots, grad_rows, args) if needs.topk_weights else None
+    else:
+        weighted = gated_activation(gate_up, args.activation) * scale.unsqueeze(1).to(gate_up.dtype)
+    to_w2 = _scaled_gradient(grad_rows, weighted, scale, offsets, needs.w2)
     return partial(ActGemmCombine, gate_up=to_gate_up, w2=to_w2, topk_weights=to_weights)
 
 
 def _scale(args: ActGemmCombine) -> Tensor:
-    """[S, 1]: the weight of each row, in the dtype of rows."""
-    return args.topk_weights.flatten()[args.sorted_slots].unsqueeze(1).to(args.gate_up.dtype)
+    """[S]: the weight of each row."""
+    return args.topk_weights.flatten()[args.sorted_slots]
 
 
-def _weights_gradient(products: Tensor, grad_rows: Tensor, args: ActGemmCombine) -> Tensor:
-    """<g, y> of every slot as [T, K]; `products` are those of w2.T @ g and a."""
+def _weights_gradient(dots: Tensor, grad_rows: Tensor, args: ActGemmCombine) -> Tensor:
+    """<g, y> of every slot as [T, K]; `dots` [S] are those of w2.T @ g and a."""
     topk_weights, bias = args.topk_weights, args.w2.bias
-    dots = products.sum(1, dtype=topk_weights.dtype)
     if bias is not None:
         of_bias = product(grad_rows, GroupedLinear(bias.unsqueeze(1)), args.expert_offsets)
         dots = dots + of_bias.squeeze(1).to(dots.dtype)
@@ -171,11 +170,12 @@ def _weights_gradient(products: Tensor, grad_rows: Tensor, args: ActGemmCombine)
 
 
 def _scaled_gradient(
-    grad: Tensor, x: Tensor, scale: Tensor, expert_offsets: Tensor, needs: GroupedLinear
+    grad: Tensor, weighted: Tensor, scale: Tensor, expert_offsets: Tensor, needs: GroupedLinear
 ) -> GroupedLinear:
-    """Gradients to weight and bias of a product whose rows are weighed by scale [S, 1]."""
-    to_weight = weight_gradient(grad, x * scale, expert_offsets) if needs.weight else None
-    to_bias = weight_gradient(grad, scale, expert_offsets).squeeze(2) if needs.bias else None
+    """Gradients to weight and bias of a product whose rows are `weighted`, by scale [S]."""
+    to_weight = weight_gradient(grad, weighted, expert_offsets) if needs.weight else None
+    column = scale.unsqueeze(1).to(grad.dtype)
+    to_bias = weight_gradient(grad, column, expert_offsets).squeeze(2) if needs.bias else None
     return partial(GroupedLinear, weight=to_weight, bias=to_bias)
 
 

@@ -152,7 +152,8 @@ def _fake(args: GatedActivation) -> Tensor:
     return args.gate_up.new_empty((args.gate_up.shape[0], features))
 
 
-def _check_backward(args: GatedActivationBackward) -> None:
+def check_activation_backward(args: GatedActivationBackward) -> None:
+    """Checks a gradient [S, I] against the rows [S, 2I] it belongs to."""
     gate_up = args.gate_up
     _check(GatedActivation(gate_up, args.activation))
     features = out_features(gate_up.shape[1], Activation.from_spec(args.activation))
@@ -161,7 +162,8 @@ def _check_backward(args: GatedActivationBackward) -> None:
     _checks.expect_same_device(gate_up.device, "gate_up", grad=args.grad)
 
 
-def _reference_backward(args: GatedActivationBackward) -> Tensor:
+def reference_backward(args: GatedActivationBackward) -> Tensor:
+    """The definition of `gated_activation_backward`, in plain PyTorch."""
     config = Activation.from_spec(args.activation)
     if config.name in _UNCLAMPED and config.limit is None:
         return _unclamped_backward(args.grad, args.gate_up, config)
@@ -237,8 +239,8 @@ _library.define(GatedActivation, "Tensor", check=_check, cpu=reference, cuda=_cu
 _library.define(
     GatedActivationBackward,
     "Tensor",
-    check=_check_backward,
-    cpu=_reference_backward,
+    check=check_activation_backward,
+    cpu=reference_backward,
     cuda=_cuda_backward,
     fake=_fake_backward,
 )

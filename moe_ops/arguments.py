@@ -133,6 +133,15 @@ class GatedActivationBackward(NamedTuple):
     activation: str
 
 
+class WeightedActivationBackward(NamedTuple):
+    """Of `weighted_activation_backward`: gradient [S, I], scale [S]."""
+
+    grad: PerToken
+    gate_up: PerToken
+    scale: PerToken
+    activation: str
+
+
 class Combine(NamedTuple):
     """Of `combine`."""
 

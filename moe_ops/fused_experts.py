@@ -282,7 +282,6 @@ def expert_gradients(
     up, down = _halves(args, plan)
     rows = product_args(up)
     gate_up = product(*rows)
-    activated = gated_activation(gate_up, args.activation)
     needs_up = partial(GatherGemm, hidden_states=needs.hidden_states, w13=needs.experts.w13)
     needs_down = partial(
         ActGemmCombine,
@@ -290,7 +289,7 @@ def expert_gradients(
         w2=needs.experts.w2,
         topk_weights=needs.topk_weights,
     )
-    to_down = down_gradients(grad, activated, down(gate_up), needs_down)
+    to_down = down_gradients(grad, down(gate_up), needs_down)
     to_up = partial(GatherGemm)
     if to_down.gate_up is not None:
         to_up = up_gradients(to_down.gate_up, rows, up, needs_up)

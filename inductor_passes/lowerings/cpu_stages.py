@@ -39,6 +39,7 @@ from moe_ops.dense_gemm import reference as dense_gemm
 from moe_ops.gate import apply_formula
 from moe_ops.grouped_gemm import product
 from moe_ops.types import RoutingConfig
+from moe_ops.weighted_activation import reference as weighted_activation_backward
 
 
 class ExpandOnCpu:
@@ -60,6 +61,7 @@ class ExpandOnCpu:
         "gather_gemm",
         "act_gemm_combine",
         "dense_gemm",
+        "weighted_activation_backward",
     )
     inference_only = False
 
@@ -164,4 +166,5 @@ _FORMULAS: dict[str, Callable[[Any], Any]] = {
     "gather_gemm": _gathered_product,
     "act_gemm_combine": _from_gate_up,
     "dense_gemm": dense_gemm,
+    "weighted_activation_backward": weighted_activation_backward,
 }

@@ -28,18 +28,22 @@ _FUSED = (
     *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
     *("gather_gemm", "act_gemm_combine", "dense_gemm"),
 )
+_OF_TRAINING = (
+    *("grouped_gemm", "grouped_gemm_weight_backward", "weighted_activation_backward"),
+    *("permute_backward", "topk_routing_backward"),
+)
 
 
 class LaunchPrograms:
-    """Fused operators become Triton launches."""
+    """Fused operators and those of a backward become Triton launches."""
 
     name = "launch_programs"
-    requires: tuple[str, ...] = _FUSED
+    requires: tuple[str, ...] = (*_FUSED, *_OF_TRAINING)
     inference_only = False
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out the launches of every fused operator with static sizes on CUDA."""
-        candidates = [node for node in find(graph, *_FUSED) if _on_cuda(node)]
+        candidates = [node for node in find(graph, *self.requires) if _on_cuda(node)]
         rewrite_each(graph, candidates, partial(_rewrite, launched={}), log, log.keep)
 
 

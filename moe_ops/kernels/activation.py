@@ -73,6 +73,41 @@ def _activation_backward_kernel(
         tl.store(out_ptr + up_columns, grad_up.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _weighted_activation_backward_kernel(
+    grad_ptr, gate_up_ptr, scale_ptr, out_ptr, weighted_ptr, dots_ptr,
+    features, grad_stride_s, grad_stride_i, stride_s, stride_i, scale_stride_s,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    F64: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row, so that dots add up in one order."""
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + offset(row, scale_stride_s)).to(ACC)
+    row_ptr, grad_row_ptr = gate_up_ptr + offset(row, stride_s), grad_ptr + offset(row, grad_stride_s)
+    out_ptr += row * features * (2 if GATED else 1)
+    dots = tl.zeros((BLOCK,), ACC)
+    for start in range(0, features, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < features
+        gate_columns, up_columns = _gate_up_columns(columns, features, GATED, INTERLEAVED)
+        gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
+        up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
+        grad = tl.load(grad_row_ptr + offset(columns, grad_stride_i), mask=mask, other=0.0).to(ACC)
+        value = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+        grad_gate, grad_up = activation_gradient(
+            grad * scale, gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT
+        )
+        dots += grad * value
+        weighted = (value * scale).to(weighted_ptr.dtype.element_ty)
+        tl.store(weighted_ptr + row * features + columns, weighted, mask=mask)
+        tl.store(out_ptr + gate_columns, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)
+        if GATED:
+            tl.store(out_ptr + up_columns, grad_up.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(dots_ptr + row, tl.sum(dots, 0).to(dots_ptr.dtype.element_ty))
+
+
 def activation_args(activation: Activation | Formula) -> dict:
     """The constexpr arguments that describe `activation` to any kernel that applies it."""
     if isinstance(activation, Formula):
@@ -125,3 +160,26 @@ def gated_activation_backward_program(args: Any, gpu: Gpu) -> Program:
     grid = (grad.shape[0] * cdiv(given["features"], given["BLOCK"]),)
     launch = Launch(_activation_backward_kernel, grid, given, 4, 1)
     return Program((Buffer("grad_gate_up", gate_up.shape, gate_up.dtype),), (launch,), ("grad_gate_up",))
+
+
+def weighted_activation_backward_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.weighted_activation_backward`."""
+    grad, gate_up, scale = args.grad, args.gate_up, args.scale
+    given = {
+        **_shared_args(args),
+        "grad_ptr": Ref("grad"),
+        "scale_ptr": Ref("scale"),
+        "out_ptr": Ref("grad_gate_up"),
+        "weighted_ptr": Ref("weighted"),
+        "dots_ptr": Ref("dots"),
+        "grad_stride_s": grad.strides[0],
+        "grad_stride_i": grad.strides[1],
+        "scale_stride_s": scale.strides[0],
+    }
+    outputs = (
+        Buffer("grad_gate_up", gate_up.shape, gate_up.dtype),
+        Buffer("weighted", grad.shape, gate_up.dtype),
+        Buffer("dots", scale.shape, scale.dtype),
+    )
+    launch = Launch(_weighted_activation_backward_kernel, (grad.shape[0],), given, 4, 1)
+    return Program(outputs, (launch,), tuple(each.name for each in outputs))

@@ -20,9 +20,10 @@ _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of 
 def loads_rows_by_tma(gemm: Gemm, block_m: int) -> bool:
     """Whether rows [S, A] that lie in order come by TMA (up to 4 % faster on an H200) or by cp.async."""
     x = gemm.x.meta
+    in_order = gemm.top_k is None and not gemm.tail
     suits = x.shape[1] <= _DEEP or _is_compute_bound(gemm)
     many = block_m >= _TMA_TILE_ROWS
-    return gemm.top_k is None and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
+    return in_order and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
 
 
 def _loads_rows_in_pieces(x: TensorMeta) -> bool:

@@ -128,9 +128,6 @@ def grouped_gemm_tma_kernel(
                     weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K
                 )
                 acc_up = dot(x, up, acc_up)
-        if TAIL and x_desc is not None:  # a box has no mask
-            acc = tl.where(expert < num_experts, acc, 0.0)
-            acc_up = tl.where(expert < num_experts, acc_up, 0.0)
         # No bias for rows past the last expert; bias_features bounds what is read of it.
         bias_features = tl.where(expert < num_experts, features, 0)
         bias_row_ptr = bias_ptr

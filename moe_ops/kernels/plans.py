@@ -41,6 +41,7 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.DenseGemm: dense.dense_gemm_program,
     of.GatedActivation: activation.gated_activation_program,
     of.GatedActivationBackward: activation.gated_activation_backward_program,
+    of.WeightedActivationBackward: activation.weighted_activation_backward_program,
     of.Combine: combine.combine_program,
     of.CombineBackward: combine.combine_backward_program,
     of.RoutingDispatch: fused.routing_dispatch_program,

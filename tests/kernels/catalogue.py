@@ -58,7 +58,7 @@ TENSORS = {
     ),
     **dict.fromkeys(("shared_w13", "shared_w2"), torch.bfloat16),
     "shared_weights": torch.float32,
-    **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias"), torch.float32),
+    **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias", "scale"), torch.float32),
     **dict.fromkeys(
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
     ),
@@ -175,6 +175,13 @@ def programs() -> list[Program]:
         program_of("combine_backward", _strided(512, 64), rows, weights, _index(1024)),
         program_of("gated_activation", _strided(1024, 128), HALVES),
         program_of("gated_activation_backward", rows, _strided(1024, 128), INTERLEAVED),
+        program_of(
+            "weighted_activation_backward",
+            rows,
+            _strided(1024, 128),
+            _strided(1024, dtype=torch.float32),
+            INTERLEAVED,
+        ),
         program_of("topk_routing", logits, _strided(8, dtype=torch.float32), _ROUTING),
         program_of("topk_routing_backward", weights, logits, weights, ids, _ROUTING),
         program_of("build_dispatch", _strided(4096, 2, dtype=torch.int32), _index(16), 8),

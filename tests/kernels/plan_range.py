@@ -204,7 +204,9 @@ def rows(gpu: Gpu, size: Range) -> Iterator[Planned]:
             gate_up = meta(512, 2 * columns if act.is_gated else columns, dtype=dtype)
             forward = program_of("gated_activation", gate_up, act)
             backward = program_of("gated_activation_backward", by_slot, gate_up, act)
-            yield from _programs(f"{name} {act.spec}", dtype, forward, backward)
+            scale = meta(512, dtype=torch.float32)
+            weighted = program_of("weighted_activation_backward", by_slot, gate_up, scale, act)
+            yield from _programs(f"{name} {act.spec}", dtype, forward, backward, weighted)
 
 
 def routes(gpu: Gpu, size: Range) -> Iterator[Planned]:

@@ -133,13 +133,17 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
         program_of("combine_backward", tokens, rows, weights, slots),
         program_of("gated_activation", gate_up, Activation()),
         program_of("gated_activation_backward", rows, gate_up, GPT_OSS),
+        program_of(
+            "weighted_activation_backward", rows, gate_up, _meta(4096, dtype=torch.float32), Activation()
+        ),
         *(
             program_of("topk_routing_backward", weights, logits, weights, ids, RoutingConfig(4, score))
             for score in ("softmax", "sqrtsoftplus")
         ),
     ]
     floating = ("grad", "x", "hidden_states", "expert_out", "gate_up", "router_logits")
-    dtypes = dict.fromkeys(floating, dtype) | dict.fromkeys(("topk_weights", "grad_weights"), torch.float32)
+    dtypes = dict.fromkeys(floating, dtype)
+    dtypes |= dict.fromkeys(("topk_weights", "grad_weights", "scale"), torch.float32)
     dtypes |= dict.fromkeys(("expert_offsets", "sorted_slots", "inverse", "topk_ids"), torch.int32)
     for program in programs:
         _assert_spill_free(aot.compile_program(program, dtypes))

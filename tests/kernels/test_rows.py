@@ -124,6 +124,29 @@ def test_activation_and_gradient(activation: Activation, dtype: torch.dtype, dev
     )
 
 
+# Of the widest bound float64 keeps 12 digits, which cancel in a sum; `test_activation_and_gradient` has it.
+@pytest.mark.parametrize(
+    "activation", [each for each in ACTIVATIONS if each.beta != 1e4], ids=lambda a: a.spec
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [21, 1031], ids=["one_block", "two_blocks"])
+def test_gradient_of_weighted_rows(
+    features: int, activation: Activation, dtype: torch.dtype, device: str
+) -> None:
+    columns = 2 * features if activation.is_gated else features
+    gate_up, grad = (2 * torch.randn(5, columns)).to(dtype), torch.randn(5, features).to(dtype)
+    scale = torch.rand(5, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = gate_up.double().requires_grad_()
+    activated, weighted_grad = oracles.activate(exact, activation), grad.double() * scale.double()[:, None]
+    (expected_grad,) = torch.autograd.grad(activated, exact, weighted_grad)
+    given = grad.to(device), gate_up.to(device), scale.to(device), activation
+    to_gate_up, weighted, dots = launch("weighted_activation_backward", *given)
+    assert_close(to_gate_up, expected_grad)
+    assert_close(weighted, activated.detach() * scale.double()[:, None])
+    assert dots.dtype == scale.dtype
+    assert_close(dots, (grad.double() * activated.detach()).sum(1))
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
 def test_activation_of_zero_and_extreme_rows_is_finite(activation: Activation, device: str) -> None:
     columns = 2 * 8 if activation.is_gated else 8

@@ -75,7 +75,11 @@ def test_stages(tokens: int, columns: int, programs: list[Program], device: str)
     to_rows, to_weights = launch("combine_backward", hidden, rows, weights, index)
     assert to_rows.shape == rows.shape and (to_weights == 0).all()
     assert launch("gated_activation", rows, ACT).shape == (slots, columns // 2)
-    assert launch("gated_activation_backward", rows[:, : columns // 2], rows, ACT).shape == rows.shape
+    grad = rows[:, : columns // 2]
+    assert launch("gated_activation_backward", grad, rows, ACT).shape == rows.shape
+    weighted = launch("weighted_activation_backward", grad, rows, weights.flatten(), ACT)
+    assert [each.shape for each in weighted] == [rows.shape, grad.shape, (slots,)]
+    assert (weighted[2] == 0).all()
     assert launch("topk_routing", logits, None, config)[0].shape == (tokens, TOP_K)
     assert launch("topk_routing_backward", weights, logits, weights, ids, config).shape == logits.shape
     out = launch("grouped_gemm", rows, torch.randn(2, 8, columns).to(device), offsets, None)

@@ -105,6 +105,11 @@ def samples():
         "gated_activation": [(t(6, 8), "silu"), (t(6, 8), "relu2"), (t(6, 8), "swiglu_oai;interleaved=True")]
         + [(t(6, 8), "situ;beta=1.5;linear_beta=2.0"), (t(6, 8), "gelu_no_mul")],
         "gated_activation_backward": [(t(6, 4), t(6, 8), "gelu"), (t(6, 8), t(6, 8), "relu2")],
+        "weighted_activation_backward": [
+            (t(6, 4), t(6, 8), t(6), "silu"),
+            (t(6, 8), t(6, 8), t(6), "relu2"),
+            (t(6, 4), t(6, 8), t(6), "swiglu_oai;interleaved=True"),
+        ],
         "combine": [
             (t(6, 4), t(3, 2), INVERSE, t(3, 4), t(3, 1), t(3, 4)),
             (t(7, 4), t(3, 2), INVERSE, None, None, None),
@@ -194,6 +199,7 @@ def empty_samples():
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),
+        "weighted_activation_backward": (none, t(0, 8), t(0), "gelu"),
         "combine": (none, weights, slots, t(0, 4), t(0, 1), None),
         "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),

@@ -97,6 +97,7 @@ OVER_TOKENS = {
     "topk_routing_backward": ["grad_weights", "router_logits", "topk_weights", "topk_ids"],
     "gated_activation": ["gate_up"],
     "gated_activation_backward": ["grad", "gate_up"],
+    "weighted_activation_backward": ["grad", "gate_up", "scale"],
     "fused_experts": ["hidden_states", "topk_weights", "topk_ids", "shared"],
     "fused_experts_formula": ["hidden_states", "topk_weights", "topk_ids", "shared"],
     "fused_moe": ["hidden_states", "router_logits"],

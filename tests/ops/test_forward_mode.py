@@ -67,6 +67,10 @@ CALLS = {
         lambda g, x: OPS.gated_activation_backward(g, x, "gelu_tanh"),
         [(2, 3), (2, 6)],
     ),
+    "weighted_activation_backward": (
+        lambda g, x, s: OPS.weighted_activation_backward(g, x, s, "silu"),
+        [(2, 3), (2, 6), (2,)],
+    ),
     "combine": (
         lambda y, w, s, g, r: moe_ops.combine(y, w, INVERSE, s, g, r),
         [(6, 4), (3, 2), (3, 4), (3, 1), (3, 4)],
