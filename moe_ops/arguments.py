@@ -1,8 +1,6 @@
-"""What every operator takes, declared once: schemas, checks, gradients, `torch.vmap`, launch plans and graph passes
-read it here, by name.
+"""What every operator takes, declared once, by name: for schemas, checks, gradients, vmap, launch plans and passes.
 
-T tokens, H hidden size, E experts held here, K experts per token, S = T*K slots, I intermediate size. What each
-argument means stands in the public function of its operator.
+T tokens, H hidden size, E experts held here, K experts per token, S = T*K slots, I intermediate size.
 """
 
 from typing import Annotated, NamedTuple
@@ -134,12 +132,10 @@ class GatedActivationBackward(NamedTuple):
 
 
 class WeightedActivationBackward(NamedTuple):
-    """Of `weighted_activation_backward`: gradient [S, I], scale [S]."""
+    """Of `weighted_activation_backward`: scale [S]."""
 
-    grad: PerToken
-    gate_up: PerToken
+    rows: GatedActivationBackward
     scale: PerToken
-    activation: str
 
 
 class Combine(NamedTuple):

@@ -33,44 +33,45 @@ def weighted_activation_backward(grad: Tensor, gate_up: Tensor, scale: Tensor, a
     Raises:
         ValueError, TypeError: shapes or dtypes that do not belong together.
     """
-    return _library.call(WeightedActivationBackward(grad, gate_up, scale, activation))
+    return _library.call(
+        WeightedActivationBackward(GatedActivationBackward(grad, gate_up, activation), scale)
+    )
 
 
 def _check(args: WeightedActivationBackward) -> None:
-    check_activation_backward(GatedActivationBackward(args.grad, args.gate_up, args.activation))
-    _checks.expect_floating("scale", args.scale)
-    _checks.expect_shape("scale", args.scale, (args.gate_up.shape[0],))
-    _checks.expect_same_device(args.gate_up.device, "gate_up", scale=args.scale)
+    (_, gate_up, _), scale = args
+    check_activation_backward(args.rows)
+    _checks.expect_floating("scale", scale)
+    _checks.expect_shape("scale", scale, (gate_up.shape[0],))
+    _checks.expect_same_device(gate_up.device, "gate_up", scale=scale)
 
 
 def reference(args: WeightedActivationBackward) -> Outputs:
     """The definition of `weighted_activation_backward`, in plain PyTorch."""
-    activation, dtype = Activation.from_spec(args.activation), args.gate_up.dtype
+    dtype, activation = args.rows.gate_up.dtype, Activation.from_spec(args.rows.activation)
     computed = _checks.compute_dtype(dtype)
-    grad, gate_up, scale = (each.to(computed) for each in args[:3])
+    grad, gate_up, scale = (each.to(computed) for each in (*args.rows[:2], args.scale.unsqueeze(1)))
     activated = apply_activation(gate_up, activation)
-    to_gate_up = apply_activation_backward(grad * scale[:, None], gate_up, activation)
+    to_gate_up = apply_activation_backward(grad * scale, gate_up, activation)
     dots = (grad * activated).sum(1).to(args.scale.dtype)
-    return to_gate_up.to(dtype), (activated * scale[:, None]).to(dtype), dots
+    return to_gate_up.to(dtype), (activated * scale).to(dtype), dots
 
 
 def _cpu(args: WeightedActivationBackward) -> Outputs:
     """The same from the stages, which have quicker forms of some activations."""
-    grad, gate_up, scale, activation = args
+    (grad, gate_up, activation), scale = args
     rows_scale = scale.unsqueeze(1).to(gate_up.dtype)
     activated = activation_reference(GatedActivation(gate_up, activation))
-    to_gate_up = activation_backward_reference(
-        GatedActivationBackward(grad * rows_scale, gate_up, activation)
-    )
+    to_gate_up = activation_backward_reference(args.rows._replace(grad=grad * rows_scale))
     return to_gate_up, activated * rows_scale, (grad * activated).sum(1, dtype=scale.dtype)
 
 
 def _cuda(args: WeightedActivationBackward) -> Outputs:
-    return _fake(args) if args.gate_up.shape[0] == 0 else _library.launch(args)
+    return _fake(args) if args.rows.gate_up.shape[0] == 0 else _library.launch(args)
 
 
 def _fake(args: WeightedActivationBackward) -> Outputs:
-    grad, gate_up, scale, _ = args
+    (grad, gate_up, _), scale = args
     return gate_up.new_empty(gate_up.shape), grad.new_empty(grad.shape), scale.new_empty(scale.shape)
 
 

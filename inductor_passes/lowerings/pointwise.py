@@ -20,6 +20,7 @@ from inductor_passes.graph_tools import (
     rewrite_each,
     write_out,
 )
+from inductor_passes.repeats import is_call
 from moe_ops import records
 from moe_ops.activation import reference as gated_activation
 from moe_ops.arguments import Combine, Permute
@@ -37,7 +38,14 @@ class ExpandPointwise:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every pointwise stage that is left."""
-        rewrite_each(graph, find(graph, *self.requires), _rewrite, log, log.keep)
+        stages = [stage for stage in find(graph, *self.requires) if not _is_between_kernels(stage)]
+        rewrite_each(graph, stages, _rewrite, log, log.keep)
+
+
+def _is_between_kernels(stage: Node) -> bool:
+    """Whether a gather on a GPU melts into nothing, as operators read it: Inductor would write it once for each."""
+    is_gather = operator_name(stage) == "permute" and stage.meta["val"].is_cuda
+    return is_gather and all(is_call(user) for user in stage.users)
 
 
 def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:

@@ -30,7 +30,7 @@ _FUSED = (
 )
 _OF_TRAINING = (
     *("grouped_gemm", "grouped_gemm_weight_backward", "weighted_activation_backward"),
-    *("permute_backward", "topk_routing_backward"),
+    *("permute", "permute_backward", "topk_routing_backward"),
 )
 
 

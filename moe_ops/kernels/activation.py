@@ -164,9 +164,9 @@ def gated_activation_backward_program(args: Any, gpu: Gpu) -> Program:
 
 def weighted_activation_backward_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.weighted_activation_backward`."""
-    grad, gate_up, scale = args.grad, args.gate_up, args.scale
+    (grad, gate_up, _), scale = args
     given = {
-        **_shared_args(args),
+        **_shared_args(args.rows),
         "grad_ptr": Ref("grad"),
         "scale_ptr": Ref("scale"),
         "out_ptr": Ref("grad_gate_up"),

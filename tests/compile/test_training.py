@@ -9,8 +9,6 @@ import inductor_passes
 import moe_ops
 from inductor_passes import _compat
 from inductor_passes.backend import moe_inductor
-from inductor_passes.lowerings import LaunchPrograms
-from inductor_passes.pipeline import MoEPasses
 from inductor_passes.training import RaiseForTraining
 from layers import MoEBlock, MoEConfig
 from moe_ops import _autograd, records
@@ -206,13 +204,18 @@ def test_on_a_gpu_the_backward_runs_no_product_again(monkeypatch):
     """Two products to what went in and two to weights; none of those of the forward."""
     module = sys.modules["moe_ops.act_gemm_combine"]
     monkeypatch.setattr(module, "_scale", lambda args: args.topk_weights.new_empty(args.gate_up.shape[0]))
-    products = MoEPasses(
-        (), (LaunchPrograms(),)
-    )  # not what is written out as indexing, which wants a real GPU
-    compiled = compile_for_h200(backward, arguments, tokens=512, graph_pass=products)
-    called = [line for line in compiled.code.splitlines() if "= torch.ops.moe." in line]
-    assert [line for line in called if "permute.default" not in line] == []
-    launches = names(compiled.launches)
-    assert launches.count(GEMM) == launches.count("weight_gradient_tma_kernel") == 2
-    assert launches.count("_weighted_activation_backward_kernel") == 1
-    assert launches.count("_permute_backward_kernel") == 1
+    compiled = compile_for_h200(backward, arguments, tokens=512)
+    assert "= torch.ops.moe." not in compiled.code
+    launches = [name for name in names(compiled.launches) if not name.startswith(("triton_", "_tile_map"))]
+    assert launches == [
+        "_rank_kernel",
+        "_permute_kernel",  # gradients of tokens, read by two products and written once
+        GEMM,
+        "_weighted_activation_backward_kernel",
+        GEMM,
+        "_invert_kernel",
+        "_permute_backward_kernel",
+        "_permute_kernel",
+        "weight_gradient_tma_kernel",
+        "weight_gradient_tma_kernel",
+    ]
