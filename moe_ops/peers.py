@@ -4,7 +4,7 @@ A buffer holds, for each parity, how many rows every rank has pushed here, these
 
     counts [2, W] int32 | signals [W] int64 | rows [2, W, M] of `row_bytes` | sums [2, W, M] of `sum_bytes`
 
-W ranks, M rows that are set aside for each pair of them (`max_tokens`). A signal is how far each rank has come, a number
+W ranks, M rows that are set aside for each pair of them (`max_tokens`). A signal is how far a rank has come, a number
 that only grows. Exchanges take turns between two parities, so that it is enough to wait for all ranks once in each:
 whoever writes to a parity again has waited in the exchange between, and the others told in that one behind what they
 had to read.

@@ -55,7 +55,7 @@ def _push_kernel(
     HIDDEN_BYTES: tl.constexpr, WEIGHT_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, CTAS: tl.constexpr,
 ):  # fmt: skip
-    """CTAs below CTAS push rows [start, end) to other ranks, the others move those that stay and take [before, start)."""
+    """CTAs below CTAS push rows [start, end) to others; the rest move what stays and take rows [before, start)."""
     number = exchange_number(turns_ptr, step, LAST)
     parity, signal = number % 2, number * LAST + step
     pid = tl.program_id(0)
@@ -99,20 +99,28 @@ def _push_kernel(
                 for slot in range(before + cta, tl.where(stays, 0, tl.minimum(count, start)), CTAS):
                     here = sender.to(tl.int64) * ROWS + slot
                     came = mine + ROWS_AT + ((parity * RANKS + sender) * ROWS + slot) * ROW_BYTES
-                    _copy(came, rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, H, BLOCK_H, ALIGNMENT)
+                    _copy(
+                        came, rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, H, BLOCK_H, ALIGNMENT
+                    )
                     if weights_ptr is not None:
                         target = row_weights_ptr.to(tl.int64) + here * WEIGHT_BYTES
                         _copy(came + WEIGHTS_AT, target, weights_ptr, K, BLOCK_K, 1)
                     if ids_ptr is not None:
-                        _copy(came + IDS_AT, row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, K, BLOCK_K, 4)
+                        _copy(
+                            came + IDS_AT, row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, K, BLOCK_K, 4
+                        )
                     if extra_ptr is not None:
-                        _copy(came + EXTRA_AT, row_extra_ptr.to(tl.int64) + here * C, extra_ptr, C, BLOCK_C, 1)
+                        _copy(
+                            came + EXTRA_AT, row_extra_ptr.to(tl.int64) + here * C, extra_ptr, C, BLOCK_C, 1
+                        )
                 if step == 1:  # while the next part is on its way, if there is one
                     if cta == 0:
                         tl.store(received_ptr + sender, count)
                     for slot in range(count + cta, ROWS, CTAS):
                         here = sender.to(tl.int64) * ROWS + slot
-                        _fill(rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, 0, H, BLOCK_H, ALIGNMENT)
+                        _fill(
+                            rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, 0, H, BLOCK_H, ALIGNMENT
+                        )
                         if weights_ptr is not None:
                             target = row_weights_ptr.to(tl.int64) + here * WEIGHT_BYTES
                             _fill(target, weights_ptr, 0, K, BLOCK_K, 1)
@@ -244,7 +252,9 @@ def push_program(args: Any, layout: ExchangeLayout, rank: int, gpu: Gpu) -> Prog
         "BLOCK_K": next_power_of_2(top_k),
         "BLOCK_C": min(next_power_of_2(num_extra), 1024),
     }
-    return Program(tuple(buffers), _steps(_push_kernel, given, layout), tuple(buffer.name for buffer in buffers))
+    return Program(
+        tuple(buffers), _steps(_push_kernel, given, layout), tuple(buffer.name for buffer in buffers)
+    )
 
 
 def pull_program(args: Any, layout: ExchangeLayout, rank: int, gpu: Gpu) -> Program:

@@ -15,7 +15,9 @@ _AT_ONCE = 1024  # tokens that one CTA of each rank numbers as fast as several d
 
 
 @triton.jit
-def _wanted(ids_ptr, owners_ptr, tokens, there, to, top_k, stride_t, stride_k, num_experts, BLOCK_K: tl.constexpr):
+def _wanted(
+    ids_ptr, owners_ptr, tokens, there, to, top_k, stride_t, stride_k, num_experts, BLOCK_K: tl.constexpr
+):
     """1 for those of `tokens` that rank `to` gets, else 0."""
     ks = tl.arange(0, BLOCK_K)
     pointers = ids_ptr + offset(tokens, stride_t)[:, None] + offset(ks, stride_k)[None, :]

@@ -30,7 +30,9 @@ def exchange_number(turns_ptr, step, LAST: tl.constexpr):
 
 
 @triton.jit
-def tell_all(signal, addresses_ptr, turns_ptr, rank, RANKS: tl.constexpr, AT: tl.constexpr, CTAS: tl.constexpr):
+def tell_all(
+    signal, addresses_ptr, turns_ptr, rank, RANKS: tl.constexpr, AT: tl.constexpr, CTAS: tl.constexpr
+):
     """When so many CTAs have come here, what they have written may be read: tells the other ranks `signal`."""
     tl.debug_barrier()  # all threads have written
     if tl.atomic_add(turns_ptr + 2, 1, sem="acq_rel", scope="sys") == CTAS - 1:
