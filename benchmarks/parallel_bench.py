@@ -64,6 +64,7 @@ _TABLES = {
     },
     "decode": {
         "tokens": "tokens_per_rank",
+        "busiest rank": "busiest",
         "tensor parallel us": "tensor parallel us",
         "allgather us": "allgather us",
         "symmetric us": "symmetric us",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from benchmarks.parallel_state import (
     in_graph_us,
     make_layer,
     routed,
+    routed_evenly,
     tell,
 )
 from layers import FusedMoE, RouterOutput
@@ -64,15 +66,25 @@ def layer(state: State) -> list[Row]:
     return rows
 
 
+def busiest_rank(ids: Tensor, size: int, num_experts: int) -> float:
+    """Of the experts that anybody chose, how many are on the rank with most of them, over the mean."""
+    loads = torch.bincount(ids.unique() * size // num_experts, minlength=size)
+    return (loads.max() / loads.float().mean()).item()
+
+
 @torch.no_grad()
 def decode(state: State) -> list[Row]:
-    """A few tokens of each rank: experts whole, and in parts with all tokens on every rank."""
+    """A few tokens of each rank: experts whole, and in parts with all tokens on every rank.
+
+    Experts are chosen by chance, which gives one rank more of them, and then as many on every rank: what is left of the
+    difference is what the exchange costs.
+    """
     rows: list[Row] = []
     workload = state.scale.workload
     whole = make_layer(state, workload)
     in_parts = sharded(state, whole, ExpertTensorParallel())
-    for tokens in state.scale.decode:
-        parts = [routed(replace(state, rank=rank), tokens, workload, 7) for rank in range(state.size)]
+    for tokens, draw in product(state.scale.decode, (routed, routed_evenly)):
+        parts = [draw(replace(state, rank=rank), tokens, workload, 7) for rank in range(state.size)]
         every, mine = (torch.cat(each) for each in zip(*parts, strict=True)), parts[state.rank]
         hidden, *chosen = every
         calls: dict[str, Callable[[], Tensor]] = {
@@ -87,5 +99,6 @@ def decode(state: State) -> list[Row]:
             part = expected if name == "tensor parallel" else expected[state.rank * tokens :][:tokens]
             expect_close(state, call(), part, f"{name}, {tokens} tokens")
             times[f"{name} us"] = in_graph_us(state, call)
-        tell(state, rows, tokens_per_rank=tokens, **times)
+        busiest = busiest_rank(chosen[1], state.size, workload.num_experts)
+        tell(state, rows, tokens_per_rank=tokens, busiest=busiest, **times)
     return rows

@@ -179,6 +179,16 @@ def routed(state: State, tokens: int, workload: Workload, seed: int) -> tuple[Te
     return hidden, weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
 
 
+def routed_evenly(state: State, tokens: int, workload: Workload, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, but of each token as many experts are on every rank."""
+    hidden, weights, ids = routed(state, tokens, workload, seed)
+    each, chosen = workload.num_experts // state.size, workload.top_k // state.size
+    generator = seeded(1000 * seed + state.rank + 500, state.device)
+    scores = torch.rand(tokens, state.size, each, generator=generator, device=state.device)
+    first = each * torch.arange(state.size, device=state.device).unsqueeze(1)
+    return hidden, weights, (scores.topk(chosen, dim=2).indices + first).flatten(1).to(ids.dtype)
+
+
 def make_layer(state: State, workload: Workload, seed: int = 1) -> FusedMoE:
     """The layer of one device, the same on every rank."""
     sizes = workload.num_experts, workload.top_k, workload.hidden_size, workload.intermediate_size

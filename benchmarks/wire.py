@@ -30,21 +30,22 @@ class Wire(TorchDispatchMode):
         """Runs the operator."""
         if func.namespace != "_c10d_functional":
             return func(*args, **(kwargs or {}))
-        _synchronize(args[0])
+        sent = args[0] if isinstance(args[0], list) else [args[0]]
+        _synchronize(sent[0])
         started = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        _synchronize(args[0])
+        _synchronize(sent[0])
         self.seconds += time.perf_counter() - started
         name = func._schema.name.partition("::")[2]
         if name != "wait_tensor":
             self.calls += 1
-            self.sent += self.bytes_of(name, *args)
+            self.sent += sum(self.bytes_of(name, each, *args[1:]) for each in sent)
         return result
 
     def bytes_of(self, name: str, x: Tensor, *args: Any) -> float:
         """To other ranks, in one call of this collective."""
         others = self.size - 1
-        if name == "all_gather_into_tensor":
+        if name in ("all_gather_into_tensor", "all_gather_into_tensor_coalesced"):
             return x.nbytes * others
         if name == "reduce_scatter_tensor":
             return x.nbytes * others / self.size

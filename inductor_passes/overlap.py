@@ -11,6 +11,7 @@ kernels that Inductor calls, of each chain the first and the last; what it gener
 moves over the next start, and nothing over a change in place.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ def overlap_exchanges(graph: Graph) -> int:
     for start, wait, between in _exchanges(graph):
         for first in _ends(between, lambda node: node.all_input_nodes):
             for node in _held_with(first):
-                held.setdefault(node, {})[start] = None
+                held.setdefault(node, {})[_result(start)] = None
         lasts = _ends(reversed(between), lambda node: node.users)
         if lasts:
             held.setdefault(wait, {}).update(dict.fromkeys(map(_result, lasts)))
@@ -45,7 +46,10 @@ def overlap_exchanges(graph: Graph) -> int:
 def exchanges_of(graph: Graph) -> list[Exchange]:
     """What will run during each exchange. Changes the graph as `overlap_exchanges` does, and holds nothing."""
     _fill_exchanges(graph)
-    return [_told(start, wait, between) for start, wait, between in _exchanges(graph)]
+    first: dict[Node, Exchange] = {}  # of a start with several waits
+    for start, wait, between in _exchanges(graph):
+        first.setdefault(start, _told(start, wait, between))
+    return list(first.values())
 
 
 def _told(start: Node, wait: Node, between: list[Node]) -> Exchange:
@@ -114,11 +118,18 @@ def _raise_in_front(wait: Node, behind: list[Node]) -> None:
 
 
 def _exchanges(graph: Graph) -> list[tuple[Node, Node, list[Node]]]:
-    """Start, wait, and what stands between the two."""
+    """Start, wait, and what stands between the two. A start of several tensors has a wait for each."""
     nodes = list(graph.nodes)
     places = {node: place for place, node in enumerate(nodes)}
-    pairs = [(node.args[0], node) for node in nodes if _is_wait(node) and _is_start(node.args[0])]
-    return [(start, wait, nodes[places[start] + 1 : places[wait]]) for start, wait in pairs]
+    pairs = [(_start_of(node), node) for node in nodes if _is_wait(node)]
+    return [
+        (start, wait, nodes[places[start] + 1 : places[wait]]) for start, wait in pairs if _is_start(start)
+    ]
+
+
+def _start_of(wait: Node) -> Node:
+    sent: Any = wait.args[0]
+    return sent.args[0] if sent.target is operator.getitem else sent
 
 
 def _ends(nodes: Iterable[Node], related: Callable[[Node], Iterable[Node]]) -> list[Node]:

@@ -31,14 +31,13 @@ def moved_as_bytes(move: Callable[[Tensor], Callable[[], Tensor]], rows: Tensor)
     """
     if rows.dtype.is_floating_point and rows.element_size() > 1:
         return move(rows)
-    dtype, shape = rows.dtype, rows.shape[1:]
     receiver = move(as_bytes(rows))
+    return lambda: of_bytes(receiver(), rows)
 
-    def received() -> Tensor:
-        moved = receiver()
-        return moved.view(dtype).reshape(moved.shape[0], *shape)
 
-    return received
+def of_bytes(rows: Tensor, like: Tensor) -> Tensor:
+    """[R, ...] in the dtype of `like` [T, ...], of its bytes [R, C]."""
+    return rows.reshape(-1).view(like.dtype).view(rows.shape[0], *like.shape[1:])
 
 
 def as_bytes(rows: Tensor) -> Tensor:

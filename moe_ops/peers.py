@@ -2,25 +2,28 @@
 
 A buffer holds, for each parity, how many rows every rank has pushed here, these rows, and sums that the others pull:
 
-    counts [2, W] int32 | rows [2, W, M] of `row_bytes` | sums [2, W, M] of `sum_bytes`
+    counts [2, W] int32 | signals [W] int64 | rows [2, W, M] of `row_bytes` | sums [2, W, M] of `sum_bytes`
 
-W ranks, M rows that are set aside for each pair of them (`max_tokens`). Exchanges take turns between two parities, so
-that one barrier in each is enough: whoever writes to a parity again has passed the barrier of the exchange between, and
-all ranks came to that behind what they had to read.
+W ranks, M rows that are set aside for each pair of them (`max_tokens`). A signal is how far a rank has come, a number
+that only grows. Exchanges take turns between two parities, so that it is enough to wait for all ranks once in each:
+whoever writes to a parity again has waited in the exchange between, and the others told in that one behind what they
+had to read.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from moe_ops.errors import value_error
 
 ALIGNMENT = 16
-_LARGE_BYTES = 16 << 20  # what takes longer than a few barriers, and is worth cutting
-_PARTS = 4
+_LARGE_BYTES = 16 << 20  # what takes so long that it is worth cutting
+_PARTS = 2
+_SMALLER = 5  # so many times as fast as over a link are rows copied in memory
 
 
 def parts_worth_it(max_tokens: int, row_bytes: int) -> int:
@@ -52,9 +55,20 @@ class ExchangeLayout:
     num_parts: int = 1
 
     @property
+    def edges(self) -> tuple[int, ...]:
+        """Where the parts of M rows start, and M. Each takes as long over a link as the one before takes in memory."""
+        sizes = [_SMALLER**part for part in reversed(range(self.num_parts))]
+        return tuple(self.max_tokens * before // sum(sizes) for before in accumulate(sizes, initial=0))
+
+    @property
+    def signals_at(self) -> int:
+        """Bytes before the signals."""
+        return aligned(2 * self.num_ranks * 4)
+
+    @property
     def rows_at(self) -> int:
         """Bytes before the rows."""
-        return aligned(2 * self.num_ranks * 4)
+        return aligned(self.signals_at + self.num_ranks * 8)
 
     @property
     def sums_at(self) -> int:
@@ -93,8 +107,7 @@ class Peers:
         rank: this one.
         layout: of each buffer.
         addresses: [W] int64, where the buffers start.
-        turns: [4] int32 zeros, the parity of what is pushed and of what is pulled; kernels keep them.
-        barrier: returns, on the device, when all ranks have come to it.
+        turns: from `new_turns`, this rank's own.
         memory: what has to live as long.
     """
 
@@ -103,7 +116,6 @@ class Peers:
     layout: ExchangeLayout
     addresses: Tensor
     turns: Tensor
-    barrier: Callable[[], None]
     memory: Any = None
 
     def __post_init__(self) -> None:
@@ -111,6 +123,13 @@ class Peers:
 
     def __reduce__(self) -> Any:
         return peers_named, (self.name,)  # a copy exchanges through the same memory
+
+
+def new_turns(timeout: float, device: torch.device | str) -> Tensor:
+    """[4] int64, which kernels keep: exchanges before this one, as its first launch finds them, and the number of this
+    one; CTAs that are done; and nanoseconds that one waits for other ranks before the device raises an error.
+    """
+    return torch.tensor([0, 0, 0, int(1e9 * timeout)], dtype=torch.int64, device=device)
 
 
 _PEERS: WeakValueDictionary[str, Peers] = WeakValueDictionary()

@@ -4,7 +4,6 @@ The backend is the default one, "CUDA": plain peer-to-peer memory. `set_backend(
 of NVSHMEM has barriers that do nothing (pytorch/pytorch#191858). Multicast is never used.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,12 +17,10 @@ class SymmetricMemory(NamedTuple):
     Attributes:
         buffer: [num_bytes] uint8, of this rank, zeros.
         addresses: [W] int64, where the buffer of each rank lies for this one.
-        barrier: on the device, of all ranks: what was written to any buffer before is there after it.
     """
 
     buffer: Tensor
     addresses: Tensor
-    barrier: Callable[[], None]
 
 
 def symmetric_memory(
@@ -31,7 +28,7 @@ def symmetric_memory(
 ) -> SymmetricMemory:
     """Allocates so many bytes on every rank. All have to call it, with the same number, outside of captures.
 
-    A barrier that takes longer than `timeout_s` ends in an error of the device on the ranks that wait.
+    A rank that stays away for longer than `timeout_s` is an error of the device on the ranks that wait.
     """
     from torch.distributed import _symmetric_memory
 
@@ -39,11 +36,6 @@ def symmetric_memory(
     handle = _symmetric_memory.rendezvous(buffer, group.group_name)
     buffer.zero_()
     addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-    milliseconds = int(1000 * timeout_s)
-
-    def barrier() -> None:
-        handle.barrier(channel=0, timeout_ms=milliseconds)
-
-    barrier()
+    handle.barrier(channel=0, timeout_ms=int(1000 * timeout_s))  # zeros are there before anybody writes
     torch.cuda.synchronize(device)
-    return SymmetricMemory(buffer, addresses, barrier)
+    return SymmetricMemory(buffer, addresses)

@@ -4,7 +4,7 @@ For few ranks, or many experts per token, this moves less than sending each toke
 `max_tokens` every shape is static. Letters: T tokens of a rank, M the most of any rank, W ranks, K experts per token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from layers._checks import expect_choice, expect_positive
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
-from layers.parallel.collectives import start_all_gather, start_reduce_scatter
-from layers.parallel.exchange import Exchange, Started, nothing, plus, start_tokens
+from layers.parallel.collectives import start_all_gathers, start_reduce_scatter
+from layers.parallel.exchange import Exchange, Start, Started, nothing, plus, start_tokens
 from layers.parallel.group import Group
 from layers.parallel.sizes import expect_at_most, most_tokens
 from moe_ops import combine
@@ -106,17 +106,16 @@ def rows_of_each(given: Prepared, name: str, max_tokens: int | None, group: Grou
     return max_tokens
 
 
-def gathering(num_rows: int, group: Group) -> Callable[..., Callable[[], Tensor]]:
-    """What starts to gather [T, ...] of each rank, brought to so many rows."""
+def gathering(num_rows: int, group: Group) -> Start:
+    """What gathers tensors [T, ...] of each rank, brought to so many rows."""
+    return lambda filled: start_all_gathers([_of_rows(x, num_rows, fill) for x, fill in filled], group)
 
-    def start(x: Tensor, value: int = 0) -> Callable[[], Tensor]:
-        missing = num_rows - x.shape[0]
-        if not torch.compiler.is_compiling() and missing == 0:  # padding by nothing copies
-            return start_all_gather(x, group)
-        behind = (0, 0) * (x.dim() - 1) + (0, missing)
-        return start_all_gather(F.pad(x, behind, value=value), group)
 
-    return start
+def _of_rows(x: Tensor, num_rows: int, fill: int) -> Tensor:
+    missing = num_rows - x.shape[0]
+    if not torch.compiler.is_compiling() and missing == 0:  # padding by nothing copies
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=fill)
 
 
 def _each_slot_a_token(prepared: Prepared) -> Prepared:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from layers._checks import expect_positive, expect_type
-from layers.carried import in_slot_order, placed
+from layers.carried import in_slot_order, moved_as_bytes, placed
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import Receiver, start_all_to_all
 from layers.parallel.exchange import Exchange, Started, nothing, start_tokens
@@ -64,7 +64,10 @@ class _AllToAll(Exchange):
             rows = arranged(in_slot_order(x, slots, way.ranks.shape[1]), fill)
             return start_all_to_all(rows, way.received, way.sent, self.group)
 
-        return start_tokens(given, move, way)
+        def moved(x: Tensor, fill: int) -> Receiver:
+            return move(x, fill) if fill else moved_as_bytes(move, x)
+
+        return start_tokens(given, lambda filled: [moved(*each) for each in filled], way)
 
 
 class PaddedAllToAllPrepareAndFinalize(_AllToAll):

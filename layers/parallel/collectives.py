@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from layers.carried import as_bytes, of_bytes
 from layers.parallel.group import Group
 
 Receiver = Callable[[], Tensor]
@@ -25,6 +26,20 @@ def start_all_gather(x: Tensor, group: Group) -> Receiver:
     x = x.contiguous()
     raw = _ops.all_gather_into_tensor(x.detach(), group.size, group.name)
     return lambda: _AllGather.apply(x, raw, group.size, group.name)  # type: ignore[return-value]
+
+
+def start_all_gathers(tensors: Sequence[Tensor], group: Group) -> list[Receiver]:
+    """`start_all_gather` of each, as one collective: to NCCL several small ones cost as much as a large one.
+
+    They go as bytes: of tensors whose dtypes differ, gloo makes others.
+    """
+    rows = [x.contiguous() for x in tensors]
+    raw = _ops.all_gather_into_tensor_coalesced([as_bytes(x) for x in rows], group.size, group.name)
+
+    def receiver(x: Tensor, raw: Tensor) -> Receiver:
+        return lambda: _AllGather.apply(x, raw, group.size, group.name)  # type: ignore[return-value]
+
+    return [receiver(*each) for each in zip(rows, raw, strict=True)]
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Receiver:
@@ -74,7 +89,8 @@ class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, raw: Tensor, size: int, name: str) -> Tensor:
         ctx.group = size, name
-        return _ops.wait_tensor(raw)
+        rows = _ops.wait_tensor(raw)
+        return rows if rows.dtype == x.dtype else of_bytes(rows, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

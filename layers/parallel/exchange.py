@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layers.carried import moved_as_bytes
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import Receiver
 from layers.parallel.group import Group, expect_agreement
@@ -108,11 +107,14 @@ class Exchange(TwoSteps):
         return True
 
 
-def start_tokens(given: Prepared, move: Callable[..., Receiver], way_back: Any) -> Started:
-    """Moves what tokens [T, H] have to [R, H]. `move(rows, fill)` starts one tensor, `fill` is for rows of no token."""
-    tokens = moved_as_bytes(move, given.hidden_states)
-    weights, ids = move(given.topk_weights), move(given.topk_ids, -1)
-    extras = [moved_as_bytes(move, each) for each in given.extra_tensors]
+Start = Callable[[Sequence[tuple[Tensor, int]]], list[Receiver]]
+"""Starts to move tensors [T, ...] to [R, ...], each with what fills its rows of no token."""
+
+
+def start_tokens(given: Prepared, start: Start, way_back: Any) -> Started:
+    """Moves what tokens [T, H] have to [R, H]."""
+    others = ((each, 0) for each in (given.topk_weights, *given.extra_tensors))
+    tokens, ids, weights, *extras = start(((given.hidden_states, 0), (given.topk_ids, -1), *others))
 
     def received() -> Prepared:
         prepared = Prepared(tokens(), weights(), ids(), way_back=way_back)

@@ -69,6 +69,5 @@ class AllGatherMonolithic(nn.Module):
         """Sums [W*M, H] of this rank's experts for tokens of all."""
         given = Prepared(hidden, router_logits, router_logits)
         num_rows = rows_of_each(given, "number of logits", self.max_tokens, self.group)
-        gather = gathering(num_rows, self.group)
-        tokens, logits = gather(hidden), gather(router_logits)
+        tokens, logits = gathering(num_rows, self.group)(((hidden, 0), (router_logits, 0)))
         return self.layer(tokens(), logits())

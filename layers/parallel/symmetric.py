@@ -25,7 +25,7 @@ from layers.parallel.exchange import Exchange, Started, nothing
 from layers.parallel.group import ExpertRanks, process_group
 from layers.parallel.sizes import expect_at_most
 from moe_ops.exchange_plan import plan_exchange
-from moe_ops.peers import ExchangeLayout, Peers, aligned, fields_of, find_peers, parts_worth_it
+from moe_ops.peers import ExchangeLayout, Peers, aligned, fields_of, find_peers, new_turns, parts_worth_it
 from moe_ops.pull_sums import pull_sums
 from moe_ops.push_rows import push_rows
 from moe_ops.values import ExchangePlan
@@ -154,8 +154,7 @@ def _peers(group: dist.ProcessGroup | DeviceMesh, layout: ExchangeLayout, timeou
         raise ValueError(f"dispatcher='symmetric': {fault}; expected GPUs of one host, or 'allgather'")
     device = torch.device("cuda", torch.cuda.current_device())
     memory = symmetric_memory(layout.num_bytes, processes, device, timeout)
-    turns = torch.zeros(4, dtype=torch.int32, device=device)
-    return Peers(name, processes.rank(), layout, memory.addresses, turns, memory.barrier, memory)
+    return Peers(name, processes.rank(), layout, memory.addresses, new_turns(timeout, device), memory)
 
 
 def fault_of_symmetric_memory(group: dist.ProcessGroup | DeviceMesh) -> str | None:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 # The interpreter multiplies bfloat16 by its bit patterns, so there operands are widened first.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def next_power_of_2(value: int) -> int:
@@ -85,7 +85,7 @@ def joined(
 @triton.jit
 def dot(a, b, acc):
     """acc + a @ b, in IEEE arithmetic for float32 (no TF32)."""
-    if _INTERPRETED:
+    if INTERPRETED:
         a = a.to(acc.dtype)
         b = b.to(acc.dtype)
     return tl.dot(a, b, acc, input_precision="ieee", out_dtype=acc.dtype)

@@ -1,4 +1,4 @@
-"""Launches that other ranks take part in: made once per metadata, then run with a barrier between each and the next."""
+"""Launches that other ranks take part in: made once per metadata, and the memory of ranks."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -38,9 +38,5 @@ def launch(arguments: Any, peers: Peers) -> dict[str, torch.Tensor]:
     tensors = {**records.named(arguments), "addresses": peers.addresses, "turns": peers.turns}
     with torch.cuda.device(device):
         values = plan.allocate(tensors, device)
-        first, *others = plan.steps
-        plan.launch(values, (first,))
-        for step in others:
-            peers.barrier()
-            plan.launch(values, (step,))
+        plan.launch(values)
     return {name: values[name] for name in plan.outputs}

@@ -13,7 +13,7 @@ from moe_ops.kernels import (
     combine,
     dense,
     dispatch,
-    exchange,
+    exchange_planning,
     fused,
     grouped_gemm,
     permute,
@@ -28,7 +28,7 @@ from moe_ops.records import Role
 _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.TopkRouting: routing.topk_routing_program,
     of.TopkRoutingBackward: routing.topk_routing_backward_program,
-    of.PlanExchange: exchange.plan_exchange_program,
+    of.PlanExchange: exchange_planning.plan_exchange_program,
     of.BuildDispatch: dispatch.build_dispatch_program,
     of.MapReplicas: placement.map_replicas_program,
     of.MapAndRecord: placement.map_and_record_program,

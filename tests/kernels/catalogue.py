@@ -63,9 +63,9 @@ TENSORS = {
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
     ),
     **dict.fromkeys(("logical_to_physical", "replica_count", "load", "num_real_tokens"), torch.int32),
-    **dict.fromkeys(("owners", "slots", "tokens", "sent", "received", "turns"), torch.int32),
+    **dict.fromkeys(("owners", "slots", "tokens", "sent", "received"), torch.int32),
     "extra": torch.uint8,
-    **dict.fromkeys(("seed", "addresses"), torch.int64),
+    **dict.fromkeys(("seed", "addresses", "turns"), torch.int64),
     "is_recording": torch.bool,
 }
 

@@ -9,7 +9,7 @@ from moe_ops import records
 from moe_ops.arguments import PlanExchange, PullSums, PushRows
 from moe_ops.kernels import exchange_plans, plans
 from moe_ops.kernels.gpu import KIB, Gpu
-from moe_ops.peers import ExchangeLayout
+from moe_ops.peers import ExchangeLayout, new_turns
 from moe_ops.pull_sums import contiguous
 from moe_ops.push_rows import Pushed, as_integers, as_pushed
 from moe_ops.values import ExchangePlan
@@ -26,12 +26,13 @@ class Loopback:
         self.layout, self.device = layout, device
         self.buffers = [self._buffer() for _ in range(layout.num_ranks)]
         self.addresses = torch.tensor([buffer.data_ptr() for buffer in self.buffers]).to(device)
-        self.turns = [torch.zeros(4, dtype=torch.int32, device=device) for _ in self.buffers]
+        self.turns = [new_turns(60.0, device) for _ in self.buffers]
 
     def _buffer(self) -> Tensor:
         # 16 bytes more, to start on 16 wherever the allocator does
         memory = torch.full((self.layout.num_bytes + 16,), 0xFF, dtype=torch.uint8, device=self.device)
         start = -memory.data_ptr() % 16
+        memory[start + self.layout.signals_at :][: 8 * self.layout.num_ranks] = 0
         return memory[start : start + self.layout.num_bytes]
 
     def plan(self, ids: Tensor, owners: Tensor) -> ExchangePlan:
@@ -41,18 +42,16 @@ class Loopback:
 
     def push(self, given: list[PushRows]) -> list[Pushed]:
         """What each rank gets."""
-        moved = self._run([as_integers(each) for each in given], 0)
+        moved = self._run([as_integers(each) for each in given])
         return [as_pushed(each, outputs) for each, outputs in zip(given, moved, strict=True)]
 
     def pull(self, given: list[PullSums]) -> list[Tensor]:
         """The sums of each rank."""
-        return [outputs["sums"] for outputs in self._run([contiguous(each) for each in given], 2)]
+        return [outputs["sums"] for outputs in self._run([contiguous(each) for each in given])]
 
-    def _run(self, given: list[Any], turns: int) -> list[dict[str, Tensor]]:
+    def _run(self, given: list[Any]) -> list[dict[str, Tensor]]:
         programs = [exchange_plans.program(each, self.layout, rank, FEW) for rank, each in enumerate(given)]
-        shared = [
-            {"addresses": self.addresses, "turns": self.turns[rank][turns:]} for rank in range(len(given))
-        ]
+        shared = [{"addresses": self.addresses, "turns": turns} for turns in self.turns]
         values = [
             program.allocate({**records.named(each), **own}, torch.device(self.device))
             for program, each, own in zip(programs, given, shared, strict=True)

@@ -1,6 +1,6 @@
 """Stands in for symmetric memory: files that processes map, and kernels that are interpreted. Test-only.
 
-So the whole exchange runs among processes of a CPU, each with addresses of its own; only the barrier is another.
+So the whole exchange runs among processes of a CPU, each with addresses of its own.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from moe_ops import _library, pull_sums, push_rows
 from moe_ops.arguments import PullSums, PushRows
 from moe_ops.kernels import exchange_plans
 from moe_ops.kernels.gpu import KIB, Gpu
-from moe_ops.peers import ExchangeLayout, Peers, find_peers
+from moe_ops.peers import ExchangeLayout, Peers, find_peers, new_turns
 
 
 @contextlib.contextmanager
@@ -57,8 +57,7 @@ def _peers(folder: str, group: Any, layout: ExchangeLayout, timeout: float) -> P
     buffers = [_mapped(each, layout.num_bytes) for each in paths]
     dist.barrier()  # a file may go when all have it
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
-    turns = torch.zeros(4, dtype=torch.int32)
-    return Peers(name, processes.rank(), layout, addresses, turns, dist.barrier, buffers)
+    return Peers(name, processes.rank(), layout, addresses, new_turns(timeout, "cpu"), buffers)
 
 
 def _mapped(path: str, num_bytes: int) -> torch.Tensor:

@@ -83,6 +83,25 @@ def test_what_stands_in_between_is_held():
     assert [name.split()[0] for name in after] == before
 
 
+def start_both(x, y):
+    return sends.all_gather_into_tensor_coalesced([x, y], 2, GROUP)
+
+
+def test_a_start_of_several_tensors_has_several_waits():
+    def layer(x, w):
+        sent = start_both(x, x.cos())
+        received = [wait(each) for each in sent]
+        return received[0].sum() + received[1].sum() + shared_experts(x, w).sum()
+
+    module, _, after, waits = rewritten(layer)
+    start = "all_gather_into_tensor_coalesced"
+    assert after[1:6] == [start, "mm <getitem", "sigmoid", "mm_1", "wait_tensor <mm_1"]
+    assert "wait_tensor_1 <mm_1" in after and waits == 2
+    module = make_fx(layer, tracing_mode="fake")(torch.randn(6, 4), torch.randn(4, 8))
+    (told,) = exchanges_of(module.graph)
+    assert (told.kind, told.during) == (start, ("mm", "mm"))
+
+
 def test_two_halves_take_turns():
     def halves(x, w):
         first, second = start(x), start(x.cos())

@@ -18,6 +18,7 @@ from benchmarks.wire import Wire
 from layers.parallel import Group
 from layers.parallel.collectives import (
     start_all_gather,
+    start_all_gathers,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
@@ -64,6 +65,7 @@ def test_bytes_that_are_sent() -> None:
     splits[group.rank], splits[group.rank ^ 1] = 9, 3
     for start, expected in (
         (lambda: start_all_gather(x, group), 3 * 96),
+        (lambda: start_all_gathers([x, x[:, 0].half()], group)[0], 3 * (96 + 24)),
         (lambda: start_reduce_scatter(x, group), 72),
         (lambda: start_all_reduce(x, group), 144),
         (lambda: start_all_to_all(x, splits, splits, group), 24),

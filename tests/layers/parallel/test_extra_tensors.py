@@ -137,7 +137,8 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name
         if name.startswith("_c10d_functional::all_") and "reduce" not in name:
-            self.bytes.append(args[0].shape[1:].numel() * args[0].element_size())
+            sent = args[0] if isinstance(args[0], list) else [args[0]]
+            self.bytes += [each.shape[1:].numel() * each.element_size() for each in sent]
         return function(*args, **(kwargs or {}))
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layers import FusedMoE, ModularKernel, RouterOutput, StandardExperts
@@ -16,7 +17,7 @@ from layers.parallel import (
 from tests.layers.parallel.exchanges import H, config
 
 T, K = 4, 8
-BYTES = {torch.float32: 4, torch.int32: 4}
+GATHER = "all_gather_into_tensor_coalesced"
 
 
 @pytest.fixture(params=[64, 4096])
@@ -38,7 +39,7 @@ class Sent(TorchDispatchMode):
         name = function._schema.name
         self.names.add(name)
         if name.startswith("_c10d_functional::") and "wait" not in name:
-            size = args[0].numel() * BYTES[args[0].dtype]
+            size = sum(each.nbytes for each in pytree.tree_leaves(args[0]))
             self.bytes[name.split("::")[1]] = self.bytes.get(name.split("::")[1], 0) + size
         return function(*args, **(kwargs or {}))
 
@@ -60,7 +61,7 @@ ROUTED = 2 * T * K * 4  # weights and ids
 def test_all_gather(num_ranks):
     sent = run(lambda ranks: AllGatherPrepareAndFinalize(dist.group.WORLD, max_tokens=T), num_ranks)
     rows = T * H * 4
-    assert sent.bytes == {"all_gather_into_tensor": rows + ROUTED, "reduce_scatter_tensor": num_ranks * rows}
+    assert sent.bytes == {GATHER: rows + ROUTED, "reduce_scatter_tensor": num_ranks * rows}
     assert "aten::constant_pad_nd" not in sent.names, "a rank with as many tokens as it may have copies none"
 
 

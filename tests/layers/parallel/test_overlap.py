@@ -26,7 +26,7 @@ class Order(TorchDispatchMode):
 @on_ranks(2)
 @pytest.mark.parametrize(
     "style, collective",
-    [("allgather_static", "all_gather_into_tensor"), ("alltoall_static", "all_to_all_single")],
+    [("allgather_static", "all_gather_into_tensor_coalesced"), ("alltoall_static", "all_to_all_single")],
 )
 def test_shared_experts_run_between_start_and_wait(style, collective):
     block = parallel(make_block(**OPTIONS["plain"]), style)

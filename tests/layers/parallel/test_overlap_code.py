@@ -1,6 +1,7 @@
 """The order of generated code: an exchange starts, what does not need it runs, and only then it is waited for."""
 
 import re
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from inductor_passes.overlap import overlap_exchanges
 from layers import MoEBlock, MoEConfig, SharedExpertConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel, Group
 from layers.parallel.collectives import (
-    start_all_gather,
+    start_all_gathers,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
@@ -106,13 +107,15 @@ def test_one_batch_is_on_its_way_while_experts_run_the_other(ranks, is_dynamic):
     block = parallelize_module(MoEBlock(CONFIG), mesh["ep"], {"experts": style})
     code = code_of(block, torch.randn(T, H), dynamic=is_dynamic)
     assert events(code) == [
-        *("shared", *["start"] * 6),  # the router; tokens, weights and ids of both
+        *("shared", "start", "start"),  # the router; tokens, weights and ids of both
         *(*["wait"] * 3, "experts", "experts", "start"),
         *(*["wait"] * 3, "experts", "experts", "start"),
         *("shared", "shared", "wait", "wait"),
     ]
-    second = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.all_gather", code)[3]
-    assert code.index(f"wait_tensor.default({second})") > code.index(".grouped_gemm.")
+    second = parts_of(code, re.findall(r"(\w+) = torch\.ops\._c10d_functional\.all_gather", code)[1])
+    assert len(second) == 3
+    for each in second:
+        assert code.index(f"wait_tensor.default({each})") > code.index(".grouped_gemm.")
     assert_nothing_is_freed_on_its_way(code)
 
 
@@ -130,19 +133,27 @@ def test_training_keeps_the_order_of_the_layer(ranks):
     mesh = init_device_mesh("cpu", (W,), mesh_dim_names=("ep",))
     block = parallelize_module(MoEBlock(CONFIG), mesh["ep"], {"experts": STYLES["allgather"]()})
     code = code_of(block, torch.randn(T, H))
-    assert events(code)[:9] == ["shared", *["start"] * 3, "shared", "shared", *["wait"] * 3]
+    assert events(code)[:7] == ["shared", "start", "shared", "shared", *["wait"] * 3]
     assert_nothing_is_freed_on_its_way(code)
 
 
 def assert_nothing_is_freed_on_its_way(code):
     """What is being sent stays as it is until the wait."""
     text = body(code)
-    for received, sent in re.findall(r"(\w+) = torch\.ops\._c10d_functional\.\w+\.default\((\w+),", text):
-        on_the_way = text[text.index(f"{received} = torch.ops._c10d") :].partition(
-            f"wait_tensor.default({received})"
-        )
-        assert f"del {sent}\n" not in on_the_way[0] and f"= {sent};" not in on_the_way[0]
-        assert on_the_way[2]
+    starts = re.findall(r"(\w+) = torch\.ops\._c10d_functional\.\w+\.default\((.*)", text)
+    assert starts or "all_reduce_" in text  # which is in place
+    for received, given in starts:
+        sent = re.findall(r"buf\d+", given)
+        for part, each in zip(parts_of(text, received), sent, strict=True):
+            behind = text[text.index(f"{received} = torch.ops._c10d") :]
+            on_the_way, _, later = behind.partition(f"wait_tensor.default({part})")
+            assert f"del {each}\n" not in on_the_way and f"= {each};" not in on_the_way
+            assert later
+
+
+def parts_of(code, received):
+    """What is waited for: the one tensor that a start returns, or those of its list."""
+    return re.findall(rf"(\w+) = {received}\[\d+\]", code) or [received]
 
 
 # Exchanges as plain calls: fake CUDA tensors cannot be indexed without a GPU.
@@ -150,12 +161,15 @@ GROUP = Group("0", W, RANK)
 TOKENS = 64
 SPLITS = [TOKENS] * W
 EXCHANGES = {
-    "allgather": (lambda x: start_all_gather(x, GROUP), lambda x: start_reduce_scatter(x, GROUP)),
+    "allgather": (lambda *given: start_all_gathers(given, GROUP), lambda x: start_reduce_scatter(x, GROUP)),
     "alltoall": (
-        lambda x: start_all_to_all(x.repeat(W, 1), SPLITS, SPLITS, GROUP),
+        lambda *given: [start_all_to_all(x.repeat(W, 1), SPLITS, SPLITS, GROUP) for x in given],
         lambda x: start_all_to_all(x, SPLITS, SPLITS, GROUP),
     ),
-    "allreduce": (lambda x: lambda: x, lambda x: start_all_reduce(x, GROUP)),
+    "allreduce": (
+        lambda *given: [partial(torch.clone, x) for x in given],
+        lambda x: start_all_reduce(x, GROUP),
+    ),
 }
 
 
@@ -183,7 +197,7 @@ def test_on_a_gpu(ranks, name, is_symbolic):
     send, bring_back = EXCHANGES[name]
 
     def layer(x, logits, w13, w2, up, down):
-        tokens, routed = send(x), send(logits)
+        tokens, routed = send(x, logits)
         sums = bring_back(run_experts(tokens(), routed(), w13, w2))()
         return sums.narrow(0, 0, x.shape[0]) + torch.relu(x @ up.t()) @ down.t()
 
@@ -198,8 +212,7 @@ def test_batches_on_a_gpu(ranks, monkeypatch):
 
     def layer(x, logits, w13, w2, up, down):
         half = TOKENS // 2
-        halves = [(send(each.narrow(0, at, half)) for each in (x, logits)) for at in (0, half)]
-        sent = [tuple(half) for half in halves]
+        sent = [send(*(each.narrow(0, at, half) for each in (x, logits))) for at in (0, half)]
         back = [bring_back(run_experts(tokens(), routed(), w13, w2)) for tokens, routed in sent]
         return torch.cat([each() for each in back])
 
@@ -216,7 +229,7 @@ def test_batches_on_a_gpu(ranks, monkeypatch):
     order = [name for name in events(code) if name != "shared"]
     products = order.count("experts") // 2
     assert products > 1 and order == [
-        *["start"] * 4,
+        *("start", "start"),
         *("wait", "wait", *["experts"] * products, "start"),
         *("wait", "wait", *["experts"] * products, "start"),
         *("wait", "wait"),
@@ -230,7 +243,7 @@ def test_batches_on_a_gpu(ranks, monkeypatch):
 @pytest.mark.parametrize("is_symbolic", [False, True], ids=["static", "symbolic"])
 def test_operators_of_several_outputs_are_held(ranks, is_symbolic):
     def function(x, logits, *_):
-        sent = EXCHANGES["allgather"][0](x)
+        (sent,) = EXCHANGES["allgather"][0](x)
         weights, ids = topk_routing(logits, RoutingConfig(K))
         return sent().cos(), weights.cos(), ids + 1
 
@@ -240,7 +253,7 @@ def test_operators_of_several_outputs_are_held(ranks, is_symbolic):
     started, routed, arrived = (
         code.index(f"torch.ops.{name}.default(")
         for name in (
-            "_c10d_functional.all_gather_into_tensor",
+            "_c10d_functional.all_gather_into_tensor_coalesced",
             "moe.topk_routing",
             "_c10d_functional.wait_tensor",
         )
