@@ -19,6 +19,7 @@ from transformers import activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
+from layers.huggingface import gates
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
@@ -105,11 +106,12 @@ def _run(
 def settled_activation(experts: Any) -> str | None:
     """The spec of the experts' activation, or None when only the module itself can compute it.
 
-    For use outside any trace: unlike `known_activation` it can also build an `Activation`.
+    For use outside any trace: it tries what the module's own code computes, where `known_activation` only looks.
     """
-    if _has_gpt_oss_gate(experts):
-        return Activation("swiglu_oai", alpha=experts.alpha, limit=experts.limit, interleaved=True).spec
-    return known_activation(experts)
+    if getattr(experts, "has_post_expert_norm", False):
+        return None
+    found = gates.recognised(experts)
+    return None if found is None else found.spec
 
 
 def known_activation(experts: Any) -> str | None:

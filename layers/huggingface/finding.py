@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from layers.huggingface import forwards, routers
-from moe_ops import RoutingConfig
+from layers.huggingface.recognise import Recogniser
 
 Left = list[tuple[str, str]]
 
@@ -30,11 +30,10 @@ _WHY_UNDECORATED = {
 
 @dataclass(frozen=True, slots=True)
 class FoundRouter:
-    """A router we know, how it is rebuilt, and the experts that it routes to."""
+    """A router, how it is rebuilt, and the experts that it routes to."""
 
     module: nn.Module
-    kind: type[routers.RouterKind]
-    routing: RoutingConfig
+    known: routers.Known
     experts: nn.Module
 
 
@@ -102,12 +101,13 @@ def _find_routers(
     experts: dict[str, nn.Module], modules: dict[str, nn.Module], left: Left
 ) -> dict[str, FoundRouter]:
     found: dict[str, FoundRouter] = {}
+    recogniser = Recogniser()
     for experts_name, module in experts.items():
         candidates = list(_routers_beside(experts_name, modules))
         if not candidates:
             left.append((experts_name, _WHY_NO_ROUTER))
         for name, router in candidates:
-            known = _known_router(router, module)
+            known = _known_router(router, module, recogniser)
             if isinstance(known, FoundRouter):
                 found[name] = known
             else:
@@ -115,17 +115,14 @@ def _find_routers(
     return found
 
 
-def _known_router(router: nn.Module, experts: nn.Module) -> FoundRouter | str:
+def _known_router(router: nn.Module, experts: nn.Module, recogniser: Recogniser) -> FoundRouter | str:
     """How to rebuild the router, or why it is left alone."""
-    kind = routers.known_kind(router)
-    if kind is None:
-        return f"{type(router).__name__} is not a router we know: it keeps its own code"
     if forwards.is_replaced(router) and not routers.is_installed(router):
         return "its forward has been replaced on the instance"
-    try:
-        return FoundRouter(router, kind, kind.routing(router), experts)
-    except (TypeError, ValueError) as error:
-        return f"its options are not ours: {error}"
+    known = recogniser.known(router)
+    if known is None:
+        return f"{type(router).__name__} computes nothing that topk_routing does: it keeps its own code"
+    return FoundRouter(router, known, experts)
 
 
 def _routers_beside(experts_name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -145,7 +142,7 @@ def _routers_beside(experts_name: str, modules: dict[str, nn.Module]) -> Iterato
 
 def _unwrapped(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The routers inside a wrapper, or the module itself; PEFT may hold a trained copy beside the original."""
-    if routers.known_kind(module) is not None or _is_of_a_model(module):
+    if _is_of_a_model(module):
         yield name, module
         return
     for child_name, child in module.named_children():

@@ -45,10 +45,12 @@ def patch(
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
     for router in found.routers.values():
-        routers.install(router.module, router.kind, router.routing, router.experts.config)
+        routers.install(router.module, router.known, router.experts.config)
     if mesh is not None:
         _shard(model, found, mesh, style or ExpertParallel("allreduce"))
-    return PatchReport(tuple(found.experts), tuple(found.routers), found.left)
+    computed = {name: each.activation for name, each in options.items() if each.activation}
+    computed |= {name: router.known.routing.spec for name, router in found.routers.items()}
+    return PatchReport(tuple(found.experts), tuple(found.routers), found.left, tuple(computed.items()))
 
 
 def _shard(model: nn.Module, found: Found, mesh: DeviceMesh, style: ParallelStyle) -> None:

@@ -14,7 +14,8 @@ import transformers
 from torch import nn
 
 from layers import huggingface
-from layers.huggingface import routers
+from layers.huggingface.recognise import Recogniser
+from moe_ops import RoutingConfig
 from tests.huggingface.families import (
     CONFIGS,
     EXPERTS,
@@ -176,23 +177,35 @@ def test_a_dense_model_has_nothing_to_report():
     assert huggingface.patch(transformers.LlamaForCausalLM(config)) == huggingface.PatchReport((), (), ())
 
 
-@torch.no_grad()
-def test_an_unknown_router_keeps_its_code_and_is_named():
-    stock, ours = pair("mixtral")
+def own_router(model, change):
+    """The model with a router of its own class in layer 0, whose weights are changed."""
 
-    class OwnRouter(type(ours.model.layers[0].mlp.gate)):
+    class OwnRouter(type(model.model.layers[0].mlp.gate)):
         def forward(self, hidden_states):
             logits, weights, ids = super().forward(hidden_states)
-            return logits, 2 * weights, ids
+            return logits, change(weights), ids
 
-    for model in (stock, ours):
-        model.model.layers[0].mlp.gate.__class__ = OwnRouter
+    model.model.layers[0].mlp.gate.__class__ = OwnRouter
+    return model
+
+
+@torch.no_grad()
+def test_an_unknown_router_keeps_its_code_and_is_named():
+    stock, ours = (own_router(model, lambda weights: weights**2) for model in pair("mixtral"))
     report = huggingface.patch(ours)
     assert len(report.experts) == 2
     assert report.routers == ("model.layers.1.mlp.gate",)
-    assert report.left == (
-        ("model.layers.0.mlp.gate", "OwnRouter is not a router we know: it keeps its own code"),
-    )
+    reason = "OwnRouter computes nothing that topk_routing does: it keeps its own code"
+    assert report.left == (("model.layers.0.mlp.gate", reason),)
+    torch.testing.assert_close(ours(tokens(1, 6)).logits, stock(tokens(1, 6)).logits)
+
+
+@torch.no_grad()
+def test_a_router_is_known_by_what_it_computes():
+    stock, ours = (own_router(model, lambda weights: 2 * weights) for model in pair("mixtral"))
+    report = huggingface.patch(ours)
+    assert report.left == ()
+    assert ours.model.layers[0].mlp.gate.moe_ops_routing == RoutingConfig(3, scale=2.0)
     torch.testing.assert_close(ours(tokens(1, 6)).logits, stock(tokens(1, 6)).logits)
 
 
@@ -227,9 +240,9 @@ def test_a_router_of_the_same_code_with_other_constants_is_unknown():
     class Other(type(gate)):
         forward = FunctionType(code.replace(co_consts=constants), globals())
 
-    assert routers.known_kind(gate) is not None
+    assert Recogniser().known(gate) is not None
     gate.__class__ = Other
-    assert routers.known_kind(gate) is None
+    assert Recogniser().known(gate) is None
 
 
 def test_quantised_experts_are_left_alone():
