@@ -54,6 +54,11 @@ class ExpertsOptions:
     save_for_backward: SaveForBackward
 
 
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` decorates the module's class."""
+    return hasattr(type(module), "_apply_gate") and isinstance(getattr(module, "has_gate", None), bool)
+
+
 def register() -> None:
     """Adds the implementation to transformers' registry, for every model of the process."""
     ExpertsInterface.register(NAME, experts_forward)
@@ -151,6 +156,8 @@ def _weights(experts: Any, parallel: Any) -> ExpertWeights:
     if parallel is not None:
         w13, w2 = parallel.local_part(w13, 3, 2 if is_transposed else 1), parallel.local_part(w2, 3)
         biases = parallel.local_part(biases[0], 2), parallel.local_part(biases[1], 2)
+    if w13.shape[0] > w2.shape[0]:  # experts that only return their input have rows too (LongCat-Flash)
+        w13 = w13[: w2.shape[0]]
     if is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     return ExpertWeights(GroupedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from layers.huggingface import router_trial, trial
 from layers.huggingface.router_trial import Tried
-from layers.huggingface.routers import Known, for_experts
+from layers.huggingface.routers import Known, Ours, for_experts
 from layers.router import linear_in
 from moe_ops import topk_routing
 
@@ -226,9 +226,5 @@ def _is_tied_alike(found: Known, tried: Tried) -> bool:
 
 def settled(twin: Any, found: Known) -> Any:
     """The twin as `install` would leave it, beside a model whose experts are ours."""
-    twin.moe_ops_routing, twin.moe_ops_details, twin.moe_ops_config = found.routing, found.details, _Ours
+    twin.moe_ops_routing, twin.moe_ops_details, twin.moe_ops_config = found.routing, found.details, Ours
     return twin
-
-
-class _Ours:
-    _experts_implementation = "moe_ops"

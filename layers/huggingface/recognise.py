@@ -1,10 +1,12 @@
-"""How routers are rebuilt, each kind of them tried once for a model."""
+"""How modules are rebuilt, each kind of them tried once for a model."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from torch import nn
 
-from layers.huggingface import linear_router, router_kinds, trial
+from layers.huggingface import blocks, linear_router, outside, router_kinds, trial
+from layers.huggingface.blocks import FoundBlock
 from layers.huggingface.routers import Known
 
 
@@ -12,15 +14,34 @@ class Recogniser:
     """Remembers what it tried: the layers of a model are mostly alike."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Known | None] = {}
+        self._tried: dict[Hashable, Any] = {}
 
     def known(self, router: nn.Module) -> Known | None:
         """How to rebuild this router on our operators, or None when it computes what they do not."""
-        key = form(router)
-        if key not in self._known:
-            with trial.trial_mode():
-                self._known[key] = linear_router.known(router) or router_kinds.known(router)
-        return self._known[key]
+        return self._once(_known_router, router)
+
+    def collection(self, experts: nn.Module) -> str | None:
+        """The activation of experts outside transformers' interface that might be in it, or None."""
+        return (
+            self._once(outside.collection_activation, experts)
+            if outside.Collection.is_kind(experts)
+            else None
+        )
+
+    def block(self, module: nn.Module) -> FoundBlock | None:
+        """How to rebuild this block, or None."""
+        return self._once(blocks.known_block, module)
+
+    def _once(self, recognise: Callable[[Any], Any], module: nn.Module) -> Any:
+        key = recognise, form(module)
+        if key not in self._tried:
+            self._tried[key] = recognise(module)
+        return self._tried[key]
+
+
+def _known_router(router: nn.Module) -> Known | None:
+    with trial.trial_mode():
+        return linear_router.known(router) or router_kinds.known(router)
 
 
 def form(module: nn.Module) -> Hashable:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from layers.huggingface import forwards
-from layers.huggingface.experts import NAME
+from layers.huggingface.experts import NAME, is_dispatched
 from moe_ops import RoutingConfig
 
 
@@ -32,11 +32,17 @@ class Known(NamedTuple):
     details: Any
 
 
-def install(router: Any, known: Known, config: Any) -> None:
-    """Replaces the forward of this one module. `config` is that of the experts behind it."""
+class Ours:
+    """Stands for the config of experts that have none and run on our operators."""
+
+    _experts_implementation = NAME
+
+
+def install(router: Any, known: Known, experts: Any) -> None:
+    """Replaces the forward of this one module, which routes to `experts`."""
     router.moe_ops_routing = known.routing
     router.moe_ops_details = known.details
-    router.moe_ops_config = config
+    router.moe_ops_config = experts.config if is_dispatched(experts) else Ours
     forwards.replace(router, known.forward)
 
 

@@ -6,15 +6,17 @@ asks for become casts to float64: two formulas that agree here are one formula, 
 """
 
 import contextlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from layers.huggingface._compat import RewriteCalls, real_tensors
+
+_SAME: Mapping[int, int] = {}
 
 CLOSE = 1e-9
 """Relative, in float64: what a sum in another order may differ by, and no other formula."""
@@ -47,23 +49,53 @@ def in_float64(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def skeleton(module: nn.Module, make: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+def skeleton(
+    module: nn.Module, make: Callable[[str, Tensor], Tensor], sizes: Mapping[int, int] = _SAME, name: str = ""
+) -> Any:
     """The module around other tensors: `make` gives one for each, by its name in the module and what it stands for.
 
-    Attributes are shared, hooks and forwards of the instance are left out: it runs the code of its class.
+    Attributes are shared, hooks and forwards of the instance are left out: it runs the code of its class. Sizes of
+    tensors, and numbers among the attributes, are replaced as `sizes` says.
     """
     twin = module.__class__.__new__(module.__class__)
-    vars(twin).update({key: value for key, value in vars(module).items() if key not in _OF_INSTANCE})
+    own = {key: value for key, value in vars(module).items() if key not in _OF_INSTANCE}
+    vars(twin).update({key: sizes[value] if _is_size(value, sizes) else value for key, value in own.items()})
     for kind in _HOOKS & vars(module).keys():
         vars(twin)[kind] = OrderedDict()
     for kind in ("_parameters", "_buffers"):
         tensors = vars(module)[kind].items()
-        vars(twin)[kind] = {key: each if each is None else make(name + key, each) for key, each in tensors}
+        vars(twin)[kind] = {
+            key: each if each is None else make(name + key, _resized(each, sizes)) for key, each in tensors
+        }
     vars(twin)["_modules"] = {
-        key: child if child is None else skeleton(child, make, f"{name}{key}.")
+        key: child if child is None else skeleton(child, make, sizes, f"{name}{key}.")
         for key, child in module._modules.items()
     }
     return twin
+
+
+def _is_size(value: object, sizes: Mapping[int, int]) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in sizes
+
+
+def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    if not sizes:
+        return tensor
+    shape = [sizes.get(size, size) for size in tensor.shape]
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+
+
+def smaller(module: nn.Module, num_experts: int, *kept: int) -> dict[int, int]:
+    """Small sizes for those of a module, all divided by one number; that of its experts and others `kept` stay."""
+    found = {size for each in module.parameters() for size in each.shape}
+    numbers = {value for each in module.modules() for value in vars(each).values() if isinstance(value, int)}
+    found |= {value for value in numbers if value * num_experts in found}
+    found -= {1, num_experts, *kept}
+    common, least = math.gcd(*found), min(found, default=1)
+    divisors = (each for each in range(common, 1, -1) if common % each == 0 and least // each >= 4)
+    divisor = next(divisors, 1)
+    return {size: size // divisor for size in found}
 
 
 _OF_INSTANCE = ("forward", "_old_forward", "_hf_hook")
@@ -99,15 +131,6 @@ def cast(module: nn.Module, dtype: torch.dtype) -> Any:
     return skeleton(module, make)
 
 
-def agree(ours: Any, theirs: Any) -> bool:
-    """Whether two results are the same numbers in the same places."""
-    if isinstance(theirs, Tensor):
-        return isinstance(ours, Tensor) and close(ours, theirs)
-    if isinstance(theirs, tuple | list):
-        return len(ours) == len(theirs) and all(map(agree, ours, theirs))
-    return ours == theirs
-
-
 def close(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors are equal but for the order of their sums."""
     if ours.shape != theirs.shape:
@@ -115,8 +138,3 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     ours, theirs = ours.double(), theirs.double()
     top = theirs.abs().amax(-1, keepdim=True) if theirs.dim() and theirs.numel() else theirs.abs()
     return bool(((ours - theirs).abs() <= CLOSE * top).all())
-
-
-def detached(value: Any) -> Any:
-    """Without gradients."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
