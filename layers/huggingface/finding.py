@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 from layers.huggingface import forwards, routers
 from layers.huggingface.blocks import FoundBlock
 from layers.huggingface.experts import is_dispatched
-from layers.huggingface.outside import Collection
 from layers.huggingface.recognise import Recogniser
+from layers.huggingface.stacked import StackedExperts
 
 Left = list[tuple[str, str]]
 
@@ -67,7 +67,11 @@ def find(model: nn.Module) -> Found:
 
 
 def _are_experts(module: nn.Module, recogniser: Recogniser) -> bool:
-    return is_dispatched(module) or recogniser.collection(module) is not None
+    return (
+        is_dispatched(module)
+        or isinstance(module, StackedExperts)
+        or recogniser.collection(module) is not None
+    )
 
 
 def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
@@ -87,7 +91,7 @@ def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
 def _why_not_experts(module: nn.Module) -> str | None:
     if why := _why_not_weights(module):
         return why
-    if forwards.is_replaced(module) and forwards.current(module) is not Collection.forward:
+    if forwards.is_replaced(module) and not routers.is_installed(module):
         return "its forward has been replaced on the instance"
     if is_dispatched(module) and not isinstance(getattr(module, "config", None), PreTrainedConfig):
         return "it has no transformers config to name an experts implementation"
@@ -116,6 +120,8 @@ def _find_routers(
 ) -> dict[str, FoundRouter]:
     found: dict[str, FoundRouter] = {}
     for experts_name, module in experts.items():
+        if hasattr(modules.get(experts_name.rpartition(".")[0]), "moe_ops_stacked"):
+            continue  # a block that routes itself
         candidates = list(_routers_beside(experts_name, modules))
         if not candidates:
             left.append((experts_name, _WHY_NO_ROUTER))
@@ -199,6 +205,8 @@ def _looks_like_experts(module: nn.Module) -> bool:
 
 def _why_undecorated(module: nn.Module) -> str:
     name = type(module).__name__
+    if isinstance(getattr(module, "experts", None), nn.ModuleList | nn.ModuleDict):
+        return f"{name} calls experts one by one, each a module: stack_experts=True stacks those that it can"
     return _WHY_UNDECORATED.get(
         name, f"{name} runs outside transformers' experts interface, in a way of its own"
     )

@@ -14,11 +14,12 @@ from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice
 from layers.config import Emit, SaveForBackward
-from layers.huggingface import blocks, experts, forwards, plans, routers
+from layers.huggingface import blocks, experts, forwards, plans, routers, stacking
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.finding import Found, find
 from layers.huggingface.outside import Collection
 from layers.huggingface.report import PatchReport
+from layers.huggingface.stacked import StackedExperts
 from layers.parallel.styles import ExpertParallel
 
 _STOCK = "moe_ops_stock_implementation"
@@ -30,6 +31,7 @@ def patch(
     save_for_backward: SaveForBackward,
     mesh: DeviceMesh | None,
     style: ParallelStyle | None,
+    stack_experts: bool,
 ) -> PatchReport:
     """See `layers.huggingface.patch`."""
     _expect_module(model)
@@ -38,6 +40,9 @@ def patch(
     expect_choice("emit", emit, Emit)
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
     experts.register()
+    if stack_experts:
+        stacking.stack(model)
+    stacking.resume(model)
     found = find(model)
     options = {
         name: experts.ExpertsOptions(experts.settled_activation(module), emit, save_for_backward)
@@ -46,7 +51,7 @@ def patch(
     _use_our_experts(model, found)
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
-        if not is_dispatched(module):
+        if not is_dispatched(module) and not isinstance(module, StackedExperts):
             forwards.replace(module, Collection.forward)
     for router in found.routers.values():
         routers.install(router.module, router.known, router.experts)
@@ -56,10 +61,12 @@ def patch(
         _shard(model, found, mesh, style or ExpertParallel("allreduce"))
     computed = {name: each.activation for name, each in options.items() if each.activation}
     computed |= {name: router.known.routing.spec for name, router in found.routers.items()}
+    gates = stacking.gates(model)
+    computed |= gates
     computed |= {name: block.activation for name, block in found.blocks.items()}
     computed |= {_router(name): block.routing.spec for name, block in found.blocks.items()}
     patched = *found.experts, *found.blocks
-    routed = *found.routers, *map(_router, found.blocks)
+    routed = *found.routers, *gates, *map(_router, found.blocks)
     return PatchReport(patched, routed, found.left, tuple(computed.items()))
 
 
@@ -81,13 +88,14 @@ def unpatch(model: nn.Module) -> None:
     _expect_module(model)
     if sharded := [name for name, module in model.named_modules() if hasattr(module, "moe_ops_parallel")]:
         raise ValueError(f"{sharded[0]} is sharded over a mesh: expected experts that are all here")
-    for module in model.modules():
+    for module in list(model.modules()):
         if _STOCK in vars(module):
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)
             delattr(module, _STOCK)
         if vars(module).pop("moe_ops_options", None) is not None and not is_dispatched(module):
             forwards.restore(module)
         blocks.uninstall(module)
+        stacking.unstack(module)
         module._modules.pop("moe_ops_lora", None)
         routers.uninstall(module)
 
