@@ -13,6 +13,7 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog
 from inductor_passes.pipeline import FUSIONS, run_passes
 from layers import huggingface
+from layers.huggingface.stacked import StackedExperts
 from tests.coverage.cases import CASES, outputs, stock_model
 
 FUSED = ("fused_moe", "fused_experts", "fused_moe_formula", "fused_experts_formula")
@@ -115,9 +116,18 @@ def _worst_gradient(stock: nn.Module, ours: nn.Module, name: str) -> float:
         output = outputs(model, name)[0]
         generator = torch.Generator().manual_seed(5)
         (output * torch.randn(output.shape, generator=generator)).sum().backward()
-    theirs = {key: each.grad for key, each in stock.named_parameters() if each.grad is not None}
-    found = {key: each.grad for key, each in ours.named_parameters() if each.grad is not None}
+    theirs, found = _gradients(stock), _gradients(ours)
     top = max(float(grad.abs().max()) for grad in theirs.values())
     # What is nothing beside the largest is rounding of something that cancels.
     counted = {key: grad for key, grad in theirs.items() if float(grad.abs().max()) > 1e-5 * top}
     return max(_relative(found[key], grad) for key, grad in counted.items())
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """By the names that parameters had before any were stacked."""
+    found = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    for path, module in model.named_modules():
+        for part in module.moe_ops_parts if isinstance(module, StackedExperts) else ():
+            grad = part.of(found[f"{path}.{part.parameter}"])
+            found[f"{path}.{part.name}"] = grad.flatten(0, 1) if grad.dim() == 3 else grad
+    return found

@@ -15,7 +15,8 @@ from tests.coverage.cases import is_installed, outputs, stock_model
 from tests.helpers import relative_error
 
 BLOCKS = ("llama4", "jetmoe", "dbrx")
-COLLECTIONS = ("step3p7", "longcat_flash")
+# In older versions LongCat-Flash's router returns no logits, and keeps its own code.
+COLLECTIONS = ("step3p7", "longcat_flash") if is_installed("flint") else ("step3p7",)
 PLACES = {"llama4": "feed_forward", "dbrx": "ffn"}
 
 
@@ -62,6 +63,8 @@ def test_copies_and_pickles(name):
 @torch.no_grad()
 def test_experts_that_return_their_input_count():
     """More experts are chosen than have weights, so some tokens are kept."""
+    if "longcat_flash" not in COLLECTIONS:
+        pytest.skip("its router keeps its own code")
     _, block = part(stock_model("longcat_flash"), "longcat_flash")
     own = copy.deepcopy(block)
     assert huggingface.patch(block).left == ()

@@ -14,7 +14,7 @@ from inductor_passes.pipeline import FUSIONS, run_passes
 from layers import huggingface
 from layers.huggingface.stacked import StackedExperts
 from moe_ops import RoutingConfig
-from tests.coverage.cases import outputs, stock_model
+from tests.coverage.cases import is_installed, outputs, stock_model
 from tests.helpers import relative_error
 from tests.huggingface.loops import (
     EXPERTS,
@@ -237,6 +237,8 @@ def test_families_with_separate_weights(name):
 
 @torch.no_grad()
 def test_tokens_over_the_capacity_of_an_expert_get_none():
+    if not is_installed("flint"):
+        pytest.skip("older versions drop no token")
     stock = stock_model("switch_transformers", expert_capacity=1)
     ours = copy.deepcopy(stock)
     huggingface.patch(ours, stack_experts=True)
