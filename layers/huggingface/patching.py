@@ -61,8 +61,7 @@ def patch(
         _shard(model, found, mesh, style or ExpertParallel("allreduce"))
     computed = {name: each.activation for name, each in options.items() if each.activation}
     computed |= {name: router.known.routing.spec for name, router in found.routers.items()}
-    gates = stacking.gates(model)
-    computed |= gates
+    computed |= (gates := stacking.gates(model))
     computed |= {name: block.activation for name, block in found.blocks.items()}
     computed |= {_router(name): block.routing.spec for name, block in found.blocks.items()}
     patched = *found.experts, *found.blocks
