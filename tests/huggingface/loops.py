@@ -119,6 +119,13 @@ class Scaled(Loop):
         return output * hidden_states.sigmoid(), logits
 
 
+class Shifted(Loop):
+    """Whose experts are given something else."""
+
+    def routed(self, hidden_states, logits):
+        return super().routed(hidden_states + 0.1, logits)
+
+
 def block(kind, **options):
     """Seeded, in evaluation, with experts that matter."""
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from tests.huggingface.loops import (
     Noisy,
     Scaled,
     Shared,
+    Shifted,
     Squared,
     block,
 )
@@ -175,6 +176,7 @@ class OtherActivation(Expert):
         (Squared, {}),
         (Noisy, {}),
         (Scaled, {}),
+        (Shifted, {}),
         (Loop, {"expert": OtherExpert}),
         (Loop, {"expert": OtherActivation}),
         (Loop, {"expert": functools.partial(Expert, bias=True)}),
@@ -241,7 +243,7 @@ def test_tokens_over_the_capacity_of_an_expert_get_none():
         pytest.skip("older versions drop no token")
     stock = stock_model("switch_transformers", expert_capacity=1)
     ours = copy.deepcopy(stock)
-    huggingface.patch(ours, stack_experts=True)
+    assert len(huggingface.patch(ours, stack_experts=True).experts) == 4
     expected = outputs(stock, "switch_transformers")[0]
     assert not torch.equal(expected, outputs(stock_model("switch_transformers"), "switch_transformers")[0])
     torch.testing.assert_close(outputs(ours, "switch_transformers")[0], expected, rtol=1e-4, atol=1e-5)
