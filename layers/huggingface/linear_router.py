@@ -109,7 +109,7 @@ def _tried(router: nn.Module, weight: str, level: float) -> Tried | None:
 
 
 def attempt(twin: Any, tokens: Tensor, *extra: Tensor) -> Tried | None:
-    """What a twin gives for tokens [T, H], or, if it takes none of those, [2, T / 2, H]; the same in training."""
+    """What a twin gives for tokens [T, H], or, if it takes none of those, [2, T / 2, H]."""
     for states in (tokens, tokens.view(2, -1, tokens.shape[1])):
         try:
             output = router_trial.run(type(twin).forward, twin, states, *extra)
