@@ -23,6 +23,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUTER_NAMES = ("gate", "router")
 _BLOCK_SUFFIXES = ("MoE", "Moe", "MoA", "MoeBlock", "SparseMLP", "Experts")
 _WHY_NO_ROUTER = "no router called gate or router beside it: what routes to it keeps its own code"
+_WHY_OFFLOADED = "modules inside it are offloaded, and get their weights when they are called"
 _WHY_UNDECORATED = {
     "JetMoeMoA": "jetmoe's mixture of attention heads is not a mixture of feed-forward experts",
     "DogeCDMoE": "doge's experts are single rows of two embeddings, retrieved by product keys",
@@ -138,6 +139,8 @@ def _known_router(router: nn.Module, experts: nn.Module, recogniser: Recogniser)
     """How to rebuild the router, or why it is left alone."""
     if forwards.is_replaced(router) and not routers.is_installed(router):
         return "its forward has been replaced on the instance"
+    if _is_offloaded_inside(router):
+        return _WHY_OFFLOADED
     known = recogniser.known(router)
     if known is None:
         return f"{type(router).__name__} computes nothing that topk_routing does: it keeps its own code"
@@ -193,7 +196,15 @@ def _known_block(block: nn.Module, recogniser: Recogniser) -> FoundBlock | str:
         return why
     if forwards.is_replaced(block) and not routers.is_installed(block):
         return "its forward has been replaced on the instance"
+    if _is_offloaded_inside(block):
+        return _WHY_OFFLOADED
     return recogniser.block(block) or _why_undecorated(block)
+
+
+def _is_offloaded_inside(module: nn.Module) -> bool:
+    """Whether a module inside gets its weights only while it is called, by a hook of accelerate."""
+    inside = [each for each in module.modules() if each is not module and "_hf_hook" in vars(each)]
+    return any(parameter.is_meta for each in inside for parameter in each.parameters(recurse=False))
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
