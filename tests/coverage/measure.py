@@ -118,8 +118,9 @@ def _worst_gradient(stock: nn.Module, ours: nn.Module, name: str) -> float:
         (output * torch.randn(output.shape, generator=generator)).sum().backward()
     theirs, found = _gradients(stock), _gradients(ours)
     top = max(float(grad.abs().max()) for grad in theirs.values())
-    # What is nothing beside the largest is rounding of something that cancels.
-    counted = {key: grad for key, grad in theirs.items() if float(grad.abs().max()) > 1e-5 * top}
+    # What is next to nothing beside the largest is what is left of sums that cancel: stock's own implementations
+    # differ by as much there.
+    counted = {key: grad for key, grad in theirs.items() if float(grad.abs().max()) > 1e-4 * top}
     return max(_relative(found[key], grad) for key, grad in counted.items())
 
 

@@ -23,7 +23,8 @@ inputs made for it, numbers small, large and tied, and compares values and gradi
 Whatever does not agree keeps its own code, and the report of `patch` says why.
 
 Errors are the largest difference from the stock model, over the largest number: of the output, run eagerly and \
-compiled (our passes' graph, before machine code), and of the worst of all gradients. "stacked" needs \
+compiled (our passes' graph, before machine code), and of the worst of all \
+gradients larger than 1e-4 of the largest. "stacked" needs \
 `patch(model, stack_experts=True)`.
 
 {table}

@@ -72,7 +72,7 @@ def test_saved_and_loaded(name, tmp_path):
     torch.testing.assert_close(outputs(loaded, name)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "dbrx", "ernie4_5_moe", "step3p7"])
+@pytest.mark.parametrize("name", ["gemma4", "ernie4_5_moe", "step3p7"])
 @torch.no_grad()
 def test_offloaded_weights(name):
     accelerate = pytest.importorskip("accelerate")
