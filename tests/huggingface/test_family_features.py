@@ -37,6 +37,8 @@ def test_router_logits_and_auxiliary_loss(name):
     stock, ours = pair(name)
     labels = inputs(name)["input_ids"]
     want, got = (outputs(model, name, output_router_logits=True, labels=labels)[1] for model in (stock, ours))
+    if not hasattr(want, "router_logits"):
+        pytest.skip("not in this transformers")
     assert len(got.router_logits) == len(want.router_logits) >= 2
     for actual, expected in zip(got.router_logits, want.router_logits, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
