@@ -145,7 +145,6 @@ class _Skipping(RouterKind):
         # Logits decide, and often for the expert that does nothing.
         twin.balancing_biases.data.div_(100)
         twin.balancing_biases.data[-1] = 0.5
-        twin.router_mlp.out_proj.weight.data.mul_(20)
         return (torch.randn(2, rows // 2, size, generator=generator, dtype=torch.float64),)
 
     def forward(self: Any, hidden_states: Tensor, router_states: Tensor | None = None) -> Any:
