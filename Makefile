@@ -9,7 +9,7 @@ READY      := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-parallel test test-cpu test-kernels exhaustive fuzz mutants lint types wheel gpu setup clean
+.PHONY: demo demo-parallel test test-cpu test-kernels exhaustive fuzz mutants coverage lint types wheel gpu setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks demo $(if $(MODEL),--model "$(MODEL)")
@@ -44,6 +44,10 @@ fuzz: setup
 # Every launch that a plan can make, compiled for every GPU that docs/PERFORMANCE.md names.
 exhaustive: setup
 	$(PYTEST) -m exhaustive tests
+
+# Every MoE family of transformers: measured, and docs/coverage.md written from it.
+coverage: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.coverage
 
 lint: setup
 	$(BIN)/ruff check .

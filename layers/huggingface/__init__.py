@@ -45,6 +45,7 @@ def patch(
     save_for_backward: "SaveForBackward" = "auto",
     mesh: "DeviceMesh | None" = None,
     style: "ParallelStyle | None" = None,
+    stack_experts: bool = False,
 ) -> PatchReport:
     """Runs the experts and routers of `model` on `moe_ops`, in place, without copying a weight.
 
@@ -69,6 +70,9 @@ def patch(
             part by the plan of `tp_plan`. None leaves them whole.
         style: how, an `ExpertParallel` or `ExpertTensorParallel` of `layers.parallel`. None is
             `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does.
+        stack_experts: experts that are modules of their own, in a list that their block loops over, are stacked into
+            two tensors, and gate and up projections that are two tensors become one. Each weight is freed when it has
+            been copied, so do it before an optimiser holds them. State dicts keep the names of before.
 
     Returns:
         The names of what was changed, and of every MoE block left alone with the reason.
@@ -81,7 +85,7 @@ def patch(
     """
     from layers.huggingface import patching
 
-    return patching.patch(model, emit, save_for_backward, mesh, style)
+    return patching.patch(model, emit, save_for_backward, mesh, style, stack_experts)
 
 
 def add_adapters(

@@ -19,6 +19,7 @@ from transformers import activations
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
+from layers.huggingface import gates
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
@@ -51,6 +52,11 @@ class ExpertsOptions:
     activation: str | None
     emit: Emit
     save_for_backward: SaveForBackward
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` decorates the module's class."""
+    return hasattr(type(module), "_apply_gate") and isinstance(getattr(module, "has_gate", None), bool)
 
 
 def register() -> None:
@@ -105,11 +111,12 @@ def _run(
 def settled_activation(experts: Any) -> str | None:
     """The spec of the experts' activation, or None when only the module itself can compute it.
 
-    For use outside any trace: unlike `known_activation` it can also build an `Activation`.
+    For use outside any trace: it tries what the module's own code computes, where `known_activation` only looks.
     """
-    if _has_gpt_oss_gate(experts):
-        return Activation("swiglu_oai", alpha=experts.alpha, limit=experts.limit, interleaved=True).spec
-    return known_activation(experts)
+    if getattr(experts, "has_post_expert_norm", False):
+        return None
+    found = gates.recognised(experts)
+    return None if found is None else found.spec
 
 
 def known_activation(experts: Any) -> str | None:
@@ -149,6 +156,8 @@ def _weights(experts: Any, parallel: Any) -> ExpertWeights:
     if parallel is not None:
         w13, w2 = parallel.local_part(w13, 3, 2 if is_transposed else 1), parallel.local_part(w2, 3)
         biases = parallel.local_part(biases[0], 2), parallel.local_part(biases[1], 2)
+    if w13.shape[0] > w2.shape[0]:  # experts that only return their input have rows too (LongCat-Flash)
+        w13 = w13[: w2.shape[0]]
     if is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     return ExpertWeights(GroupedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))

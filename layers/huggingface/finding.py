@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from layers.huggingface import forwards, routers
-from moe_ops import RoutingConfig
+from layers.huggingface.blocks import FoundBlock
+from layers.huggingface.experts import is_dispatched
+from layers.huggingface.recognise import Recogniser
+from layers.huggingface.stacked import StackedExperts
 
 Left = list[tuple[str, str]]
 
@@ -20,56 +23,65 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUTER_NAMES = ("gate", "router")
 _BLOCK_SUFFIXES = ("MoE", "Moe", "MoA", "MoeBlock", "SparseMLP", "Experts")
 _WHY_NO_ROUTER = "no router called gate or router beside it: what routes to it keeps its own code"
+_WHY_OFFLOADED = "modules inside it are offloaded, and get their weights when they are called"
 _WHY_UNDECORATED = {
-    "Llama4TextMoe": "llama4 scales the experts' input and runs every expert outside transformers' experts interface",
-    "DbrxFFN": "dbrx stores its experts flat and runs them outside transformers' experts interface",
-    "JetMoeMoE": "jetmoe adds one bias to all experts' output and runs them outside transformers' experts interface",
     "JetMoeMoA": "jetmoe's mixture of attention heads is not a mixture of feed-forward experts",
+    "DogeCDMoE": "doge's experts are single rows of two embeddings, retrieved by product keys",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRouter:
-    """A router we know, how it is rebuilt, and the experts that it routes to."""
+    """A router, how it is rebuilt, and the experts that it routes to."""
 
     module: nn.Module
-    kind: type[routers.RouterKind]
-    routing: RoutingConfig
+    known: routers.Known
     experts: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """By name: experts and routers to change; (name, reason) of every MoE module to leave."""
+    """By name: experts, routers and whole blocks to change; (name, reason) of every MoE module to leave."""
 
     experts: dict[str, nn.Module]
     routers: dict[str, FoundRouter]
+    blocks: dict[str, FoundBlock]
     left: tuple[tuple[str, str], ...]
 
 
 def find(model: nn.Module) -> Found:
     """Looks at every module of the model."""
-    modules = dict(model.named_modules())
-    dispatched = {name: module for name, module in modules.items() if _is_dispatched(module)}
-    left: Left = _refused_experts(dispatched)
+    modules, recogniser = dict(model.named_modules()), Recogniser()
+    candidates = {name: each for name, each in modules.items() if _are_experts(each, recogniser)}
+    left: Left = _refused_experts(candidates)
     refused = {name for name, _ in left}
-    experts = {name: module for name, module in dispatched.items() if name not in refused}
-    found = _find_routers(experts, modules, left)
-    left.extend(_undispatched_blocks(modules, dispatched))
-    return Found(experts, found, tuple(dict.fromkeys(left)))
+    experts = {name: module for name, module in candidates.items() if name not in refused}
+    found = _find_routers(experts, modules, left, recogniser)
+    blocks: dict[str, FoundBlock] = {}
+    for name in undispatched_blocks(modules, candidates):
+        block = _known_block(modules[name], recogniser)
+        if isinstance(block, FoundBlock):
+            blocks[name] = block
+        else:
+            left.append((name, block))
+    return Found(experts, found, blocks, tuple(dict.fromkeys(left)))
 
 
-def _is_dispatched(module: nn.Module) -> bool:
-    """Whether transformers' `use_experts_implementation` decorates the module's class."""
-    return hasattr(type(module), "_apply_gate") and isinstance(getattr(module, "has_gate", None), bool)
+def _are_experts(module: nn.Module, recogniser: Recogniser) -> bool:
+    return (
+        is_dispatched(module)
+        or isinstance(module, StackedExperts)
+        or recogniser.collection(module) is not None
+    )
 
 
 def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
     reasons = {name: why for name, module in dispatched.items() if (why := _why_not_experts(module))}
-    refused_by_config = {id(getattr(dispatched[name], "config", None)): name for name in reversed(reasons)}
+    configs = {name: getattr(module, "config", None) for name, module in dispatched.items()}
+    refused_by_config = {id(configs[name]): name for name in reversed(reasons) if configs[name] is not None}
     left: Left = []
-    for name, module in dispatched.items():
-        sharer = refused_by_config.get(id(getattr(module, "config", None)))
+    for name in dispatched:
+        sharer = refused_by_config.get(id(configs[name]))
         if name in reasons:
             left.append((name, reasons[name]))
         elif sharer is not None:  # they read the same config, and our implementation is not for them
@@ -78,15 +90,21 @@ def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
 
 
 def _why_not_experts(module: nn.Module) -> str | None:
+    if why := _why_not_weights(module):
+        return why
+    if forwards.is_replaced(module) and not routers.is_installed(module):
+        return "its forward has been replaced on the instance"
+    if is_dispatched(module) and not isinstance(getattr(module, "config", None), PreTrainedConfig):
+        return "it has no transformers config to name an experts implementation"
+    return None
+
+
+def _why_not_weights(module: nn.Module) -> str | None:
     for parameter in module.parameters(recurse=False):
         if _is_foreign(parameter):
             return f"experts of type {type(parameter).__name__}: expected plain tensors, or DTensor shards of them"
         if parameter.dtype not in _WEIGHT_DTYPES:
             return f"quantised experts ({parameter.dtype}): expected weights in float16, bfloat16, float32 or float64"
-    if forwards.is_replaced(module):
-        return "its forward has been replaced on the instance"
-    if not isinstance(getattr(module, "config", None), PreTrainedConfig):
-        return "it has no transformers config to name an experts implementation"
     return None
 
 
@@ -99,15 +117,17 @@ def _is_foreign(parameter: Tensor) -> bool:
 
 
 def _find_routers(
-    experts: dict[str, nn.Module], modules: dict[str, nn.Module], left: Left
+    experts: dict[str, nn.Module], modules: dict[str, nn.Module], left: Left, recogniser: Recogniser
 ) -> dict[str, FoundRouter]:
     found: dict[str, FoundRouter] = {}
     for experts_name, module in experts.items():
+        if hasattr(modules.get(experts_name.rpartition(".")[0]), "moe_ops_stacked"):
+            continue  # a block that routes itself
         candidates = list(_routers_beside(experts_name, modules))
         if not candidates:
             left.append((experts_name, _WHY_NO_ROUTER))
         for name, router in candidates:
-            known = _known_router(router, module)
+            known = _known_router(router, module, recogniser)
             if isinstance(known, FoundRouter):
                 found[name] = known
             else:
@@ -115,17 +135,16 @@ def _find_routers(
     return found
 
 
-def _known_router(router: nn.Module, experts: nn.Module) -> FoundRouter | str:
+def _known_router(router: nn.Module, experts: nn.Module, recogniser: Recogniser) -> FoundRouter | str:
     """How to rebuild the router, or why it is left alone."""
-    kind = routers.known_kind(router)
-    if kind is None:
-        return f"{type(router).__name__} is not a router we know: it keeps its own code"
     if forwards.is_replaced(router) and not routers.is_installed(router):
         return "its forward has been replaced on the instance"
-    try:
-        return FoundRouter(router, kind, kind.routing(router), experts)
-    except (TypeError, ValueError) as error:
-        return f"its options are not ours: {error}"
+    if _is_offloaded_inside(router):
+        return _WHY_OFFLOADED
+    known = recogniser.known(router)
+    if known is None:
+        return f"{type(router).__name__} computes nothing that topk_routing does: it keeps its own code"
+    return FoundRouter(router, known, experts)
 
 
 def _routers_beside(experts_name: str, modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -145,7 +164,7 @@ def _routers_beside(experts_name: str, modules: dict[str, nn.Module]) -> Iterato
 
 def _unwrapped(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The routers inside a wrapper, or the module itself; PEFT may hold a trained copy beside the original."""
-    if routers.known_kind(module) is not None or _is_of_a_model(module):
+    if _is_of_a_model(module):
         yield name, module
         return
     for child_name, child in module.named_children():
@@ -156,25 +175,49 @@ def _is_of_a_model(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
 
 
-def _undispatched_blocks(
-    modules: dict[str, nn.Module], dispatched: dict[str, nn.Module]
-) -> Iterator[tuple[str, str]]:
+def undispatched_blocks(modules: dict[str, nn.Module], dispatched: dict[str, nn.Module]) -> Iterator[str]:
     """The outermost MoE modules that transformers runs without its experts interface."""
     reported: list[str] = []
     for name, module in modules.items():
-        is_inside = any(name.startswith(f"{outer}.") for outer in [*reported, *dispatched])
+        is_inside = any(_is_inside(name, outer) for outer in [*reported, *dispatched])
         has_dispatched = any(name in (inner, "") or inner.startswith(f"{name}.") for inner in dispatched)
         if _looks_like_experts(module) and not is_inside and not has_dispatched:
             reported.append(name)
-            yield name, _why_undecorated(module)
+            yield name
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+def _known_block(block: nn.Module, recogniser: Recogniser) -> FoundBlock | str:
+    """How to rebuild the block, or why it is left alone."""
+    if why := next(filter(None, map(_why_not_weights, block.modules())), None):
+        return why
+    if forwards.is_replaced(block) and not routers.is_installed(block):
+        return "its forward has been replaced on the instance"
+    if _is_offloaded_inside(block):
+        return _WHY_OFFLOADED
+    return recogniser.block(block) or _why_undecorated(block)
+
+
+def _is_offloaded_inside(module: nn.Module) -> bool:
+    """Whether a module inside gets its weights only while it is called, by a hook of accelerate."""
+    inside = [each for each in module.modules() if each is not module and "_hf_hook" in vars(each)]
+    return any(parameter.is_meta for each in inside for parameter in each.parameters(recurse=False))
 
 
 def _looks_like_experts(module: nn.Module) -> bool:
     children = dict(module.named_children())
     has_parts = "experts" in children and any(name in children for name in _ROUTER_NAMES)
-    return has_parts or type(module).__name__.endswith(_BLOCK_SUFFIXES)
+    name = type(module).__name__
+    return has_parts or (name.endswith(_BLOCK_SUFFIXES) and not name.endswith("SharedExperts"))
 
 
 def _why_undecorated(module: nn.Module) -> str:
     name = type(module).__name__
-    return _WHY_UNDECORATED.get(name, f"{name} does not use transformers' experts interface")
+    if isinstance(getattr(module, "experts", None), nn.ModuleList | nn.ModuleDict):
+        return f"{name} calls experts one by one, each a module: stack_experts=True stacks those that it can"
+    return _WHY_UNDECORATED.get(
+        name, f"{name} runs outside transformers' experts interface, in a way of its own"
+    )

@@ -14,9 +14,12 @@ from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice
 from layers.config import Emit, SaveForBackward
-from layers.huggingface import experts, plans, routers
+from layers.huggingface import blocks, experts, forwards, plans, routers, stacking
+from layers.huggingface.experts import is_dispatched
 from layers.huggingface.finding import Found, find
+from layers.huggingface.outside import Collection
 from layers.huggingface.report import PatchReport
+from layers.huggingface.stacked import StackedExperts
 from layers.parallel.styles import ExpertParallel
 
 _STOCK = "moe_ops_stock_implementation"
@@ -28,6 +31,7 @@ def patch(
     save_for_backward: SaveForBackward,
     mesh: DeviceMesh | None,
     style: ParallelStyle | None,
+    stack_experts: bool,
 ) -> PatchReport:
     """See `layers.huggingface.patch`."""
     _expect_module(model)
@@ -36,6 +40,9 @@ def patch(
     expect_choice("emit", emit, Emit)
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
     experts.register()
+    if stack_experts:
+        stacking.stack(model)
+    stacking.resume(model)
     found = find(model)
     options = {
         name: experts.ExpertsOptions(experts.settled_activation(module), emit, save_for_backward)
@@ -44,11 +51,26 @@ def patch(
     _use_our_experts(model, found)
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
+        if not is_dispatched(module) and not isinstance(module, StackedExperts):
+            forwards.replace(module, Collection.forward)
     for router in found.routers.values():
-        routers.install(router.module, router.kind, router.routing, router.experts.config)
+        routers.install(router.module, router.known, router.experts)
+    for name, block in found.blocks.items():
+        blocks.install(model.get_submodule(name), block, emit, save_for_backward)
     if mesh is not None:
         _shard(model, found, mesh, style or ExpertParallel("allreduce"))
-    return PatchReport(tuple(found.experts), tuple(found.routers), found.left)
+    computed = {name: each.activation for name, each in options.items() if each.activation}
+    computed |= {name: router.known.routing.spec for name, router in found.routers.items()}
+    computed |= (gates := stacking.gates(model))
+    computed |= {name: block.activation for name, block in found.blocks.items()}
+    computed |= {_router(name): block.routing.spec for name, block in found.blocks.items()}
+    patched = *found.experts, *found.blocks
+    routed = *found.routers, *gates, *map(_router, found.blocks)
+    return PatchReport(patched, routed, found.left, tuple(computed.items()))
+
+
+def _router(block: str) -> str:
+    return f"{block}.router".lstrip(".")
 
 
 def _shard(model: nn.Module, found: Found, mesh: DeviceMesh, style: ParallelStyle) -> None:
@@ -65,11 +87,14 @@ def unpatch(model: nn.Module) -> None:
     _expect_module(model)
     if sharded := [name for name, module in model.named_modules() if hasattr(module, "moe_ops_parallel")]:
         raise ValueError(f"{sharded[0]} is sharded over a mesh: expected experts that are all here")
-    for module in model.modules():
+    for module in list(model.modules()):
         if _STOCK in vars(module):
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)
             delattr(module, _STOCK)
-        vars(module).pop("moe_ops_options", None)
+        if vars(module).pop("moe_ops_options", None) is not None and not is_dispatched(module):
+            forwards.restore(module)
+        blocks.uninstall(module)
+        stacking.unstack(module)
         module._modules.pop("moe_ops_lora", None)
         routers.uninstall(module)
 
@@ -85,11 +110,12 @@ def _config(module: nn.Module) -> PreTrainedConfig:
 
 def _use_our_experts(model: nn.Module, found: Found) -> None:
     """Names our implementation on configs that belong to this model alone: config objects may be shared."""
-    if any(_config(module)._experts_implementation != experts.NAME for module in found.experts.values()):
+    dispatched = [module for module in found.experts.values() if is_dispatched(module)]
+    if any(_config(module)._experts_implementation != experts.NAME for module in dispatched):
         _own_configs(model)
-    if found.experts:
+    if dispatched:
         _remember_implementations(model)
-    for module in found.experts.values():
+    for module in dispatched:
         # As transformers does when an implementation is set: the property would set all sub-configs too.
         _config(module)._experts_implementation_internal = experts.NAME
 

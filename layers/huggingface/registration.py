@@ -27,9 +27,10 @@ def register_with_transformers() -> None:
 def _register_if_possible() -> None:
     # A transformers too old to have the registry must stay importable; register() says what is missing.
     with contextlib.suppress(ImportError):
-        from layers.huggingface import experts
+        from layers.huggingface import experts, refusing
 
         experts.register()
+        refusing.refuse_where_ignored()
 
 
 class _AfterImport(MetaPathFinder):

@@ -14,7 +14,8 @@ import transformers
 from torch import nn
 
 from layers import huggingface
-from layers.huggingface import routers
+from layers.huggingface.recognise import Recogniser
+from moe_ops import RoutingConfig
 from tests.huggingface.families import (
     CONFIGS,
     EXPERTS,
@@ -124,51 +125,6 @@ def test_families_with_the_same_router_code_are_patched():
     torch.testing.assert_close(ours(tokens(1, 9)).logits, stock(tokens(1, 9)).logits)
 
 
-def other_families():
-    sizes = {"vocab_size": 96, "pad_token_id": None}
-    llama4 = transformers.Llama4TextConfig(
-        **sizes, hidden_size=64, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=1,
-        interleave_moe_layer_step=1,
-    )  # fmt: skip
-    dbrx = transformers.DbrxConfig(
-        **sizes, d_model=64, n_heads=4, n_layers=2, max_seq_len=64,
-        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
-        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-    )  # fmt: skip
-    jetmoe = transformers.JetMoeConfig(
-        **sizes, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=16,
-        num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    return {
-        "llama4": (
-            transformers.Llama4ForCausalLM,
-            llama4,
-            {"model.layers.0.feed_forward", "model.layers.1.feed_forward"},
-        ),
-        "dbrx": (transformers.DbrxForCausalLM, dbrx, {"transformer.blocks.0.ffn", "transformer.blocks.1.ffn"}),
-        "jetmoe": (
-            transformers.JetMoeForCausalLM,
-            jetmoe,
-            {f"model.layers.{i}.{part}" for i in range(2) for part in ("mlp", "self_attention.experts")},
-        ),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("family", ["llama4", "dbrx", "jetmoe"])
-@torch.no_grad()
-def test_families_outside_the_interface_are_named_and_untouched(family):
-    model_class, config, names = other_families()[family]
-    torch.manual_seed(0)
-    model = model_class(config).eval()
-    expected = model(tokens(1, 6)).logits
-    report = huggingface.patch(model)
-    assert report.experts == report.routers == ()
-    assert {name for name, _ in report.left} == names
-    assert all(family in reason for _, reason in report.left)
-    assert torch.equal(model(tokens(1, 6)).logits, expected)
-
-
 def test_a_dense_model_has_nothing_to_report():
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
@@ -176,23 +132,35 @@ def test_a_dense_model_has_nothing_to_report():
     assert huggingface.patch(transformers.LlamaForCausalLM(config)) == huggingface.PatchReport((), (), ())
 
 
-@torch.no_grad()
-def test_an_unknown_router_keeps_its_code_and_is_named():
-    stock, ours = pair("mixtral")
+def own_router(model, change):
+    """The model with a router of its own class in layer 0, whose weights are changed."""
 
-    class OwnRouter(type(ours.model.layers[0].mlp.gate)):
+    class OwnRouter(type(model.model.layers[0].mlp.gate)):
         def forward(self, hidden_states):
             logits, weights, ids = super().forward(hidden_states)
-            return logits, 2 * weights, ids
+            return logits, change(weights), ids
 
-    for model in (stock, ours):
-        model.model.layers[0].mlp.gate.__class__ = OwnRouter
+    model.model.layers[0].mlp.gate.__class__ = OwnRouter
+    return model
+
+
+@torch.no_grad()
+def test_an_unknown_router_keeps_its_code_and_is_named():
+    stock, ours = (own_router(model, lambda weights: weights**2) for model in pair("mixtral"))
     report = huggingface.patch(ours)
     assert len(report.experts) == 2
     assert report.routers == ("model.layers.1.mlp.gate",)
-    assert report.left == (
-        ("model.layers.0.mlp.gate", "OwnRouter is not a router we know: it keeps its own code"),
-    )
+    reason = "OwnRouter computes nothing that topk_routing does: it keeps its own code"
+    assert report.left == (("model.layers.0.mlp.gate", reason),)
+    torch.testing.assert_close(ours(tokens(1, 6)).logits, stock(tokens(1, 6)).logits)
+
+
+@torch.no_grad()
+def test_a_router_is_known_by_what_it_computes():
+    stock, ours = (own_router(model, lambda weights: 2 * weights) for model in pair("mixtral"))
+    report = huggingface.patch(ours)
+    assert report.left == ()
+    assert ours.model.layers[0].mlp.gate.moe_ops_routing == RoutingConfig(3, scale=2.0)
     torch.testing.assert_close(ours(tokens(1, 6)).logits, stock(tokens(1, 6)).logits)
 
 
@@ -227,9 +195,9 @@ def test_a_router_of_the_same_code_with_other_constants_is_unknown():
     class Other(type(gate)):
         forward = FunctionType(code.replace(co_consts=constants), globals())
 
-    assert routers.known_kind(gate) is not None
+    assert Recogniser().known(gate) is not None
     gate.__class__ = Other
-    assert routers.known_kind(gate) is None
+    assert Recogniser().known(gate) is None
 
 
 def test_quantised_experts_are_left_alone():

@@ -145,7 +145,7 @@ def test_an_unknown_router_inside_a_wrapper_is_named():
     report = huggingface.patch(model)
     assert report.routers == ("model.layers.1.mlp.gate",)
     assert report.left == (
-        ("model.layers.0.mlp.gate", "Twice is not a router we know: it keeps its own code"),
+        ("model.layers.0.mlp.gate", "Twice computes nothing that topk_routing does: it keeps its own code"),
     )
 
 
@@ -155,7 +155,7 @@ def test_an_unknown_router_of_transformers_inside_a_wrapper_is_named():
     own = {"forward": lambda self, hidden: None, "__module__": "transformers.models.other"}
     gate.__class__ = type("OtherRouter", (type(gate),), own)
     model.model.layers[0].mlp.gate = Twice(gate)
-    reason = "OtherRouter is not a router we know: it keeps its own code"
+    reason = "OtherRouter computes nothing that topk_routing does: it keeps its own code"
     assert huggingface.patch(model).left == (("model.layers.0.mlp.gate.inner", reason),)
 
 
@@ -189,4 +189,4 @@ def test_a_router_whose_options_are_not_ours_is_named():
     assert report.routers == ("model.layers.0.mlp.gate",)
     ((name, reason),) = report.left
     assert name == "model.layers.1.mlp.gate"
-    assert "topk_groups=0" in reason
+    assert "DeepseekV3TopkRouter computes nothing that topk_routing does" in reason

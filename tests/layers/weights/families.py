@@ -15,7 +15,7 @@ from torch import nn
 LAYERS, EXPERTS, TOP_K, HIDDEN, INTER = 2, 8, 2, 64, 24
 
 # Values for whichever of these fields a config has. Small odd widths, so that no two dimensions are equal.
-_POOL = {
+POOL = {
     "vocab_size": 97, "hidden_size": HIDDEN, "d_model": HIDDEN, "intermediate_size": 40, "moe_intermediate_size": INTER,
     "shared_expert_intermediate_size": 56, "shared_intermediate_size": 48, "share_expert_dim": 56,
     "moe_shared_expert_intermediate_size": 56, "num_hidden_layers": LAYERS, "num_layers": LAYERS,
@@ -31,11 +31,11 @@ _POOL = {
     "linear_head_dim": 16, "linear_num_heads": 4, "num_mtp_layers": 0, "num_nextn_predict_layers": 0,
     "use_cache": False,
 }  # fmt: skip
-_MLA = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+MLA = {"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}  # fmt: skip
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3],
                               "partial_rotary_factor": 1.0}}  # fmt: skip
-_FULL = {"layer_types": ["full_attention"] * LAYERS}
+FULL = {"layer_types": ["full_attention"] * LAYERS}
 
 
 @dataclass(frozen=True)
@@ -48,22 +48,24 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def _causal(folder: str, stem: str, **options: Any) -> Case:
+def causal(folder: str, stem: str, **options: Any) -> Case:
+    """A causal language model."""
     return Case(folder, f"{stem}Config", f"{stem}ForCausalLM", options)
 
 
-def _text(folder: str, stem: str, model: str = "TextModel", **options: Any) -> Case:
+def text(folder: str, stem: str, model: str = "TextModel", **options: Any) -> Case:
+    """The text model of one of several parts."""
     return Case(folder, f"{stem}TextConfig", stem + model, options)
 
 
 CASES = {
-    "afmoe": _causal("afmoe", "Afmoe", route_scale=1.5),
-    "aria_text": _text("aria", "Aria", "TextForCausalLM"),
-    "axk2": _causal("axk2", "AXK2", **_MLA),
-    "bailing_hybrid": _causal("bailing_hybrid", "BailingHybrid", **_MLA, **_FULL),
-    "beam": _causal("beam", "Beam"),
-    "cohere2_moe": _causal("cohere2_moe", "Cohere2Moe", shared_expert_combination_strategy="average"),
-    "dbrx": _causal(
+    "afmoe": causal("afmoe", "Afmoe", route_scale=1.5),
+    "aria_text": text("aria", "Aria", "TextForCausalLM"),
+    "axk2": causal("axk2", "AXK2", **MLA),
+    "bailing_hybrid": causal("bailing_hybrid", "BailingHybrid", **MLA, **FULL),
+    "beam": causal("beam", "Beam"),
+    "cohere2_moe": causal("cohere2_moe", "Cohere2Moe", shared_expert_combination_strategy="average"),
+    "dbrx": causal(
         "dbrx",
         "Dbrx",
         n_heads=4,
@@ -77,29 +79,29 @@ CASES = {
             "moe_top_k": TOP_K,
         },
     ),
-    "deepseek_ocr2_text": _text(
+    "deepseek_ocr2_text": text(
         "deepseek_ocr2", "DeepseekOcr2", n_group=None, topk_group=None, head_dim=None, num_key_value_heads=4
     ),
-    "deepseek_v2": _causal(
-        "deepseek_v2", "DeepseekV2", topk_method="group_limited_greedy", **{**_MLA, "head_dim": None}
+    "deepseek_v2": causal(
+        "deepseek_v2", "DeepseekV2", topk_method="group_limited_greedy", **{**MLA, "head_dim": None}
     ),
-    "deepseek_v3": _causal("deepseek_v3", "DeepseekV3", **_MLA),
-    "deepseek_v32": _causal("deepseek_v32", "DeepseekV32", **_MLA),
-    "dots1": _causal("dots1", "Dots1"),
+    "deepseek_v3": causal("deepseek_v3", "DeepseekV3", **MLA),
+    "deepseek_v32": causal("deepseek_v32", "DeepseekV32", **MLA),
+    "dots1": causal("dots1", "Dots1"),
     "dots3_note_text": Case(
         "dots3_note",
         "Dots3NoteTextConfig",
         "Dots3NoteForCausalLM",
-        {**_MLA, "shared_experts_intermediate_size": 40},
+        {**MLA, "shared_experts_intermediate_size": 40},
     ),
-    "ernie4_5_moe": _causal("ernie4_5_moe", "Ernie4_5_Moe", moe_layer_start_index=0),
-    "exaone_moe": _causal("exaone_moe", "ExaoneMoe"),
-    "flex_olmo": _causal("flex_olmo", "FlexOlmo"),
-    "flint": _causal("flint", "Flint"),
-    "glm4_moe": _causal("glm4_moe", "Glm4Moe"),
-    "glm4_moe_lite": _causal("glm4_moe_lite", "Glm4MoeLite", **_MLA),
-    "glm4v_moe_text": _text("glm4v_moe", "Glm4vMoe", **_MROPE),
-    "glm5_next_text": _text(
+    "ernie4_5_moe": causal("ernie4_5_moe", "Ernie4_5_Moe", moe_layer_start_index=0),
+    "exaone_moe": causal("exaone_moe", "ExaoneMoe"),
+    "flex_olmo": causal("flex_olmo", "FlexOlmo"),
+    "flint": causal("flint", "Flint"),
+    "glm4_moe": causal("glm4_moe", "Glm4Moe"),
+    "glm4_moe_lite": causal("glm4_moe_lite", "Glm4MoeLite", **MLA),
+    "glm4v_moe_text": text("glm4v_moe", "Glm4vMoe", **MROPE),
+    "glm5_next_text": text(
         "glm5_next",
         "Glm5Next",
         num_key_value_heads=4,
@@ -111,16 +113,16 @@ CASES = {
         layer_types=["indexed_attention"] * LAYERS,
         indexer_types=["full"] * LAYERS,
     ),
-    "glm_moe_dsa": _causal("glm_moe_dsa", "GlmMoeDsa", **_MLA),
-    "gpt_oss": _causal("gpt_oss", "GptOss"),
-    "granitemoe": _causal("granitemoe", "GraniteMoe"),
-    "granitemoe_swa": _causal("granitemoe_swa", "GraniteMoeSWA"),
-    "granitemoehybrid": _causal("granitemoehybrid", "GraniteMoeHybrid", layer_types=["attention"] * LAYERS),
-    "granitemoeshared": _causal("granitemoeshared", "GraniteMoeShared"),
-    "hunyuan_v1_moe": _causal("hunyuan_v1_moe", "HunYuanMoEV1"),
-    "hy_v3": _causal("hy_v3", "HYV3"),
-    "hy_v4": _causal("hy_v4", "HYV4", **_MLA),
-    "jamba": _causal(
+    "glm_moe_dsa": causal("glm_moe_dsa", "GlmMoeDsa", **MLA),
+    "gpt_oss": causal("gpt_oss", "GptOss"),
+    "granitemoe": causal("granitemoe", "GraniteMoe"),
+    "granitemoe_swa": causal("granitemoe_swa", "GraniteMoeSWA"),
+    "granitemoehybrid": causal("granitemoehybrid", "GraniteMoeHybrid", layer_types=["attention"] * LAYERS),
+    "granitemoeshared": causal("granitemoeshared", "GraniteMoeShared"),
+    "hunyuan_v1_moe": causal("hunyuan_v1_moe", "HunYuanMoEV1"),
+    "hy_v3": causal("hy_v3", "HYV3"),
+    "hy_v4": causal("hy_v4", "HYV4", **MLA),
+    "jamba": causal(
         "jamba",
         "Jamba",
         expert_layer_period=1,
@@ -128,30 +130,30 @@ CASES = {
         attn_layer_period=1,
         attn_layer_offset=0,
     ),
-    "kimi_linear": _causal("kimi_linear", "KimiLinear", **_MLA, **_FULL),
-    "kolibri1": _causal("kolibri1", "Kolibri1"),
-    "laguna": _causal("laguna", "Laguna"),
-    "lfm2_moe": _causal("lfm2_moe", "Lfm2Moe", **_FULL),
+    "kimi_linear": causal("kimi_linear", "KimiLinear", **MLA, **FULL),
+    "kolibri1": causal("kolibri1", "Kolibri1"),
+    "laguna": causal("laguna", "Laguna"),
+    "lfm2_moe": causal("lfm2_moe", "Lfm2Moe", **FULL),
     "llama4_text": Case("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {"num_experts_per_tok": 1}),
-    "mellum": _causal("mellum", "Mellum"),
-    "mimo_v2_flash": _causal("mimo_v2_flash", "MiMoV2Flash", v_head_dim=16),
-    "minimax": _causal("minimax", "MiniMax", **_FULL),
-    "minimax_m2": _causal("minimax_m2", "MiniMaxM2"),
+    "mellum": causal("mellum", "Mellum"),
+    "mimo_v2_flash": causal("mimo_v2_flash", "MiMoV2Flash", v_head_dim=16),
+    "minimax": causal("minimax", "MiniMax", **FULL),
+    "minimax_m2": causal("minimax_m2", "MiniMaxM2"),
     "minimax_m3_vl_text": Case("minimax_m3_vl", "MiniMaxM3VLTextConfig", "MiniMaxM3VLForCausalLM"),
-    "mistral4": _causal("mistral4", "Mistral4", **_MLA),
-    "mistral_large4_text": _text("mistral_large4", "MistralLarge4", **_MLA),
-    "mixtral": _causal("mixtral", "Mixtral"),
-    "nemotron_h": _causal(
+    "mistral4": causal("mistral4", "Mistral4", **MLA),
+    "mistral_large4_text": text("mistral_large4", "MistralLarge4", **MLA),
+    "mixtral": causal("mixtral", "Mixtral"),
+    "nemotron_h": causal(
         "nemotron_h", "NemotronH", layers_block_type=["moe", "attention", "moe"], moe_latent_size=24
     ),
-    "olmoe": _causal("olmoe", "Olmoe", norm_topk_prob=False),
+    "olmoe": causal("olmoe", "Olmoe", norm_topk_prob=False),
     "openai_privacy_filter": Case(
         "openai_privacy_filter", "OpenAIPrivacyFilterConfig", "OpenAIPrivacyFilterForTokenClassification"
     ),
-    "qwen2_moe": _causal("qwen2_moe", "Qwen2Moe", norm_topk_prob=False),
-    "qwen3_5_moe_text": Case("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _FULL),
-    "qwen3_moe": _causal("qwen3_moe", "Qwen3Moe"),
-    "qwen3_next": _causal("qwen3_next", "Qwen3Next", **_FULL),
+    "qwen2_moe": causal("qwen2_moe", "Qwen2Moe", norm_topk_prob=False),
+    "qwen3_5_moe_text": Case("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", FULL),
+    "qwen3_moe": causal("qwen3_moe", "Qwen3Moe"),
+    "qwen3_next": causal("qwen3_next", "Qwen3Next", **FULL),
     "qwen3_omni_moe_text": Case("qwen3_omni_moe", "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel"),
     "qwen3_omni_moe_talker_text": Case(
         "qwen3_omni_moe",
@@ -159,11 +161,11 @@ CASES = {
         "Qwen3OmniMoeTalkerModel",
         {"shared_expert_intermediate_size": 56},
     ),
-    "qwen3_vl_moe_text": _text("qwen3_vl_moe", "Qwen3VLMoe"),
+    "qwen3_vl_moe_text": text("qwen3_vl_moe", "Qwen3VLMoe"),
     "qwen4_exp_text": Case("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM"),
-    "solar_open": _causal("solar_open", "SolarOpen"),
-    "step3p5": _text("step3p7", "Step3p7"),
-    "unlimited_ocr_text": _text("unlimited_ocr", "UnlimitedOcr", head_dim=None, num_key_value_heads=4),
+    "solar_open": causal("solar_open", "SolarOpen"),
+    "step3p5": text("step3p7", "Step3p7"),
+    "unlimited_ocr_text": text("unlimited_ocr", "UnlimitedOcr", head_dim=None, num_key_value_heads=4),
 }
 
 
@@ -182,11 +184,14 @@ FAMILIES = tuple(name for name, case in CASES.items() if _runs(case))
 
 
 def tiny_config(family: str, **options: Any) -> Any:
-    case = CASES[family]
+    return made_config(CASES[family], **options)
+
+
+def made_config(case: Case, **options: Any) -> Any:
     module = importlib.import_module(f"transformers.models.{case.folder}.configuration_{case.folder}")
     config_class = getattr(module, case.config)
     known = {each.name for each in dataclasses.fields(config_class)}
-    values = {name: value for name, value in _POOL.items() if name in known}
+    values = {name: value for name, value in POOL.items() if name in known}
     return config_class(**copy.deepcopy({**values, **case.options, **options}))
 
 

@@ -1,0 +1,82 @@
+"""Experts outside transformers' experts interface that lie, and are called, as it would have them.
+
+What their own code computes is tried on a twin of small sizes, in float64, with its gradient, and compared with what
+ours computes: where the two differ they are left as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers.huggingface import gates, trial
+from layers.huggingface.experts import ExpertsOptions, experts_forward
+
+TOKENS = 33
+
+
+class Collection:
+    """Experts [E, 2I, H] and [E, H, I] that are called with (hidden_states, ids, weights).
+
+    Experts behind the last that has weights return their input (LongCat-Flash).
+    """
+
+    @staticmethod
+    def is_kind(module: Any) -> bool:
+        """Whether a module looks so."""
+        up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        are_stacked = all(isinstance(each, Tensor) and each.dim() == 3 for each in (up, down))
+        return are_stacked and type(module).forward.__code__.co_argcount == 4
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        output = experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        num_experts = self.down_proj.shape[0]
+        if self.gate_up_proj.shape[0] == num_experts:
+            return output
+        kept = (top_k_weights * (top_k_index >= num_experts)).sum(-1, keepdim=True)
+        return output + (hidden_states * kept).to(output.dtype)
+
+
+def collection_activation(module: Any) -> str | None:
+    """The activation of experts that `Collection` is exact for, or None."""
+    activation = gates.recognised(module)
+    num_experts = module.gate_up_proj.shape[0]
+    if activation is None or num_experts < 2:
+        return None
+    with trial.trial_mode():
+        twin, generator = twin_of(module, num_experts, module.down_proj.shape[0])
+        twin.moe_ops_options = ExpertsOptions(activation.spec, "auto", "auto")
+        hidden_size = twin.down_proj.shape[1]
+        ids = torch.rand(TOKENS, num_experts, generator=generator).argsort(-1)[:, :2]
+        weights = torch.rand(TOKENS, 2, generator=generator, dtype=torch.float64)
+        tokens = torch.randn(TOKENS, hidden_size, generator=generator, dtype=torch.float64)
+        own, ours = (
+            run(forward, twin, tokens, ids, weights) for forward in (type(twin).forward, Collection.forward)
+        )
+    return activation.spec if are_close(own, ours) else None
+
+
+def twin_of(module: nn.Module, num_experts: int, *kept: int) -> tuple[Any, torch.Generator]:
+    """The module on small random tensors, and what drew them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = trial.smaller(module, num_experts, *kept)
+    return trial.skeleton(module, trial.random_like(generator), sizes).eval(), generator
+
+
+def run(forward: Callable[..., Any], twin: Any, tokens: Tensor, *rest: Tensor) -> list[Tensor]:
+    """What a forward returns in float64, and the gradient of its output; nothing where it fails."""
+    tokens = tokens.clone().requires_grad_()
+    try:
+        returned = trial.in_float64(forward, twin, tokens, *rest)
+        output, *more = returned if isinstance(returned, tuple) else (returned,)
+        weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
+        (gradient,) = torch.autograd.grad((output * weight).sum(), tokens)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return []
+    return [each.detach() for each in (output, gradient, *more)]
+
+
+def are_close(own: list[Tensor], ours: list[Tensor]) -> bool:
+    """Whether both ran, and gave the same."""
+    return bool(own) and len(own) == len(ours) and all(map(trial.close, ours, own))

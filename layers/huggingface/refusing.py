@@ -1,0 +1,75 @@
+"""experts_implementation="moe_ops" on models that would accept it and do nothing.
+
+transformers takes any name that is registered, also for models that run their experts outside its interface. Two of its
+methods are followed by a look at the model: the one by which the implementation is set, and the last of a constructor.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from layers.huggingface.experts import NAME, is_dispatched
+from layers.huggingface.finding import undispatched_blocks
+
+
+def refuse_where_ignored() -> None:
+    """Makes transformers raise ValueError there, for every model of the process. Calling it again changes nothing."""
+    for name, follow in (("set_experts_implementation", _after_setting), ("post_init", _after_init)):
+        own = getattr(PreTrainedModel, name)
+        if not hasattr(own, "__wrapped__") or own.__module__ != __name__:
+            setattr(PreTrainedModel, name, follow(own))
+
+
+def _after_setting(own: Callable[..., None]) -> Callable[..., None]:
+    @wraps(own)
+    def set_experts_implementation(self: Any, experts_implementation: str | dict[str, str]) -> None:
+        before = _implementations(self)
+        own(self, experts_implementation)
+        if experts_implementation == NAME and (ignored := _ignored(self)):
+            for config, name in before:
+                config._experts_implementation_internal = name
+            raise _error(self, ignored)
+
+    set_experts_implementation.__module__ = __name__
+    return set_experts_implementation
+
+
+def _after_init(own: Callable[..., None]) -> Callable[..., None]:
+    @wraps(own)
+    def post_init(self: Any) -> None:
+        own(self)
+        if self.config._experts_implementation == NAME and (ignored := _outside(self)):
+            raise _error(self, ignored)
+
+    post_init.__module__ = __name__
+    return post_init
+
+
+def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
+    configs = {id(each.config): each.config for each in model.modules() if isinstance(each, PreTrainedModel)}
+    return [(config, config._experts_implementation) for config in configs.values()]
+
+
+def _ignored(model: nn.Module) -> list[str]:
+    """Names of experts that do not run the implementation now."""
+    experts = {name: module for name, module in model.named_modules() if is_dispatched(module)}
+    return _outside(model) + [
+        name for name, each in experts.items() if getattr(each.config, "_experts_implementation", "") != NAME
+    ]
+
+
+def _outside(model: nn.Module) -> list[str]:
+    modules = dict(model.named_modules())
+    return list(
+        undispatched_blocks(modules, {name: each for name, each in modules.items() if is_dispatched(each)})
+    )
+
+
+def _error(model: nn.Module, ignored: list[str]) -> ValueError:
+    return ValueError(
+        f"experts_implementation={NAME!r}: {type(model).__name__} runs {ignored[0]} outside transformers' experts "
+        "interface, where it would do nothing: expected layers.huggingface.patch(model)"
+    )

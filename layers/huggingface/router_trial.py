@@ -1,0 +1,200 @@
+"""What a router gives for tokens made to try it: logits that are alike, far apart, next to nothing, and tied."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers.huggingface import trial
+from moe_ops import RoutingConfig, topk_routing
+
+_ROWS = 100
+_SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0), (1.0, -340.0))
+"""Scale and shift of the logits tried, row by row."""
+_EPSILONS = (1e-20, 1e-15, 1e-12, 1e-9, 1e-8, 1e-6, 1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a router returned, whatever the order.
+
+    Attributes:
+        logits: [T, E].
+        weights: [T, E], zero where an expert was not chosen.
+        chosen: [T, K], the weights of those that were, ascending.
+        others: whatever else was returned.
+        gradient: [T, H], of the logits and weights, each times a number of its own.
+        names: "logits", "weights", "ids", or "" for anything else, in the order returned.
+    """
+
+    logits: Tensor
+    weights: Tensor
+    chosen: Tensor
+    others: tuple[Tensor, ...]
+    gradient: Tensor
+    names: tuple[str, ...]
+    top_k: int
+
+    @property
+    def num_experts(self) -> int:
+        return self.logits.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A router's twin, and what it gave for some tokens."""
+
+    twin: Any
+    hidden_states: Tensor
+    extra: tuple[Tensor, ...]
+    output: Output
+
+
+def numbers(router: nn.Module) -> list[float]:
+    """The numbers among a router's attributes, which may be its options."""
+    return sorted({float(value) for value in vars(router).values() if isinstance(value, int | float)} - {0.0})
+
+
+def run(forward: Callable[..., Any], twin: Any, hidden_states: Tensor, *extra: Tensor) -> Any:
+    """What a router returns in float64, with its gradient."""
+    tokens = hidden_states.detach().clone().requires_grad_()
+    return read(tokens, trial.in_float64(forward, twin, tokens, *extra))
+
+
+def read(tokens: Tensor, returned: Any) -> Output:
+    """Finds logits, weights and ids in what a router returned.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    if not isinstance(returned, tuple) or not all(isinstance(each, Tensor) for each in returned):
+        raise ValueError("it does not return logits, weights and ids")
+    flat = [each.reshape(-1, each.shape[-1]) for each in returned]
+    ids = next((place for place, each in enumerate(flat) if not each.is_floating_point()), None)
+    if ids is None:
+        raise ValueError("it returns no expert ids")
+    shape = flat[ids].shape
+    floats = [place for place in range(len(flat)) if place != ids and flat[place].is_floating_point()]
+    weights = next((place for place in floats if flat[place].shape == shape), None)
+    logits = next((place for place in floats if place != weights and flat[place].shape[0] == shape[0]), None)
+    if weights is None or logits is None:
+        raise ValueError("it does not return logits and weights beside the ids")
+    names = {ids: "ids", weights: "weights", logits: "logits"}
+    columns = max(flat[logits].shape[1], int(flat[ids].max()) + 1)
+    dense = torch.zeros(shape[0], columns, dtype=flat[weights].dtype)
+    return Output(
+        flat[logits].detach(),
+        dense.scatter_add(1, flat[ids].long(), flat[weights].detach()),
+        flat[weights].detach().sort(1)[0],
+        tuple(each.detach() for place, each in enumerate(returned) if place not in names),
+        _gradient(tokens, flat[logits], flat[weights], flat[ids].long()),
+        tuple(names.get(place, "") for place in range(len(flat))),
+        shape[1],
+    )
+
+
+def _gradient(tokens: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Of sums in which each expert counts by a number of its own, so that the order of ids is of no matter."""
+    by_expert = torch.linspace(0.5, 2.0, max(logits.shape[1], int(ids.max()) + 1), dtype=torch.float64)
+    total = (weights * by_expert[ids]).sum() + (logits * by_expert[: logits.shape[1]].sin()).sum()
+    return torch.autograd.grad(total, tokens)[0].reshape(-1, tokens.shape[-1])
+
+
+def tokens_for(weight: Tensor) -> Tensor:
+    """[T, H] whose product with `weight` [E, H] is logits of all spreads, where H is large enough for that."""
+    num_experts, hidden_size = weight.shape
+    generator = torch.Generator().manual_seed(1)
+    spreads = torch.tensor([_SPREADS[row % len(_SPREADS)] for row in range(_ROWS)], dtype=torch.float64)
+    logits = torch.randn(_ROWS, num_experts, generator=generator, dtype=torch.float64)
+    logits = logits * spreads[:, :1] + spreads[:, 1:]
+    rest = torch.randn(_ROWS, max(hidden_size - num_experts, 0), generator=generator, dtype=torch.float64) / (
+        hidden_size**0.5
+    )
+    if not rest.shape[1]:
+        return torch.randn(_ROWS, hidden_size, generator=generator, dtype=torch.float64)
+    return torch.cat([logits - rest @ weight[:, num_experts:].T, rest], 1)
+
+
+def steer(weight: Tensor) -> None:
+    """Makes the first E columns of a twin's [E, H] the identity, so that tokens can say what their logits are."""
+    num_experts, hidden_size = weight.shape
+    if hidden_size > num_experts:
+        weight.data[:, :num_experts] = torch.eye(num_experts, dtype=weight.dtype)
+
+
+def same(ours: Output, theirs: Output, rows: Tensor) -> bool:
+    """Whether two routers gave the same: logits and all else, and for some rows weights by expert and gradients."""
+    pairs = (
+        (ours.logits, theirs.logits),
+        (ours.weights[rows, : theirs.weights.shape[1]], theirs.weights[rows]),
+        (ours.gradient[rows], theirs.gradient[rows]),
+        *zip(ours.others, theirs.others, strict=True),
+    )
+    return ours.top_k == theirs.top_k and all(trial.close(*pair) for pair in pairs)
+
+
+def decided(logits: Tensor, routing: RoutingConfig, bias: Tensor | None) -> Tensor:
+    """[T]: where no tie decides who is chosen, and so no order of the experts."""
+    turned = _dense(logits.flip(1), routing, None if bias is None else bias.flip(0)).flip(1)
+    return ((turned != 0) == (_dense(logits, routing, bias) != 0)).all(1)
+
+
+def _dense(logits: Tensor, routing: RoutingConfig, bias: Tensor | None) -> Tensor:
+    weights, ids = topk_routing(logits, routing, bias)
+    return torch.zeros_like(logits).scatter(1, ids.long(), weights)
+
+
+def configs(tried: Tried, bias: Tensor | None) -> Iterator[RoutingConfig]:
+    """The options by which the logits become the weights that were tried: at most one for each way to select."""
+    logits, wanted = tried.output.logits, tried.output.weights
+    for selection in _selections(tried):
+        plain = _dense(logits, selection, bias)
+        rows = ((plain != 0) == (wanted != 0)).all(1)
+        if 2 * int(rows.sum()) > len(rows) and bool(rows[decided(logits, selection, bias)].all()):
+            yield from _weighed(selection, plain[rows], wanted[rows], numbers(tried.twin))
+
+
+def _selections(tried: Tried) -> Iterator[RoutingConfig]:
+    top_k = tried.output.top_k
+    for groups in _groups(tried):
+        for order in ("score_then_topk", "topk_then_score"):
+            for score_fn in ("softmax", "sigmoid", "sqrtsoftplus"):
+                yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)  # type: ignore[arg-type]
+
+
+def _groups(tried: Tried) -> Iterator[dict[str, Any]]:
+    """No groups, then those that two of the router's numbers may mean."""
+    yield {}
+    num_experts, counts = (
+        tried.output.num_experts,
+        [int(each) for each in numbers(tried.twin) if each % 1 == 0],
+    )
+    for num_groups, topk_groups in product(counts, counts):
+        if (
+            not 1 <= topk_groups <= num_groups <= num_experts // 2
+            or num_groups == 1
+            or num_experts % num_groups
+        ):
+            continue
+        if topk_groups * (num_experts // num_groups) >= tried.output.top_k:
+            for score, fill in product(("top2_sum", "max"), (float("-inf"), 0.0)):
+                names = ("num_groups", "topk_groups", "group_score", "group_fill")
+                yield dict(zip(names, (num_groups, topk_groups, score, fill), strict=True))
+
+
+def _weighed(
+    selection: RoutingConfig, plain: Tensor, wanted: Tensor, written: list[float]
+) -> Iterator[RoutingConfig]:
+    total = plain.sum(1, keepdim=True)
+    epsilons = [0.0, *(number for number in written if 0 < number < 1e-3), *_EPSILONS]
+    options = [(True, eps, plain / (total + eps)) for eps in epsilons]
+    for renormalize, eps, ours in [(False, 0.0, plain), *options]:
+        scale = float(wanted.sum() / ours.sum())
+        simple = [1.0, *written, *(1 / number for number in written)]
+        scale = next((each for each in simple if abs(each - scale) <= trial.CLOSE * scale), scale)
+        if trial.close(ours * scale, wanted):
+            yield replace(selection, renormalize=renormalize, renorm_eps=eps, scale=scale)
+            return

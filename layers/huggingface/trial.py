@@ -1,0 +1,140 @@
+"""A module of transformers, tried out: the same code on small random weights, with every number in float64.
+
+What a router or a gate computes is settled by running it, not by reading it. It runs on a CPU on tensors made for
+that, so the model's own may be of any dtype, on any device, sharded, or not there yet. Casts to float32 that its code
+asks for become casts to float64: two formulas that agree here are one formula, not two of similar rounding.
+"""
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers.huggingface._compat import RewriteCalls, real_tensors
+
+_SAME: Mapping[int, int] = {}
+
+CLOSE = 1e-9
+"""Relative, in float64: what a sum in another order may differ by, and no other formula."""
+
+
+class _Doubled(RewriteCalls):
+    """float64 wherever float32 is asked for."""
+
+    def rewritten(self, value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value
+
+
+@contextlib.contextmanager
+def trial_mode() -> Iterator[None]:
+    """Real tensors on a CPU, with gradients, whatever modes the caller is in."""
+    with (
+        real_tensors(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        yield
+
+
+def in_float64(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns where float32 is float64."""
+    with _Doubled():
+        return function(*args)
+
+
+def skeleton(
+    module: nn.Module, make: Callable[[str, Tensor], Tensor], sizes: Mapping[int, int] = _SAME, name: str = ""
+) -> Any:
+    """The module around other tensors: `make` gives one for each, by its name in the module and what it stands for.
+
+    Attributes are shared, hooks and forwards of the instance are left out: it runs the code of its class. Sizes of
+    tensors, and numbers among the attributes, are replaced as `sizes` says.
+    """
+    twin = module.__class__.__new__(module.__class__)
+    own = {key: value for key, value in vars(module).items() if key not in _OF_INSTANCE}
+    vars(twin).update({key: sizes[value] if _is_size(value, sizes) else value for key, value in own.items()})
+    for kind in _HOOKS & vars(module).keys():
+        vars(twin)[kind] = OrderedDict()
+    for kind in ("_parameters", "_buffers"):
+        tensors = vars(module)[kind].items()
+        vars(twin)[kind] = {
+            key: each if each is None else make(name + key, _resized(each, sizes)) for key, each in tensors
+        }
+    vars(twin)["_modules"] = {
+        key: child if child is None else skeleton(child, make, sizes, f"{name}{key}.")
+        for key, child in module._modules.items()
+    }
+    return twin
+
+
+def _is_size(value: object, sizes: Mapping[int, int]) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in sizes
+
+
+def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
+    if not sizes:
+        return tensor
+    shape = [sizes.get(size, size) for size in tensor.shape]
+    made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+
+
+def smaller(module: nn.Module, num_experts: int, *kept: int) -> dict[int, int]:
+    """Small sizes for those of a module, all divided by one number; that of its experts and others `kept` stay."""
+    found = {size for each in module.parameters() for size in each.shape}
+    numbers = {value for each in module.modules() for value in vars(each).values() if isinstance(value, int)}
+    found |= {value for value in numbers if value * num_experts in found}
+    found -= {1, num_experts, *kept}
+    common, least = math.gcd(*found), min(found, default=1)
+    divisors = (each for each in range(common, 1, -1) if common % each == 0 and least // each >= 4)
+    divisor = next(divisors, 1)
+    return {size: size // divisor for size in found}
+
+
+_OF_INSTANCE = ("forward", "_old_forward", "_hf_hook")
+_HOOKS = {
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+}
+
+
+def random_like(generator: torch.Generator, level: float = 0.0) -> Callable[[str, Tensor], Tensor]:
+    """Makes float64 tensors for `skeleton`: biases around `level`, other vectors around one, so that scales scale."""
+
+    def make(name: str, like: Tensor) -> Tensor:
+        made = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64) / 4
+        if like.dim() < 2 or "bias" in name:
+            made = made + (level if "bias" in name else 1.0)
+        return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
+
+    return make
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> Any:
+    """A skeleton around the same numbers in another dtype."""
+
+    def make(name: str, like: Tensor) -> Tensor:
+        return like.detach().to(dtype) if like.is_floating_point() else like
+
+    return skeleton(module, make)
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two tensors are equal but for the order of their sums."""
+    if ours.shape != theirs.shape:
+        return False
+    ours, theirs = ours.double(), theirs.double()
+    top = theirs.abs().amax(-1, keepdim=True) if theirs.dim() and theirs.numel() else theirs.abs()
+    return bool(((ours - theirs).abs() <= CLOSE * top).all())

@@ -1,0 +1,249 @@
+"""Experts that are modules of their own become two tensors, where their block is one that we can rebuild."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_passes import _compat
+from inductor_passes.base import PassLog
+from inductor_passes.pipeline import FUSIONS, run_passes
+from layers import huggingface
+from layers.huggingface.stacked import StackedExperts
+from moe_ops import RoutingConfig
+from tests.coverage.cases import is_installed, outputs, stock_model
+from tests.helpers import relative_error
+from tests.huggingface.loops import (
+    EXPERTS,
+    HIDDEN,
+    INTER,
+    Expert,
+    FunctionalExpert,
+    GatedShared,
+    Loop,
+    Noisy,
+    Scaled,
+    Shared,
+    Shifted,
+    Squared,
+    block,
+)
+
+KINDS = (Loop, Shared, GatedShared)
+ROUTINGS = {
+    Loop: RoutingConfig(2),
+    Shared: RoutingConfig(2, "sigmoid", renormalize=False),
+    GatedShared: RoutingConfig(2),
+}
+
+
+def hidden(tokens=9):
+    return torch.randn(2, tokens, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def results(module, inputs):
+    returned = module(inputs)
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def stacked(kind):
+    module = block(kind)
+    report = huggingface.patch(module, stack_experts=True)
+    assert (report.experts, report.routers, report.left) == (("experts",), ("gate",), ())
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stacked_block_computes_the_same(kind):
+    own, ours = block(kind), stacked(kind)
+    assert isinstance(ours.experts, StackedExperts)
+    assert ours.experts.gate_up_proj.shape == (EXPERTS, 2 * INTER, HIDDEN)
+    for tokens in (9, 1, 0):
+        expected, actual = results(own, hidden(tokens)), results(ours, hidden(tokens))
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_report_says_what_a_block_computes(kind):
+    computed = dict(huggingface.patch(block(kind), stack_experts=True).computed)
+    assert computed == {"experts": "silu", "gate": ROUTINGS[kind].spec}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind):
+    own, ours = block(kind), stacked(kind)
+    for module in (own, ours):
+        (results(module, hidden())[0] * torch.linspace(0, 1, HIDDEN)).sum().backward()
+    grads = dict(ours.named_parameters())
+    for name, parameter in own.named_parameters():
+        if not name.startswith("experts."):
+            assert relative_error(grads[name].grad, parameter.grad) < 1e-5, name
+    for part in ours.experts.moe_ops_parts:
+        actual = part.of(ours.experts.get_parameter(part.parameter).grad)
+        expected = own.experts.get_parameter(part.name).grad
+        torch.testing.assert_close(actual, torch.zeros_like(actual) if expected is None else expected)
+
+
+def test_weights_are_freed():
+    module = block(Loop)
+    weights = [each.weight for each in module.experts.modules() if isinstance(each, nn.Linear)]
+    huggingface.patch(module, stack_experts=True)
+    assert {weight.numel() for weight in weights} == {0}
+    assert [name for name, _ in module.named_parameters()] == [
+        "gate.weight",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_keep_their_names(kind):
+    own, ours = block(kind), stacked(kind)
+    saved = ours.state_dict()
+    assert saved.keys() == own.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in own.state_dict().items())
+    other = block(kind)
+    for parameter in other.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
+    ours.load_state_dict(other.state_dict())
+    torch.testing.assert_close(results(ours, hidden())[0], results(other, hidden())[0], rtol=1e-5, atol=1e-5)
+    missing, unexpected = ours.load_state_dict({"experts.0.w9": torch.zeros(1)}, strict=False)
+    assert "experts.gate_up_proj" in missing and unexpected == ["experts.0.w9"]
+
+
+def test_a_part_of_a_state_dict_leaves_the_rest():
+    ours = stacked(Loop)
+    before = ours.experts.gate_up_proj.detach().clone()
+    ours.load_state_dict({"experts.3.w1.weight": torch.zeros(INTER, HIDDEN)}, strict=False)
+    after = ours.experts.gate_up_proj.detach()
+    assert after[3, :INTER].eq(0).all() and torch.equal(after[3, INTER:], before[3, INTER:])
+    assert torch.equal(after[:3], before[:3]) and torch.equal(after[4:], before[4:])
+
+
+def test_unpatching_brings_the_list_back():
+    own, ours = block(Loop), stacked(Loop)
+    huggingface.unpatch(ours)
+    assert isinstance(ours.experts, nn.ModuleList)
+    assert torch.equal(ours(hidden())[0], own(hidden())[0])
+    assert ours.state_dict().keys() == own.state_dict().keys()
+    assert huggingface.patch(ours, stack_experts=True).experts == ("experts",)
+
+
+def test_copies_and_pickles():
+    own, ours = block(Loop), stacked(Loop)
+    expected = ours(hidden())[0]
+    assert torch.equal(copy.deepcopy(ours)(hidden())[0], expected)
+    revived = pickle.loads(pickle.dumps(ours))
+    assert huggingface.patch(revived, stack_experts=True).routers == ("gate",)
+    assert torch.equal(revived(hidden())[0], expected)
+    huggingface.unpatch(revived)
+    torch.testing.assert_close(revived(hidden())[0], own(hidden())[0])
+
+
+def test_frozen_weights_stay_frozen():
+    module = block(Loop).requires_grad_(False)
+    huggingface.patch(module, stack_experts=True)
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_without_being_asked_nothing_is_stacked():
+    module = block(Loop)
+    report = huggingface.patch(module)
+    assert report.experts == () and isinstance(module.experts, nn.ModuleList)
+    ((_, reason),) = report.left
+    assert "stack_experts=True" in reason
+
+
+class OtherExpert(Expert):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 1.01
+
+
+class OtherActivation(Expert):
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.Tanh()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Squared, {}),
+        (Noisy, {}),
+        (Scaled, {}),
+        (Shifted, {}),
+        (Loop, {"expert": OtherExpert}),
+        (Loop, {"expert": OtherActivation}),
+        (Loop, {"expert": functools.partial(Expert, bias=True)}),
+    ],
+)
+def test_what_computes_something_else_is_left_alone(kind, options):
+    own, module = block(kind, **options), block(kind, **options)
+    report = huggingface.patch(module, stack_experts=True)
+    assert report.experts == report.routers == () and len(report.left) == 1
+    assert isinstance(module.experts, nn.ModuleList)
+    assert torch.equal(module(hidden())[0], own(hidden())[0])
+
+
+def test_a_list_of_unlike_experts_is_left_alone():
+    module = block(Loop)
+    module.experts[5] = FunctionalExpert()
+    assert huggingface.patch(module, stack_experts=True).experts == ()
+
+
+@torch.no_grad()
+def test_compiled_it_is_one_operator():
+    own, ours = block(Loop), stacked(Loop)
+    operators = []
+
+    def rewrite(graph_module, _):
+        run_passes(graph_module.graph, FUSIONS, PassLog())
+        graph_module.recompile()
+        operators.extend(str(node.target) for node in graph_module.graph.nodes if "moe." in str(node.target))
+
+    compiled = torch.compile(ours, backend=_compat.post_grad_backend(rewrite), fullgraph=True)
+    torch.testing.assert_close(compiled(hidden())[0], own(hidden())[0], rtol=1e-5, atol=1e-5)
+    assert operators == ["moe.fused_moe.default"]
+
+
+def test_adapters_for_stacked_experts():
+    ours = stacked(Loop)
+    adapters = huggingface.add_adapters(ours, 1, 4, torch.zeros(18, dtype=torch.int32))
+    assert list(adapters) == ["experts"]
+
+
+@pytest.mark.parametrize("name", ["dbrx", "switch_transformers"])
+@torch.no_grad()
+def test_families_with_separate_weights(name):
+    stock = stock_model(name)
+    ours = copy.deepcopy(stock)
+    report = huggingface.patch(ours, stack_experts=True)
+    assert len(report.experts) == (2 if name == "dbrx" else 4)
+    expected = outputs(stock, name)[0]
+    torch.testing.assert_close(outputs(ours, name)[0], expected, rtol=1e-4, atol=1e-5)
+    saved = ours.state_dict()
+    assert saved.keys() == stock.state_dict().keys()
+    assert all(torch.equal(saved[key], value) for key, value in stock.state_dict().items())
+    for parameter in ours.parameters():
+        parameter.zero_()
+    ours.load_state_dict(stock.state_dict())
+    torch.testing.assert_close(outputs(ours, name)[0], expected, rtol=1e-4, atol=1e-5)
+    huggingface.unpatch(ours)
+    assert torch.equal(outputs(ours, name)[0], expected)
+
+
+@torch.no_grad()
+def test_tokens_over_the_capacity_of_an_expert_get_none():
+    if not is_installed("flint"):
+        pytest.skip("older versions drop no token")
+    stock = stock_model("switch_transformers", expert_capacity=1)
+    ours = copy.deepcopy(stock)
+    assert len(huggingface.patch(ours, stack_experts=True).experts) == 4
+    expected = outputs(stock, "switch_transformers")[0]
+    assert not torch.equal(expected, outputs(stock_model("switch_transformers"), "switch_transformers")[0])
+    torch.testing.assert_close(outputs(ours, "switch_transformers")[0], expected, rtol=1e-4, atol=1e-5)
