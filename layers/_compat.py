@@ -1,7 +1,8 @@
-"""Private PyTorch APIs that layers use: nested arguments as lists of leaves."""
+"""Private PyTorch APIs that layers use: nested arguments as lists of leaves, and who wrote to a tensor."""
 
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Structure = pytree.TreeSpec
@@ -21,3 +22,8 @@ def unflatten(leaves: list[Any], structure: Structure) -> Any:
 def paths(tree: Any) -> list[str]:
     """Where each leaf is, in the order of `flatten`: "[0].topk_ids", "['mask']"."""
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def version(tensor: Tensor) -> int:
+    """A counter that each write into `tensor`, or into a view of it, moves."""
+    return tensor._version

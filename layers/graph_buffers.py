@@ -41,7 +41,7 @@ class Inputs:
 
     def versions(self) -> list[int]:
         """Counters that a write into a buffer moves."""
-        return [buffer._version for buffer in self._buffers]
+        return [_compat.version(buffer) for buffer in self._buffers]
 
     def checked(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, or the error that it raises."""

@@ -117,11 +117,11 @@ class CudaGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
             before = self._pool_bytes()
             graph = torch.cuda.CUDAGraph()
+            self._graphs.append(graph)  # also of a capture that fails, whose pool goes with it
+            self._device = device
             # Other threads of a server may go on allocating.
             with torch.cuda.graph(graph, self._pool, _stream(device), capture_error_mode="thread_local"):
                 outputs = step()
-            self._graphs.append(graph)
-            self._device = device
             return Captured(outputs, graph.replay, self._pool_bytes() - before)
 
     def release(self) -> None:

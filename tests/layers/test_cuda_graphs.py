@@ -275,11 +275,14 @@ def test_hazards_that_explain_reports():
     ],
 )
 def test_what_torch_says_is_named(said, cause):
-    with pytest.raises(CaptureError, match=cause) as raised, causes_named(4):
+    def step():
         try:
             raise RuntimeError(said)
         except RuntimeError:  # then the end of the capture fails, too
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+    with pytest.raises(CaptureError, match=cause) as raised, causes_named(4):
+        step()
     assert raised.value.size == 4
     assert raised.value.where.endswith("raise RuntimeError(said)")
     assert isinstance(raised.value.__cause__, RuntimeError)
