@@ -24,9 +24,11 @@ _CAUSES = {
     "not permitted when stream is capturing": (
         "it waits for the device, allocates past PyTorch, or captures or replays a CUDA graph of its own"
     ),
-    "during capture": "CUDA refuses one of its operations while a stream is captured",
-    "stream capture": "CUDA refuses one of its operations while a stream is captured",
+    "depend on a capturing blocking stream": "it uses the default stream beside the one that is captured",
+    "uncaptured work in another stream": "it waits for a stream that is not part of the capture",
+    "unjoined work": "a stream that it starts is not waited for",
 }
+_BROKEN_OFF = "previous error during capture"
 
 
 class CaptureError(RuntimeError):
@@ -50,10 +52,14 @@ def causes_named(size: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for each in reversed(list(_chain(error))):  # where it began says more than what followed
+        chain = list(_chain(error))[::-1]
+        for each in chain:  # where it began says more than what followed
             cause = next((cause for text, cause in _CAUSES.items() if text in str(each)), None)
             if cause is not None:
                 raise CaptureError(size, cause, _line_of_step(each)) from error
+        if _BROKEN_OFF in str(error):
+            cause = f"it raises {type(chain[0]).__name__}: {chain[0]}"
+            raise CaptureError(size, cause, _line_of_step(chain[0])) from error
         raise
 
 

@@ -272,6 +272,9 @@ def test_hazards_that_explain_reports():
         ("Cannot copy between CPU and CUDA tensors during CUDA graph capture", "moves a CPU tensor"),
         ("Could not guard on data-dependent expression u0 > 0", "unbacked"),
         ("Offset increment outside graph capture encountered unexpectedly.", "random numbers"),
+        ("operation would make the legacy stream depend on a capturing blocking stream", "default stream"),
+        ("capturing stream has unjoined work", "not waited for"),
+        ("CUDA out of memory.", "it raises RuntimeError: CUDA out of memory."),
     ],
 )
 def test_what_torch_says_is_named(said, cause):
