@@ -1,6 +1,7 @@
 """A step captured as a CUDA graph, or the reason why it cannot be."""
 
 import functools
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,10 +50,11 @@ class CaptureError(RuntimeError):
 @contextmanager
 def causes_named(size: int) -> Iterator[None]:
     """Raises CaptureError for what PyTorch says of a capture; any other error of the step is its own, and passes."""
+    handled = sys.exception()  # what the caller is about is in the context of whatever is raised
     try:
         yield
     except Exception as error:
-        chain = list(_chain(error))[::-1]
+        chain = list(_chain(error, handled))[::-1]
         for each in chain:  # where it began says more than what followed
             cause = next((cause for text, cause in _CAUSES.items() if text in str(each)), None)
             if cause is not None:
@@ -63,8 +65,8 @@ def causes_named(size: int) -> Iterator[None]:
         raise
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+def _chain(error: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
+    while error is not None and error is not handled:
         yield error
         error = error.__cause__ or error.__context__
 

@@ -298,3 +298,8 @@ def test_other_errors_of_a_step_are_its_own():
     run = _runner(step)
     with pytest.raises(KeyError, match="mine"):
         run(X)
+    try:
+        raise RuntimeError("called a synchronizing CUDA operation")
+    except RuntimeError:  # of the caller's, elsewhere
+        with pytest.raises(KeyError, match="mine"):
+            run(X)
