@@ -6,7 +6,9 @@ these layers need no transformers.
 
 from layers.balancing import EplbState, ExpertBalancing
 from layers.config import ExpertsConfig, MoEConfig, RouterConfig, SharedExpertConfig
+from layers.cuda_graphs import CudaGraphRunner, GraphMemory
 from layers.fused_moe import FusedMoE
+from layers.graph_capture import CaptureError
 from layers.local_experts import BatchedExperts, LocalExperts, StandardExperts
 from layers.lora import ExpertLora, LowRank, join_gate_up
 from layers.modular_kernel import ModularKernel, Pending
@@ -40,6 +42,9 @@ from layers.weights.scales import WeightScale, add_weight_scales
 from layers.weights.shard import TensorShard
 
 __all__ = [
+    "CaptureError",
+    "CudaGraphRunner",
+    "GraphMemory",
     "EplbState",
     "ExpertLora",
     "ExpertBalancing",
