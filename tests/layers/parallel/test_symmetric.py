@@ -139,11 +139,8 @@ def test_no_barrier_waits_for_ever(monkeypatch):
 
 def test_layout():
     layout = ExchangeLayout(num_ranks=2, max_tokens=3, row_bytes=64, sum_bytes=32)
-    assert (layout.rows_at, layout.sums_at, layout.num_bytes) == (
-        16,
-        16 + 2 * 2 * 3 * 64,
-        16 + 12 * 64 + 12 * 32,
-    )
+    assert (layout.signals_at, layout.rows_at) == (16, 32)
+    assert (layout.sums_at, layout.num_bytes) == (32 + 2 * 2 * 3 * 64, 32 + 12 * 64 + 12 * 32)
     assert fields_of(26, 12, 12, 5) == (32, 48, 64, 80)
     assert parts_worth_it(128, 14848) == 1 and parts_worth_it(4096, 14848) > 1
 
