@@ -46,7 +46,9 @@ def wanted_by(rank: int, ids: torch.Tensor, owners: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("tokens, max_tokens", [(0, 1), (1, 1), (7, 9), (33, 33), (90, 300), (300, 300), (1300, 1500)])
+@pytest.mark.parametrize(
+    "tokens, max_tokens", [(0, 1), (1, 1), (7, 9), (33, 33), (90, 300), (300, 300), (1300, 1500)]
+)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_plan_numbers_the_tokens_of_each_rank(num_ranks, tokens, max_tokens, dtype, device):
     ids, who = ids_of(tokens, "padding", dtype), owners(num_ranks)
