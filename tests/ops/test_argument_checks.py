@@ -41,7 +41,7 @@ FREE_SIZES = {
     ("fused_experts_formula", "expert_map", 0),
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
-FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights"}
+FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights", "scale"}
 FREE_DTYPES |= {f"operand{index}" for index in range(4)}
 ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones too
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
