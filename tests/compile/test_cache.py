@@ -178,6 +178,7 @@ def test_a_changed_backward_gives_the_new_gradient_in_a_plain_compile(filled, wo
     assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
 
 
+@pytest.mark.exhaustive  # what a cache reads of a file is the same for a backward, above, and for these
 def test_a_changed_fake_misses_everywhere(workspace):
     path = workspace.root / "moe_ops/activation.py"
     path.write_text(path.read_text().replace("def _fake(", "def _fake(  # changed\n"))
@@ -185,7 +186,13 @@ def test_a_changed_fake_misses_everywhere(workspace):
     assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
 
 
-@pytest.mark.parametrize("name", ["activation", "gemm_tables"], ids=["a kernel", "a tuning table"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("activation", marks=pytest.mark.exhaustive, id="a kernel"),
+        pytest.param("gemm_tables", id="a tuning table"),
+    ],
+)
 def test_a_changed_kernel_or_table_misses_everywhere(workspace, name):
     with (workspace.root / f"moe_ops/kernels/{name}.py").open("a") as file:
         file.write("\n# changed\n")
@@ -200,7 +207,9 @@ def test_a_process_without_the_passes_gets_its_own_right_code(filled, workspace)
     assert without["plain_caches"]["fxgraph_cache_hit"] >= 1
 
 
-@pytest.mark.parametrize("others", ["PIPELINE[:-1]", "PIPELINE[1:] + PIPELINE[:1]"])
+@pytest.mark.parametrize(
+    "others", [pytest.param("PIPELINE[:-1]", marks=pytest.mark.exhaustive), "PIPELINE[1:] + PIPELINE[:1]"]
+)
 def test_other_passes_miss(scaled, workspace, others):
     changed = workspace.run(f"{IMPORT_SCALE}\nPIPELINE = {others}", probe=USER_PROBE)
     assert changed["factor"] == 2 and _missed(changed["caches"])

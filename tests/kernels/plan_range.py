@@ -120,12 +120,22 @@ def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
 def products(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Every block size of every table, for gathered rows, rows in order, and rows by TMA."""
     wide = size is Range.WIDE
-    acts = (None, *ACTIVATIONS) if wide else (None, SITU, GPT_OSS)
-    layouts = list(itertools.product((False, True), (2048, 2040, 511)))
-    for dtype, act, biased in itertools.product(FLOATS, acts, (True, False) if wide else (True,)):
-        if wide or dtype == torch.bfloat16 or act == SITU:
-            for transposed, depth in layouts if wide else ((True, 2048), (False, 2040), (False, 511)):
-                yield from _product(gpu, dtype, act, transposed, depth, biased)
+    acts = (None, *ACTIVATIONS)
+    layouts = tuple(itertools.product((False, True), (2048, 2040, 511)))
+    kinds = itertools.product(FLOATS, acts, layouts, (True, False)) if wide else _HEAVIEST_PRODUCTS
+    for dtype, act, (transposed, depth), biased in kinds:
+        yield from _product(gpu, dtype, act, transposed, depth, biased)
+
+
+_HEAVIEST_PRODUCTS = (
+    (torch.bfloat16, None, (True, 2048), True),
+    (torch.bfloat16, SITU, (True, 2048), True),
+    (torch.bfloat16, SITU, (False, 2040), True),
+    (torch.bfloat16, SITU, (False, 511), True),
+    (torch.bfloat16, GPT_OSS, (False, 2040), True),
+    (torch.float32, SITU, (False, 511), True),
+    (torch.float64, SITU, (True, 2048), True),
+)
 
 
 def _product(gpu, dtype, act, transposed, depth, biased) -> Iterator[Planned]:

@@ -19,13 +19,19 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the inte
 # A few registers that ptxas parks outside of loops and around calls; which kernels differs from version to version.
 PARKED = 32
 
-# What all is measured on, and what has the least shared memory; `make exhaustive` compiles for the rest.
-USUAL = ("sm_90", "sm_120")
-on_usual_gpus = pytest.mark.parametrize(
-    "gpu",
+# What all is measured on, and the products where there is the least shared memory; `make exhaustive` compiles the rest.
+of_every_plan = pytest.mark.parametrize(
+    ("gpu", "family"),
     [
-        pytest.param(gpu, marks=[] if name in USUAL else pytest.mark.exhaustive, id=name)
-        for name, gpu in GPUS.items()
+        pytest.param(
+            GPUS[name],
+            family,
+            id=f"{name}-{family}",
+            marks=[]
+            if name == "sm_90" or (name, family) == ("sm_120", "products")
+            else pytest.mark.exhaustive,
+        )
+        for name, family in itertools.product(GPUS, FAMILIES)
     ],
 )
 on_every_gpu = pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
@@ -41,8 +47,7 @@ def _misfits(family: str, gpu: Gpu, size: Range) -> list[tuple[str, str]]:
     return [(name, misfit) for name, kernel in compiled if (misfit := kernel.misfit(gpu, PARKED))]
 
 
-@of_every_family
-@on_usual_gpus
+@of_every_plan
 def test_plans_fit(gpu: Gpu, family: str) -> None:
     assert not _misfits(family, gpu, Range.NARROW)
 

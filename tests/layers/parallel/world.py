@@ -19,6 +19,7 @@ collectives are under way (`python -m tests.layers.parallel.gloo_crash` shows it
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -198,7 +199,24 @@ def _serve(rank: int, size: int, backend: str, pipe: Connection, folder: str) ->
                 module, name, arguments = pipe.recv()
             except EOFError:
                 os._exit(0)
-            pipe.send(_outcome(module, name, arguments))
+            answer = _outcome(module, name, arguments)
+            _leave_other_groups()
+            pipe.send(answer)
+
+
+def _leave_other_groups() -> None:
+    """Ends what groups a test made. Every gloo group has threads that wake a hundred times a second until then."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute, debug
+
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in groups:
+        dist.destroy_process_group(group)
+    if groups:  # DTensor keeps what it worked out for equal meshes, groups with it
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
+        gc.collect()
 
 
 def _outcome(module: str, name: str, arguments: dict[str, Any]) -> tuple[bool, Any]:
