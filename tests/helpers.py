@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 
 # Relative to a float64 oracle of the same rounded inputs, by norm. float64 and float32: the contract. Half precision:
@@ -13,6 +14,17 @@ RELATIVE_NORM = {
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps / 2,
     torch.float16: 4 * torch.finfo(torch.float16).eps / 2,
 }
+
+
+def usually(values, often):
+    """`values`, or tuples of values, to parametrise over: those not `often` only in `make exhaustive`."""
+    values = tuple(values)
+    assert set(often) <= set(values)
+    marks = {value: [] if value in often else [pytest.mark.exhaustive] for value in values}
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks[value])
+        for value in values
+    ]
 
 
 def relative_error(actual, expected):
