@@ -189,6 +189,7 @@ def programs() -> list[Program]:
         program_of("build_dispatch", _strided(4096, 2, dtype=torch.int32), _index(16), 8),
         program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
         program_of("plan_exchange", ids, _index(8), 2, 512),
+        program_of("plan_exchange", ids, _index(8), 2, 4096),
         program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
         program_of("route_and_record", logits, *replicas(ids, 8, 3, 24)[1:4], routing=_ROUTING),
         shared_alone(
