@@ -16,6 +16,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=60.0, help="start no case after so long")
     parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 1) - 1, 1))
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=pool.DEFAULT_HANG_SECONDS,
+        help="seconds until a case counts as hung; more on a machine that others use",
+    )
     parser.add_argument("--out", metavar="FILE.json", help="where the summary goes")
     parser.add_argument(
         "--case", metavar="SEED:INDEX", help="run this case alone and say everything about it"
@@ -46,7 +52,13 @@ def main() -> int:
     if options.case:
         return run_one(options.case, options.device, options.hook)
     run = pool.Run(
-        options.seed, options.cases, options.minutes, options.device, options.processes, options.hook
+        options.seed,
+        options.cases,
+        options.minutes,
+        options.device,
+        options.processes,
+        options.hook,
+        options.patience,
     )
     summary = Summary(run)
     pool.outcomes(run, summary.add)

@@ -43,6 +43,7 @@ ACTIVATIONS = (
     Activation("swiglu_oai", alpha=1.2, limit=0.7, interleaved=True),
     *MORE_ACTIVATIONS,
 )
+SKEWS = ("even", "one", "few", "zipf", "nobody")
 STAGES = (
     *("topk_routing", "build_dispatch", "permute", "grouped_gemm", "gated_activation", "combine"),
     "batched_gemm",
@@ -50,7 +51,7 @@ STAGES = (
 TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "halves")
 LAYERS = ("fused_moe", "fused_experts")
 LEVELS = (*LAYERS, *STAGES, *TARGETS, "compiled")
-COMPILED_EVERY = 150  # a compile takes as long as a hundred other cases
+COMPILED_EVERY = 100  # a compile takes as long as a hundred other cases
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,13 @@ class Case:
     routing: RoutingConfig
     logits: str  # "separate", "ties" or "not finite"
     correction: str  # "none", "finite" or "not finite"
-    skew: str  # "even", "one", "few" or "zipf"
+    skew: str  # "even", "one", "few", "zipf" or "nobody": ids that are all out of range
     dropped: bool
     bias: bool
     shared: bool
     weight_on_input: bool
     backward: bool
+    poisoned: bool  # and once more with tokens that are NaN or infinite
 
     @property
     def number(self) -> str:
@@ -94,6 +96,16 @@ class Case:
     def columns(self) -> int:
         """Rows of w13: gate and up, or up alone."""
         return (2 if self.activation.is_gated else 1) * self.intermediate
+
+    @property
+    def mapped(self) -> bool:
+        """Whether some experts live elsewhere."""
+        return self.local_experts < self.experts
+
+    @property
+    def odd_sizes(self) -> int:
+        """How many of H and I are no multiple of 8."""
+        return bool(self.hidden % 8) + bool(self.intermediate % 8)
 
     def __str__(self) -> str:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -130,12 +142,13 @@ def draw(seed: int, index: int) -> Case:
         routing=routing,
         logits=_draw_logits(random, routing),
         correction=random.choices(("none", "finite", "not finite"), (6, 3, 1))[0],
-        skew=random.choices(("even", "one", "few", "zipf"), (4, 2, 2, 2))[0],
+        skew=random.choices(SKEWS, (8, 4, 4, 4, 1))[0],
         dropped=random.random() < 0.3,
         bias=random.random() < 0.5,
         shared=random.random() < 0.3,
         weight_on_input=weight_on_input,
         backward=random.random() < 0.5,
+        poisoned=random.random() < 0.4,
     )
 
 

@@ -7,7 +7,8 @@ bound is held against a second figure from the oracle alone: how far the exact r
 by up to half the bound, the largest of some draws (backward stability). For sums of many terms it is the smaller one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,13 @@ from tests.fuzz.tensors import Maker
 from tests.helpers import RELATIVE_NORM, nan_in_empty_memory
 
 DRAWS = 32
+TOKEN_BY_TOKEN = (
+    "fused_moe",
+    "fused_experts",
+    "halves",
+    "compiled",
+)  # levels from hidden states to hidden states
+PER_TOKEN = ("hidden_states", "topk_weights", "router_logits", "shared")
 
 
 @dataclass
@@ -62,6 +70,46 @@ def _judge(problem: Problem, make: Maker, verdict: Verdict) -> None:
     _expect_metadata(output, exact, make)
     for name, value in actual.items():
         _compare(name, value, exact, verdict)
+    if make.case.poisoned and make.case.level in TOKEN_BY_TOKEN:
+        _judge_containment(problem, inputs, grad, actual, make, verdict)
+
+
+def _judge_containment(
+    problem: Problem, inputs: Tensors, grad: Tensor | None, clean: Tensors, make: Maker, verdict: Verdict
+) -> None:
+    """The same with tokens that are NaN or infinite: the bits of all others' outputs and gradients must stay."""
+    hidden_states = problem.tensors["hidden_states"]
+    num_tokens = hidden_states.shape[0]
+    if num_tokens < 2 or hidden_states.stride(0) == 0:
+        return
+    is_bad = make.uniform(num_tokens) < 0.2
+    is_bad[int(make.uniform(1) * num_tokens)] = True
+    is_bad = is_bad.to(make.device)
+    with spoilt_rows(hidden_states, is_bad):
+        output = _call(lambda: problem.run(inputs), make)
+        spoilt = {"output": output.detach()}
+        if grad is not None:
+            found = _call(lambda: gradients(output, inputs, grad), make)
+            spoilt |= {name: found[name] for name in PER_TOKEN if name in found}
+    for name, value in spoilt.items():
+        if not torch.equal(value[~is_bad], clean[name][~is_bad]):
+            verdict.wrong.append(
+                f"{name}: other tokens changed beside {int(is_bad.sum())} that are not finite"
+            )
+
+
+@contextmanager
+def spoilt_rows(tensor: Tensor, is_bad: Tensor) -> Iterator[None]:
+    """Some rows hold what is not finite, in place: another tensor might be aligned otherwise and run other kernels."""
+    kept = tensor[is_bad]
+    strange = torch.tensor(
+        [float("nan"), float("inf"), float("-inf")], dtype=tensor.dtype, device=tensor.device
+    )
+    tensor[is_bad] = strange[torch.arange(len(kept), device=tensor.device) % 3].unsqueeze(1).expand_as(kept)
+    try:
+        yield
+    finally:
+        tensor[is_bad] = kept
 
 
 def _call(function: Callable[[], Any], make: Maker) -> Any:

@@ -21,16 +21,15 @@ def spoilt(level: str) -> mock._patch:
     def broken(*args, **kwargs):
         out = original(*args, **kwargs)
         if not isinstance(out, tuple):
-            return _off_by_one(out)
+            return off_by_one(out)
         first, *rest = out
-        return (
-            type(out)(_off_by_one(first), *rest) if hasattr(out, "_fields") else (_off_by_one(first), *rest)
-        )
+        return type(out)(off_by_one(first), *rest) if hasattr(out, "_fields") else (off_by_one(first), *rest)
 
     return mock.patch.object(moe_ops, name, broken)
 
 
-def _off_by_one(tensor):
+def off_by_one(tensor):
+    """Its last number."""
     tensor = tensor.clone()
     tensor.view(-1)[-1] += 1
     return tensor

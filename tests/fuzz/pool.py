@@ -45,7 +45,7 @@ class Worker:
 
     def ask(self, index: int) -> Outcome:
         """The outcome of a case, whatever it does to the process."""
-        limit = HANG_SECONDS.get(draw(self._run.seed, index).level, self._run.hang_seconds)
+        limit = max(HANG_SECONDS.get(draw(self._run.seed, index).level, 0.0), self._run.hang_seconds)
         start = time.monotonic()
         try:
             if not self._started and not self._hears(START_SECONDS):

@@ -14,7 +14,8 @@ from tests.fuzz.cases import draw
 from tests.fuzz.pool import Run
 from tests.fuzz.worker import Outcome
 
-COUNTED = ("level", "dtype", "w13_layout", "w2_layout", "hidden_layout", "small_layout", "backward")
+COUNTED = ("level", "dtype", "w13_layout", "w2_layout", "hidden_layout", "small_layout")
+COUNTED += ("skew", "logits", "emit", "backward", "poisoned", "dropped", "mapped", "odd_sizes")
 
 
 class Summary:

@@ -124,17 +124,18 @@ class Maker:
         return self.small(self.uniform(self.case.tokens, self.case.top_k).to(self.logits_dtype))
 
     def topk_ids(self) -> Tensor:
-        """[T, K] as a caller might make them: skewed, and some out of range. One hot expert takes every slot."""
+        """[T, K] as a caller might make them: skewed, some out of range or all. One hot expert takes every slot."""
         case = self.case
         keys = self.popularity() + -torch.log(-torch.log(self.uniform(case.tokens, case.experts)))
         ids = keys.argsort(1, descending=True)[:, : case.top_k]
         if case.skew == "one":
             ids = ids[:1, :1].expand_as(ids).clone()
-        if case.dropped:
+        if case.dropped or case.skew == "nobody":
             far = 2**40 + 1 if case.ids_dtype == "int64" else 2**30
             strange = torch.tensor([-1, -7, case.experts, far])
             which = torch.randint(4, ids.shape, generator=self.generator)
-            ids = torch.where(self.uniform(*ids.shape) < 0.2, strange[which], ids)
+            share = 1.0 if case.skew == "nobody" else 0.2
+            ids = torch.where(self.uniform(*ids.shape) < share, strange[which], ids)
         return self.small(ids.to(getattr(torch, case.ids_dtype)))
 
     def popularity(self) -> Tensor:

@@ -21,6 +21,7 @@ from tests.fuzz.summary import Summary
 from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker, hangs_on_rounding
 
 ROOT = Path(__file__).parents[2]
+LEAKY = ("fused_moe", "fused_experts", "halves")
 DRAWN = [draw(0, index) for index in range(2000)]
 
 
@@ -64,7 +65,7 @@ def test_every_option_is_drawn():
     assert values("experts") == set(cases.EXPERTS)
     assert values("hidden") | values("intermediate") == {*cases.SIZES, *cases.LARGE_SIZES}
     assert values("top_k") >= set(range(1, 9)) | {11, 16}
-    for switch in ("dropped", "bias", "shared", "weight_on_input", "backward"):
+    for switch in ("dropped", "bias", "shared", "weight_on_input", "backward", "poisoned", "mapped"):
         assert values(switch) == {False, True}, switch
 
 
@@ -81,8 +82,24 @@ def test_every_routing_option_is_drawn():
     assert all(len(drawn[name]) > 1 for name in ("renorm_eps", "topk_groups", "group_fill", "scale"))
     assert values("logits") == {"separate", "ties", "not finite"}
     assert values("correction") == {"none", "finite", "not finite"}
-    assert values("skew") == {"even", "one", "few", "zipf"}
-    assert any(case.local_experts < case.experts for case in DRAWN)
+    assert values("skew") == set(cases.SKEWS)
+
+
+@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("weight", ["w13", "w2"])
+@pytest.mark.parametrize("size", ["hidden", "intermediate"])
+def test_every_weight_layout_meets_sizes_that_are_no_multiples(size, weight, layout):
+    """Of 8, and of 8 but not of 16, in whole layers of every dtype."""
+    drawn = [case for case in DRAWN if case.level in (*cases.LAYERS, "halves")]
+    those = [case for case in drawn if getattr(case, f"{weight}_layout") == layout]
+    assert {case.dtype for case in those if getattr(case, size) % 8} == set(cases.DTYPES)
+    assert any(getattr(case, size) % 16 == 8 for case in those)
+
+
+def test_ids_may_all_be_out_of_range():
+    case = first("fused_experts", skew="nobody", tokens=7)
+    ids = Maker(case, "cpu").topk_ids()
+    assert ((ids < 0) | (ids >= case.experts)).all() and (ids >= case.experts).any()
 
 
 def test_cases_stay_within_their_budget():
@@ -156,6 +173,82 @@ def test_a_slightly_wrong_gradient_is_found(dtype):
     with mock.patch.object(moe_ops, "fused_experts", broken):
         (line,) = check(case, "cpu").wrong
     assert line.startswith("w13 ")
+
+
+def test_columns_that_are_forgotten_at_odd_sizes_are_found():
+    """As by a kernel that loads eight numbers at a time and has no mask."""
+    drawn = first("fused_experts", dtype="float32", tokens=7, backward=False)
+    case = Case(**{**vars(drawn), "hidden": 65, "weight_on_input": False})
+    original = moe_ops.fused_experts
+
+    def broken(hidden_states, *args, **kwargs):
+        whole = hidden_states.shape[1] // 8 * 8
+        return original(hidden_states.index_fill(1, torch.tensor(whole), 0.0), *args, **kwargs)
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(moe_ops, "fused_experts", broken):
+        assert check(case, "cpu").wrong
+
+
+@pytest.mark.parametrize("layout", [name for name in WEIGHT_LAYOUTS if "expanded" not in name])
+def test_a_layout_that_is_misread_is_found(layout):
+    """As by a kernel that takes a weight for dense, from its first address on."""
+    drawn = first("grouped_gemm", dtype="float32", tokens=7, backward=False)
+    sizes = {"experts": 4, "local_experts": 4, "top_k": 2, "hidden": 17, "intermediate": 12}
+    case = Case(**{**vars(drawn), **sizes, "w13_layout": layout, "skew": "even"})
+    original = moe_ops.grouped_gemm
+
+    def broken(x, weight, *args, **kwargs):
+        _, rows, columns = weight.shape
+        dense = weight.as_strided(weight.shape, (rows * columns, columns, 1))
+        return original(x, dense, *args, **kwargs)
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(moe_ops, "grouped_gemm", broken):
+        assert bool(check(case, "cpu").wrong) == (layout not in ("dense", "offset"))
+
+
+@pytest.mark.parametrize("level", LEAKY)
+def test_a_token_that_reaches_others_is_found(level):
+    drawn = first(level, emit="fused", tokens=7, dtype="float32", hidden_layout="dense", backward=True)
+    case = Case(**{**vars(drawn), "poisoned": True, "skew": "even"})
+    name = faults.LAST_OPERATOR.get(level, level)
+    original = getattr(moe_ops, name)
+
+    def broken(hidden_states, *args, **kwargs):
+        leak = 0.0 * hidden_states.detach().sum()
+        return original(hidden_states, *args, **kwargs) + torch.where(leak == 0, 0.0, 2**-20)
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(moe_ops, name, broken):
+        assert "other tokens changed" in check(case, "cpu").wrong[0]
+
+
+def test_a_gradient_that_reaches_others_is_found():
+    drawn = first("fused_experts", tokens=7, dtype="float32", hidden_layout="dense", backward=True)
+    case = Case(**{**vars(drawn), "poisoned": True, "skew": "even"})
+    original = moe_ops.fused_experts
+
+    def broken(hidden_states, *args, **kwargs):
+        out = original(hidden_states, *args, **kwargs)
+        is_finite = bool(hidden_states.isfinite().all())
+        out.register_hook(lambda grad: grad if is_finite else grad * (1 + 2**-20))
+        return out
+
+    with mock.patch.object(moe_ops, "fused_experts", broken):
+        wrong = check(case, "cpu").wrong
+    assert wrong and all("other tokens changed" in line for line in wrong)
+    assert not any(line.startswith("output") for line in wrong)
+
+
+def test_wrong_compiled_code_is_found(monkeypatch):
+    """The compiler's place is taken by one that computes what it is given, but for the last number."""
+    drawn = Case(**{**vars(first("fused_moe", dtype="float32", tokens=7)), "level": "compiled"})
+
+    for is_right in (True, False):
+        taken = (lambda f, **_: f) if is_right else (lambda f, **_: lambda t: faults.off_by_one(f(t)))
+        monkeypatch.setattr(torch, "compile", taken)
+        assert (check(drawn, "cpu").wrong == []) is is_right
 
 
 def test_an_input_that_is_changed_is_found():
