@@ -14,12 +14,13 @@ from torch import Tensor
 from layers._checks import expect_choice, expect_count, expect_positive, expect_type
 from moe_ops import Activation, RoutingConfig
 
-Emit = Literal["auto", "stages", "fused"]
+Emit = Literal["auto", "stages", "fused", "batch_invariant"]
 SaveForBackward = Literal["auto", "inputs", "activations"]
 SharedGate = Literal["plain", "sigmoid"]
 Combination = Literal["sum", "average"]
 WeightOn = Literal["output", "input"]
 ScaleOn = Literal["weights", "output"]
+_Options = list[tuple[str, object, tuple[object, ...]]]  # name, value, and what it may be
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
@@ -163,6 +164,8 @@ class MoEConfig:
         has_bias: both products of an expert have biases.
         emit: "auto" gives stage ops to a compiler and one fused op to eager PyTorch. "fused" is the choice for
             `torch.compile` or export without this project's passes, "stages" shows every stage in eager.
+            "batch_invariant": a token's output has the same bits whatever other tokens are in the batch; router and
+            shared experts too. Options that could not promise it are refused. See `moe_ops.batch_invariant`.
         router: gate bias, correction bias, logits dtype, where the weight is applied.
         shared_experts: None for none.
         save_for_backward: what a forward keeps while gradients are recorded. "inputs" keeps the layer's inputs and
@@ -209,6 +212,8 @@ class MoEConfig:
         self._check_router()
         if self.shared_experts is not None and self.shared_experts.overlap:
             self.expect_overlap()
+        if self.emit == "batch_invariant":
+            self._expect_invariance()
 
     @property
     def router_size(self) -> int:
@@ -299,7 +304,7 @@ class MoEConfig:
         That has no place for what comes between the routed sum and the shared output, nor for other inputs.
         """
         experts, router = self.experts, self.router
-        options: list[tuple[str, object, tuple[object, ...]]] = [
+        options: _Options = [
             ("experts.latent_size", experts.latent_size, (None,)),
             ("experts.padded_size", experts.padded_size, (None,)),
             ("experts.post_norm_eps", experts.post_norm_eps, (None,)),
@@ -309,10 +314,27 @@ class MoEConfig:
             ("emit", self.emit, ("auto", "fused")),
             ("save_for_backward", self.save_for_backward, ("auto", "inputs")),
         ]
-        for name, value, allowed in options:
-            if value not in allowed:
-                expected = " or ".join(map(repr, allowed))
-                raise ValueError(f"{name}={value!r} with an overlapped shared expert: expected {expected}")
+        _expect_allowed(options, "an overlapped shared expert")
+
+    def _expect_invariance(self) -> None:
+        """Raises ValueError for what computes with all tokens at once by operations that are not ours."""
+        experts, router = self.experts, self.router
+        options: _Options = [
+            ("experts.num_zero_experts", experts.num_zero_experts, (0,)),
+            ("experts.latent_size", experts.latent_size, (None,)),
+            ("experts.post_norm_eps", experts.post_norm_eps, (None,)),
+            ("router.routing_function", router.routing_function, (None,)),
+            ("num_redundant_experts", self.num_redundant_experts, (0,)),
+            ("save_for_backward", self.save_for_backward, ("auto",)),
+        ]
+        _expect_allowed(options, "emit='batch_invariant'")
+
+
+def _expect_allowed(options: _Options, beside: str) -> None:
+    for name, value, allowed in options:
+        if value not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name}={value!r} with {beside}: expected {expected}")
 
 
 def gate_up_size(intermediate_size: int, activation: Activation) -> int:

@@ -80,6 +80,13 @@ def scaled(weights: Tensor, ids: Tensor, expert_scale: Tensor) -> Tensor:
     return weights * expert_scale.to(weights.dtype)[ids.long().clamp(0, expert_scale.shape[0] - 1)]
 
 
+def expect_none(layer: Any, *names: str) -> None:
+    """Raises ValueError where a layer whose tokens must not depend on each other has something that could undo it."""
+    for name in names:
+        if getattr(layer, name) is not None:
+            value_error("{} with emit='batch_invariant': expected None", name)
+
+
 def compute_weights(weights: Tensor) -> Tensor:
     """Weights of a routing function in the compute dtype."""
     return weights.to(compute_dtype(weights.dtype))

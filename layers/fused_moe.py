@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from layers._checks import expect_features
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingFunction, emitted
-from layers.expert_options import compute_weights, in_chunks, run_with_norm, scaled, zero_experts
+from layers.expert_options import compute_weights, expect_none, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
 from layers.lora import ExpertLora, run_with_lora
 from layers.routed_experts import RoutedExpertsCapture
@@ -96,6 +96,7 @@ class FusedMoE(ExpertParameters):
         self.parallel: RankExperts | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
+        self._routing_emit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
         self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
 
     def set_eplb_state(
@@ -156,7 +157,8 @@ class FusedMoE(ExpertParameters):
         if self.routing_override is not None:
             weights, ids = self.routing_override(hidden_states, logits)
         elif function is None:
-            weights, ids = topk_routing(logits, self._routing, self.e_score_correction_bias)
+            bias, emit = self.e_score_correction_bias, self._routing_emit
+            weights, ids = topk_routing(logits, self._routing, bias, emit=emit)
         else:
             weights, ids = self._route_by(function, logits, hidden_states)
         return self._scaled(RouterOutput(logits, weights, ids))
@@ -199,6 +201,8 @@ class FusedMoE(ExpertParameters):
             ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
         """
         config, hidden_size = self.config, self.config.expert_hidden_size
+        if config.emit == "batch_invariant":
+            expect_none(self, "balancing", "lora", "parallel")
         if isinstance(shared, SharedExpert):
             config.expect_overlap()
             if self.lora is not None:

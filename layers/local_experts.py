@@ -51,6 +51,8 @@ class LocalExperts(nn.Module):
         expect_type("layer", layer, FusedMoE)
         _expect_known("config", layer.config, _LAYER)
         _expect_known("config.router", layer.config.router, _ROUTER)
+        if layer.config.emit == "batch_invariant":
+            raise ValueError("config.emit='batch_invariant': expected another in a ModularKernel")
         self.layer = layer
         self._activation = activation_spec(layer.config.activation)
 

@@ -1,6 +1,7 @@
 """The gate: one linear layer from hidden states to a logit per expert, and what routing makes of its logits."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig
+from moe_ops import dense_gemm
 
 
 class RouterOutput(NamedTuple):
@@ -59,6 +61,7 @@ class Router(nn.Module):
         expect_type("config", config, MoEConfig)
         self.hidden_size = config.hidden_size
         self.gate_dtype = config.router.gate_dtype
+        self._product = _invariant_linear if config.emit == "batch_invariant" else _linear
         E, H = config.router_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(E, H, device=device, dtype=dtype))
         bias = nn.Parameter(torch.empty(E, device=device, dtype=dtype)) if config.router.has_bias else None
@@ -79,20 +82,35 @@ class Router(nn.Module):
         """
         expect_features("hidden_states", hidden_states, self.hidden_size)
         if self.gate_dtype is not None:
-            return linear_in(self.gate_dtype, hidden_states, self.weight, self.bias)
-        return _linear(hidden_states.dtype, hidden_states, self.weight, self.bias)
-
-
-def linear_in(
-    dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """`F.linear` in `dtype`, inside `torch.autocast` too: logits rounded to bfloat16 pick other experts."""
-    device_type = hidden_states.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return _linear(dtype, hidden_states, weight, bias)
-    with torch.autocast(device_type, enabled=False):
-        return _linear(dtype, hidden_states, weight, bias)
+            return linear_in(self.gate_dtype, hidden_states, self.weight, self.bias, self._product)
+        return self._product(hidden_states.dtype, hidden_states, self.weight, self.bias)
 
 
 def _linear(dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _invariant_linear(
+    dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    tokens, *linear = (
+        None if each is None else each.to(dtype)
+        for each in (hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias)
+    )
+    logits = dense_gemm(tokens, *linear, emit="batch_invariant")  # type: ignore[arg-type]
+    return logits.view(*hidden_states.shape[:-1], weight.shape[0])
+
+
+def linear_in(
+    dtype: torch.dtype,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    product: Callable[..., Tensor] = _linear,
+) -> Tensor:
+    """`F.linear` in `dtype`, inside `torch.autocast` too: logits rounded to bfloat16 pick other experts."""
+    device_type = hidden_states.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return product(dtype, hidden_states, weight, bias)
+    with torch.autocast(device_type, enabled=False):
+        return product(dtype, hidden_states, weight, bias)

@@ -5,9 +5,11 @@ from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_type
 from layers.config import MoEConfig, SharedExpertConfig, gate_up_size
-from moe_ops import gated_activation
+from moe_ops import RoutingConfig, dense_gemm, fused_experts, gated_activation, topk_routing
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import SharedExpert
+
+_SIGMOID = RoutingConfig(1, "sigmoid", renormalize=False)
 
 
 class SharedExperts(nn.Module):
@@ -46,6 +48,7 @@ class SharedExperts(nn.Module):
         self.down_proj = nn.Linear(I, H, bias=False, device=device, dtype=dtype)
         is_gated = shared.gated == "sigmoid"
         self.gate = nn.Linear(H, 1, bias=False, device=device, dtype=dtype) if is_gated else None
+        self._is_invariant = config.emit == "batch_invariant"
 
     def reset_parameters(self) -> None:
         """Fills the weights uniformly in ±1/sqrt(fan_in), as `nn.Linear` does."""
@@ -61,11 +64,24 @@ class SharedExperts(nn.Module):
             TypeError, ValueError: `hidden_states` is not a floating point tensor [T, H].
         """
         expect_features("hidden_states", hidden_states, self.gate_up_proj.in_features)
+        if self._is_invariant:
+            return self._row_by_row(hidden_states)
         gate_up = self.gate_up_proj(hidden_states)  # [T, 2I]
         expert_out = self.down_proj(gated_activation(gate_up, self.activation))
         if self.gate is None:
             return expert_out
         return torch.sigmoid(self.gate(hidden_states)) * expert_out
+
+    def _row_by_row(self, hidden_states: Tensor) -> Tensor:
+        """As the only expert, chosen by every token."""
+        weights = hidden_states.new_ones((hidden_states.shape[0], 1))
+        if self.gate is not None:
+            logits = dense_gemm(hidden_states, self.gate.weight, emit="batch_invariant")
+            weights, _ = topk_routing(logits, _SIGMOID, emit="batch_invariant")
+            weights = weights.masked_fill(logits.isnan(), float("nan"))  # a router would drop the token
+        ids = torch.zeros_like(weights, dtype=torch.int32)
+        w13, w2 = (linear.weight.unsqueeze(0) for linear in (self.gate_up_proj, self.down_proj))
+        return fused_experts(hidden_states, w13, w2, weights, ids, self.activation, emit="batch_invariant")
 
     def operand(self, hidden_states: Tensor) -> SharedExpert:
         """What `FusedMoE` takes in place of an output, to run this expert beside its own."""

@@ -4,6 +4,7 @@ Importing this package registers `torch.ops.moe.*` and adds the hash of its sour
 """
 
 from moe_ops import (
+    batch_invariant as _batch_invariant,  # noqa: F401  # for public functions
     exchange_plan as _plans,  # noqa: F401  # for layers
     fused_moe_formula as _fused_moe_formula,  # noqa: F401  # for passes
     pull_sums as _pulls,  # noqa: F401  # for layers

@@ -57,6 +57,11 @@ def define_gradient(arguments: type, save: Save, backward: Backward, tangent: Ta
     LIBRARY.impl(operator.name, autograd_kernel, "Autograd")
 
 
+def define_gradient_as(arguments: type, like: type) -> None:
+    """Registers an operator as differentiated as the operator of `like`, a record with the same leaves."""
+    define_gradient(arguments, *_FORMULAS[like])
+
+
 def _forward_mode(arguments: type, leaves: tuple[Any, ...]) -> Any:
     """The operator on dual numbers, or on tensors that turn out to carry no tangent."""
     operator = OPERATORS[arguments]

@@ -81,6 +81,13 @@ def _are_equal_symbols(size: int | torch.SymInt, wanted: int | torch.SymInt) -> 
     return True
 
 
+def asks_for_invariance(emit: str) -> bool:
+    """Whether `emit` is "batch_invariant". Raises ValueError unless it is that or "auto"."""
+    if emit not in ("auto", "batch_invariant"):
+        value_error("emit={!r}: expected 'auto' or 'batch_invariant'", emit)
+    return emit == "batch_invariant"
+
+
 def expect_same_dtype(dtype: torch.dtype, reference: str, **tensors: Tensor | None) -> None:
     """Raises TypeError unless every tensor has `dtype`, the dtype of the argument called `reference`."""
     for name, tensor in tensors.items():

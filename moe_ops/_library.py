@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from moe_ops import _checks, _compat, errors, records
 from moe_ops._cache_key import tag_compile_caches
@@ -145,6 +145,12 @@ def define_flops(arguments: type, formula: Callable[[Any], int]) -> None:
         return formula(operator.build(*shapes))
 
     register_flop_formula(operator.overload.overloadpacket, get_raw=False)(count)
+
+
+def define_flops_as(arguments: type, like: type) -> None:
+    """Registers that an operator counts as the operator of `like`, a record with the same leaves."""
+    formula = flop_registry[OPERATORS[like].overload.overloadpacket]
+    register_flop_formula(OPERATORS[arguments].overload.overloadpacket, get_raw=True)(formula)
 
 
 def run(arguments: Any) -> Any:

@@ -8,19 +8,25 @@ CUDA few tokens run a kernel of ours that reads each weight once for all of them
 shapes, no host sync.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.arguments import DenseGemm
+from moe_ops.arguments import DenseGemm, GroupedLinear
+from moe_ops.invariant_arguments import BatchInvariantGemm
 from moe_ops.records import partial
 
 
 def dense_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    emit: Literal["auto", "batch_invariant"] = "auto",
 ) -> Tensor:
     """Multiplies all tokens with one weight.
 
@@ -29,6 +35,7 @@ def dense_gemm(
         weight: [B, A], dtype of x, any strides; on a GPU never copied.
         bias: [B], dtype of x.
         dtype: of the result: that of x (the default), or float32 for a half.
+        emit: "batch_invariant" as in `fused_experts`; the weight then has stride 1 in one of its dimensions.
 
     Returns:
         [T, B] in `dtype`.
@@ -44,7 +51,19 @@ def dense_gemm(
         >>> router_logits = moe_ops.dense_gemm(hidden, router_weight, dtype=torch.float32)
     """
     x, weight, bias = _library.autocast((x, weight, bias))
-    return _library.call(DenseGemm(x, weight, bias, x.dtype if dtype is None else dtype))
+    args = DenseGemm(x, weight, bias, x.dtype if dtype is None else dtype)
+    return _one_expert(args) if _checks.asks_for_invariance(emit) else _library.call(args)
+
+
+def _one_expert(args: DenseGemm) -> Tensor:
+    """The product as that of the only expert, in the dtype of the result."""
+    for name, tensor in (("x", args.x), ("weight", args.weight)):
+        _checks.expect_tensor(name, tensor)
+    _check(args)
+    x, weight, bias = (None if each is None else each.to(args.dtype) for each in args[:3])
+    offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
+    linear = GroupedLinear(weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0))
+    return _library.call(BatchInvariantGemm(x, linear, offsets))
 
 
 def _check(args: DenseGemm) -> None:

@@ -36,11 +36,12 @@ from moe_ops.formula import Formula
 from moe_ops.gate import Custom, GateFunction, apply_function, custom
 from moe_ops.gather_gemm import gradients as up_gradients, product_args
 from moe_ops.grouped_gemm import check_linear, expect_linear, product, product_flops
+from moe_ops.invariant_arguments import BatchInvariantExperts
 from moe_ops.permute import permute
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan, is_gated_spec
 
-Emit = Literal["auto", "stages", "fused"]
+Emit = Literal["auto", "stages", "fused", "batch_invariant"]
 
 
 def fused_experts(
@@ -76,6 +77,8 @@ def fused_experts(
         per_expert: tensors [E] or [E, I] that a function reads: it gets, behind gate and up, what each is for the
             expert of every row, [S, 1] or [S, I].
         emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted. A function runs between stages.
+            "batch_invariant": a token's bits do not depend on the other tokens, nor on how many there are or where it
+            stands among them; see `moe_ops.batch_invariant`.
 
     Returns:
         [T, H], dtype of hidden_states.
@@ -114,6 +117,8 @@ def gate_given(
 def run(args: FusedExperts, emit: Emit) -> Tensor:
     """`fused_experts` of its arguments as one value."""
     args = _autocast(args)
+    if emit == "batch_invariant":
+        return _library.call(BatchInvariantExperts(*args))
     if not emits_stages(emit):
         return _library.call(args)
     return run_halves(args) if emit == "auto" and _library.has_backward(args) else run_stages(args)
@@ -128,9 +133,9 @@ def _autocast(args: FusedExperts) -> FusedExperts:
 
 def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
     """`fused_experts` with a user's function between its products."""
-    if emit == "fused":
+    if emit in ("fused", "batch_invariant"):
         value_error(
-            "emit='fused' with a function as activation: expected 'auto' or 'stages'; a pass fuses it"
+            "emit={!r} with a function as activation: expected 'auto' or 'stages'; a pass fuses it", emit
         )
     emits_stages(emit)  # for what it raises
     args = _autocast(args)
@@ -147,7 +152,7 @@ def emits_stages(emit: Emit) -> bool:
     if emit == "auto":
         return torch.compiler.is_compiling() and not _compat.is_in_vmap()
     if emit not in ("stages", "fused"):
-        value_error("emit={!r}: expected 'auto', 'stages' or 'fused'", emit)
+        value_error("emit={!r}: expected 'auto', 'stages', 'fused' or 'batch_invariant'", emit)
     return emit == "stages"
 
 

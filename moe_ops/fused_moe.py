@@ -35,6 +35,7 @@ from moe_ops.fused_experts import (
     run_stages,
 )
 from moe_ops.gate import Custom, GateFunction
+from moe_ops.invariant_arguments import BatchInvariantRouting
 from moe_ops.records import partial
 from moe_ops.routing import (
     check_router,
@@ -92,9 +93,10 @@ def _run_custom(args: FusedMoe, shared: Tensor | None, gate: Custom, emit: Emit)
 
 def run(args: FusedMoe, shared: Tensor | None, emit: Emit) -> Tensor:
     """`fused_moe` of its arguments as one value, and what is added after the routed sum."""
-    if emits_stages(emit) or shared is not None:
+    is_invariant = emit == "batch_invariant"
+    if is_invariant or emits_stages(emit) or shared is not None:
         check_logits(args)
-        routed = _library.call(TopkRouting(args.router))
+        routed = _library.call((BatchInvariantRouting if is_invariant else TopkRouting)(args.router))
         return run_experts(args.routed(*routed)._replace(shared=shared), emit)
     hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
     return _library.call(args._replace(hidden_states=hidden_states, experts=experts))

@@ -14,7 +14,7 @@ consume the result. Static output shapes, no host sync.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops.arguments import Router, TopkRouting, TopkRoutingBackward
 from moe_ops.errors import describe, type_error
+from moe_ops.invariant_arguments import BatchInvariantRouting
 from moe_ops.records import partial
 from moe_ops.types import RoutingConfig
 
@@ -30,7 +31,11 @@ _LOWEST = -36.0  # below it log(1 + e^x) is e^x, to the last bit of float64
 
 
 def topk_routing(
-    router_logits: Tensor, routing: RoutingConfig, correction_bias: Tensor | None = None
+    router_logits: Tensor,
+    routing: RoutingConfig,
+    correction_bias: Tensor | None = None,
+    *,
+    emit: Literal["auto", "batch_invariant"] = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Chooses `routing.top_k` experts per token and weighs them.
 
@@ -39,6 +44,7 @@ def topk_routing(
         routing: which formula; see `RoutingConfig`.
         correction_bias: [E], any floating dtype: added for the selection only, never to a weight, and has no
             gradient.
+        emit: "batch_invariant" as in `fused_experts`.
 
     Returns:
         topk_weights [T, K] float32 (float64 for float64 logits) and topk_ids [T, K] int32: K distinct ids in
@@ -53,7 +59,8 @@ def topk_routing(
     Example:
         >>> weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(top_k=8))
     """
-    return _library.call(TopkRouting(Router(router_logits, correction_bias, routing_spec(routing))))
+    kind = BatchInvariantRouting if _checks.asks_for_invariance(emit) else TopkRouting
+    return _library.call(kind(Router(router_logits, correction_bias, routing_spec(routing))))
 
 
 def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingConfig) -> Tensor:

@@ -38,6 +38,8 @@ def patch(
     if style is not None and mesh is None:
         raise ValueError(f"mesh=None with style={type(style).__name__}: expected a mesh of one dimension")
     expect_choice("emit", emit, Emit)
+    if emit == "batch_invariant":  # of a model's attention and norms nothing could be promised
+        raise ValueError("emit='batch_invariant': expected 'auto', 'stages' or 'fused' for a model")
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
     experts.register()
     if stack_experts:

@@ -14,7 +14,7 @@ from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.formula import gate_of
 from moe_ops.kernels.gemm import Gemm, Operand, operands
-from moe_ops.kernels.gemm_config import sorts_rows_first
+from moe_ops.kernels.gemm_config import INVARIANT_ROWS, sorts_rows_first
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.grouped_gemm import plan, plan_all
 from moe_ops.kernels.permute import permute_launch
@@ -103,20 +103,25 @@ def _is_gemv(args: Any) -> bool:
     return prefers_gemv(*args.topk_ids.shape, num_ids)
 
 
+def batch_invariant_experts_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.batch_invariant_experts`: the grouped form, with one configuration for any T."""
+    return Program(*_grouped_experts(args, gpu, INVARIANT_ROWS), ("combined",))
+
+
 def _experts_launches(args: Any, gpu: Gpu) -> _Plan:
-    return gemv_launches(args, gpu) if _is_gemv(args) else _grouped_experts(args, gpu)
+    return gemv_launches(args, gpu) if _is_gemv(args) else _grouped_experts(args, gpu, None)
 
 
-def _grouped_experts(args: Any, gpu: Gpu) -> _Plan:
+def _grouped_experts(args: Any, gpu: Gpu, rows_per_tile: int | None) -> _Plan:
     (num_tokens, top_k), (w13, w2) = args.topk_ids.shape, args.experts
     num_slots = num_tokens * top_k
     buffers, launches = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
-    up = _up_gemm(args, w13, num_slots, gpu)
+    up = replace(_up_gemm(args, w13, num_slots, gpu), rows_per_tile=rows_per_tile)
     if sorts_rows_first(up):
         rows, permute = permute_launch(args.hidden_states, num_slots)
         buffers, launches = (*buffers, rows), (*launches, permute)
         up = replace(up, x=Operand(rows.name, rows.meta), top_k=None)
-    down = _down_gemm(Operand(up.out, up.out_meta), w2, gpu)
+    down = replace(_down_gemm(Operand(up.out, up.out_meta), w2, gpu), rows_per_tile=rows_per_tile)
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, args)
     return (*buffers, *gemm_buffers, buffer), (*launches, *gemm_launches, launch)

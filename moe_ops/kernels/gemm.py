@@ -48,6 +48,8 @@ class Gemm:
     tail: rows past the last expert are written as zeros (else not at all).
     max_tokens: None when `expert_offsets` says which rows an expert has; else expert e has the first counts[e] of the
     `max_tokens` rows from e * max_tokens on, and the others are not written.
+    rows_per_tile: None for as many as suit the number of slots; else the product has one configuration for any number
+    of them, so that a row's bits do not depend on it.
     """
 
     x: Operand
@@ -59,6 +61,7 @@ class Gemm:
     activation: Activation | Formula | None = None
     tail: bool = False
     max_tokens: int | None = None
+    rows_per_tile: int | None = None
 
     @property
     def gated(self) -> bool:

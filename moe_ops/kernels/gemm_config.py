@@ -14,6 +14,9 @@ _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by 
 _DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
 _GRADIENT_ROWS = 64  # per step of a weight gradient
+INVARIANT_ROWS = 64
+"""Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
+rows only where there are many, and the fewest that fill a Hopper tensor core."""
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
@@ -34,7 +37,7 @@ def _loads_rows_in_pieces(x: TensorMeta) -> bool:
 def sorts_rows_first(gemm: Gemm) -> bool:
     """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less."""
     wide = gemm.linear.weight.meta.shape[1] >= _WIDE_FEATURES
-    return wide and _is_compute_bound(gemm) and gemm.weight_by_tma
+    return gemm.rows_per_tile is None and wide and _is_compute_bound(gemm) and gemm.weight_by_tma
 
 
 def _is_compute_bound(gemm: Gemm) -> bool:
@@ -50,7 +53,7 @@ def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
 def pick_config(gemm: Gemm) -> LaunchConfig:
     """Configuration for rows spread over the experts of the weight [E, B, A]."""
     num_experts, _, depth = gemm.linear.weight.meta.shape
-    wanted = _rows_per_tile(gemm.num_slots / num_experts)
+    wanted = gemm.rows_per_tile or _rows_per_tile(gemm.num_slots / num_experts)
     even = loads_rows_by_tma(gemm, wanted) or _loads_rows_in_pieces(gemm.x.meta)
     table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]

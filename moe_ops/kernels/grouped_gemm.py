@@ -1,5 +1,6 @@
 """grouped_gemm: plans for the kernels of `gemm_tma` and `gemm_generic`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,6 +131,15 @@ def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 
 def grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.grouped_gemm`."""
+    return Program(*plan(_gemm(args, gpu)), ("product",))
+
+
+def batch_invariant_gemm_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.batch_invariant_gemm`."""
+    gemm = replace(_gemm(args, gpu), rows_per_tile=gemm_config.INVARIANT_ROWS)
+    return Program(*plan(gemm), ("product",))
+
+
+def _gemm(args: Any, gpu: Gpu) -> Gemm:
     x, linear = Operand("x", args.x), operands("weight", args.weight)
-    buffers, launches = plan(Gemm(x, linear, "product", args.x.shape[0], gpu, tail=True))
-    return Program(buffers, launches, ("product",))
+    return Gemm(x, linear, "product", args.x.shape[0], gpu, tail=True)

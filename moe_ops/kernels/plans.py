@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ops import arguments as of, records
+from moe_ops import arguments as of, invariant_arguments as invariant, records
 from moe_ops.kernels import (
     activation,
     batched,
@@ -55,6 +55,9 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.FusedMoe: fused.fused_moe_program,
     of.FusedMoeFormula: fused.fused_moe_program,
     of.SharedAlone: dense.shared_alone_program,
+    invariant.BatchInvariantRouting: routing.topk_routing_program,
+    invariant.BatchInvariantGemm: grouped_gemm.batch_invariant_gemm_program,
+    invariant.BatchInvariantExperts: fused.batch_invariant_experts_program,
 }
 
 

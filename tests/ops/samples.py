@@ -172,6 +172,12 @@ def samples():
         ],
         "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
         "fused_moe_formula": [(*moe[:8], *operands, "top_k=2", f"halves|{FORMULA}t4")],
+        "batch_invariant_routing": [(t(5, 8), torch.randn(8), "top_k=2")],
+        "batch_invariant_gemm": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5))],
+        "batch_invariant_experts": [
+            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), t(3, 1), t(3, 4))
+            + ("silu",)
+        ],
     }
 
 
@@ -228,6 +234,9 @@ def empty_samples():
         "fused_moe_formula": (none, t(0, 3), w13, w2, None, None, None, None)
         + (*operands, "top_k=2", f"halves|{FORMULA}t4"),
         "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
+        "batch_invariant_routing": (t(0, 8), None, "top_k=2"),
+        "batch_invariant_gemm": (none, w13, offsets, t(3, 8)),
+        "batch_invariant_experts": (none, w13, w2, weights, ids, *(None,) * 6, "silu"),
     }
 
 

@@ -11,6 +11,7 @@ from tests.ops.samples import samples
 # What may be anything: sizes that nothing else has, and dtypes that need not be those of another argument.
 FREE_SIZES = {
     ("topk_routing", "router_logits", 0),
+    ("batch_invariant_routing", "router_logits", 0),
     ("topk_routing_backward", "router_logits", 1),
     ("build_dispatch", "topk_ids", 0),
     ("build_dispatch", "topk_ids", 1),
@@ -24,6 +25,7 @@ FREE_SIZES = {
     ("permute", "hidden_states", 1),
     ("permute_backward", "grad", 1),
     ("grouped_gemm", "x", 0),
+    ("batch_invariant_gemm", "x", 0),
     ("grouped_gemm_weight_backward", "grad", 1),
     ("grouped_gemm_weight_backward", "x", 1),
     ("grouped_gemm_weight_backward", "expert_offsets", 0),
@@ -37,6 +39,7 @@ FREE_SIZES = {
     ("combine_backward", "expert_out", 0),
     ("routing_dispatch", "router_logits", 0),
     ("fused_experts", "expert_map", 0),
+    ("batch_invariant_experts", "expert_map", 0),
     ("fused_experts_with_shared", "expert_map", 0),
     ("fused_experts_formula", "expert_map", 0),
 }
@@ -55,7 +58,7 @@ def complete(name):
         if args[position] is None and argument.name == "seed":
             args[position] = torch.tensor(7)
         elif args[position] is None:
-            num_experts = 8 if name in ("topk_routing", "routing_dispatch") else 3
+            num_experts = 8 if "routing" in name else 3
             made = torch.arange(num_experts, dtype=torch.int32)
             args[position] = made if argument.name == "expert_map" else made.float()
     return [argument.name for argument in arguments], args

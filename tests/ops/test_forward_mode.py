@@ -62,6 +62,15 @@ CALLS = {
     ),
     "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
     "dense_gemm": (moe_ops.dense_gemm, [(3, 4), (5, 4), (5,)]),
+    "batch_invariant_gemm": (
+        lambda x, w, b: OPS.batch_invariant_gemm(x, w, OFFSETS, b),
+        [(6, 4), (3, 5, 4), (3, 5)],
+    ),
+    "batch_invariant_routing": (lambda l: OPS.batch_invariant_routing(l, None, "top_k=2")[0], [(3, 4)]),
+    "batch_invariant_experts": (
+        lambda x, w13, w2, t, s: moe_ops.fused_experts(x, w13, w2, t, IDS, shared=s, emit="batch_invariant"),
+        [(3, 4), (3, 6, 4), (3, 4, 3), (3, 2), (3, 4)],
+    ),
     "gated_activation": (lambda x: moe_ops.gated_activation(x, "silu"), [(2, 6)]),
     "gated_activation_backward": (
         lambda g, x: OPS.gated_activation_backward(g, x, "gelu_tanh"),
