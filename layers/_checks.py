@@ -5,6 +5,7 @@ Every message names the argument, what it is, and what was expected.
 
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from moe_ops.errors import describe, type_error, value_error
@@ -39,6 +40,12 @@ def expect_choice(name: str, value: object, choices: object) -> None:
     allowed = get_args(choices)
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def expect_floating_dtype(name: str, dtype: object) -> None:
+    """Raises TypeError unless `dtype` is a floating torch.dtype, or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{name}={dtype!r}: expected None or a floating torch.dtype")
 
 
 def expect_features(name: str, value: object, size: int) -> None:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from layers._checks import expect_choice, expect_count, expect_positive, expect_type
+from layers._checks import expect_choice, expect_count, expect_floating_dtype, expect_positive, expect_type
 from moe_ops import Activation, RoutingConfig
+from moe_ops._checks import expect_routing
 
 Emit = Literal["auto", "stages", "fused", "batch_invariant"]
 SaveForBackward = Literal["auto", "inputs", "activations"]
@@ -22,10 +23,6 @@ WeightOn = Literal["output", "input"]
 ScaleOn = Literal["weights", "output"]
 _Options = list[tuple[str, object, tuple[object, ...]]]  # name, value, and what it may be
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
-
-
-def _is_floating(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def emitted(emit: Emit, save_for_backward: SaveForBackward) -> Emit:
@@ -77,8 +74,7 @@ class RouterConfig:
             raise TypeError(f"routing_function={self.routing_function!r}: expected None or a function")
         if self.routing_function is not None and self.has_correction_bias:
             raise ValueError("routing_function with has_correction_bias=True: expected one of them")
-        if self.gate_dtype is not None and not _is_floating(self.gate_dtype):
-            raise TypeError(f"gate_dtype={self.gate_dtype!r}: expected None or a floating torch.dtype")
+        expect_floating_dtype("gate_dtype", self.gate_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +266,7 @@ class MoEConfig:
             raise ValueError(
                 f"routing.num_groups={groups}: expected a divisor of num_experts={self.router_size}"
             )
+        expect_routing(self.routing, self.router_size)
         padded = self.experts.padded_size
         if padded is not None and padded < self.expert_hidden_size:
             raise ValueError(

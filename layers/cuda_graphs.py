@@ -67,7 +67,7 @@ class CudaGraphRunner(Generic[Output]):
         graphs: what captures; CUDA graphs.
 
     Raises:
-        TypeError, ValueError: `capture_sizes` is empty or not of positive integers.
+        TypeError, ValueError: `fn` cannot be called; `capture_sizes` is empty or not of positive integers.
 
     Example:
         >>> with layers.CudaGraphRunner(block, [1, 2, 4, 8]) as run:
@@ -82,6 +82,8 @@ class CudaGraphRunner(Generic[Output]):
         explain: Callable[..., _Report] | None = None,
         graphs: Graphs | None = None,
     ) -> None:
+        if not callable(fn):
+            raise TypeError(f"fn={fn!r}: expected a function or a module")
         sizes = tuple(capture_sizes)
         if not sizes:
             raise ValueError("capture_sizes is empty: expected numbers of rows")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_type
+from layers._checks import expect_floating_dtype, expect_type
 from layers.config import MoEConfig
 from layers.placement import local_experts
 from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
@@ -38,6 +38,7 @@ class ExpertParameters(nn.Module):
         super().__init__()
         expect_type("config", config, MoEConfig)
         expect_type("shard", shard, TensorShard)
+        expect_floating_dtype("dtype", dtype)
         self.config = config
         self.shard = shard
         self._placement = (

@@ -55,6 +55,8 @@ def join_gate_up(gate: LowRank, up: LowRank, *, interleaved: bool = False) -> Lo
     Example:
         >>> lora.load_adapter(0, join_gate_up(gate, up), down, scaling=alpha / rank)
     """
+    expect_type("gate", gate, LowRank)
+    expect_type("up", up, LowRank)
     (num_experts, size, rank), others = gate.b.shape, up.b.shape[2]
     b = gate.b.new_zeros(num_experts, 2 * size, rank + others)
     gate_rows, up_rows = (b[:, ::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)

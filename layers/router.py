@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layers._checks import expect_features, expect_type
+from layers._checks import expect_features, expect_floating_dtype, expect_type
 from layers.config import MoEConfig
 from moe_ops import dense_gemm
 
@@ -59,6 +59,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         expect_type("config", config, MoEConfig)
+        expect_floating_dtype("dtype", dtype)
         self.hidden_size = config.hidden_size
         self.gate_dtype = config.router.gate_dtype
         self._product = _invariant_linear if config.emit == "batch_invariant" else _linear

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_features, expect_type
+from layers._checks import expect_features, expect_floating_dtype, expect_type
 from layers.config import MoEConfig, SharedExpertConfig, gate_up_size
 from moe_ops import RoutingConfig, dense_gemm, fused_experts, gated_activation, topk_routing
 from moe_ops.activation import activation_spec
@@ -41,6 +41,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         expect_type("config", config, MoEConfig)
         expect_type("shared", shared, SharedExpertConfig)
+        expect_floating_dtype("dtype", dtype)
         H, I = config.hidden_size, shared.intermediate_size
         self.activation = config.activation if shared.activation is None else shared.activation
         rows = gate_up_size(I, self.activation)  # type: ignore[arg-type]  # an Activation after __post_init__

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from layers._checks import expect_type
+
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups for an optimizer: matrices decay, biases, norms and other vectors do not.
@@ -19,6 +21,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
     Example:
         >>> optimizer = torch.optim.AdamW(weight_decay_groups(model, 0.1), lr=1e-4)
     """
+    expect_type("model", model, nn.Module)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decays = {name for name, parameter in trainable if parameter.ndim >= 2 and not _is_bias(name)}
     return [

@@ -14,6 +14,7 @@ from moe_ops.errors import describe, type_error, value_error
 from moe_ops.types import RoutingConfig
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,11 +28,26 @@ def expect_tensor(name: str, value: Any) -> None:
         type_error("{}={}: expected a torch.Tensor", name, describe(value))
 
 
+def expect_dense(name: str, tensor: Tensor | None) -> None:
+    """Raises TypeError for a tensor of a kind that the dispatcher knows no operator of ours for."""
+    if tensor is None:
+        return
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+        type_error("{} is {}: expected a dense tensor", name, kind)
+
+
 def expect_floating(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless `tensor` is a floating point tensor."""
+    """Raises TypeError unless `tensor` is a floating point tensor of a dtype that can be computed in."""
     expect_tensor(name, tensor)
-    if not tensor.dtype.is_floating_point:
-        type_error("{} has dtype {}: expected a floating point dtype", name, tensor.dtype)
+    if tensor.dtype not in FLOATING_DTYPES:
+        type_error("{} has dtype {}: expected a floating point dtype of 16 bits or more", name, tensor.dtype)
+
+
+def expect_int(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is an int, be it symbolic: a schema takes what can be made one, or says less."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        type_error("{}={}: expected an int", name, describe(value))
 
 
 def expect_index(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = INDEX_DTYPES) -> None:
@@ -97,8 +113,11 @@ def expect_same_dtype(dtype: torch.dtype, reference: str, **tensors: Tensor | No
 
 def expect_result_dtype(name: str, dtype: torch.dtype, given: torch.dtype) -> None:
     """Raises TypeError unless a result of `given` can be in `dtype`: the same, or what sums are in."""
-    if dtype not in (given, compute_dtype(given)):
-        type_error("{}={}: expected {} or {}", name, dtype, given, compute_dtype(given))
+    if not isinstance(dtype, torch.dtype):
+        type_error("{}={}: expected a torch.dtype", name, describe(dtype))
+    allowed = dict.fromkeys((given, compute_dtype(given)))
+    if dtype not in allowed:
+        type_error("{}={}: expected {}", name, dtype, " or ".join(map(str, allowed)))
 
 
 def expect_same_device(device: torch.device, reference: str, **tensors: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from moe_ops import _compat
 from moe_ops.arguments import GroupedLinear
+from moe_ops.errors import value_error
 
 _FEW_ROWS = 4  # that a product takes column-major
 _LARGE_EXPERT = 1 << 17  # weights: more than stay in a core's cache
@@ -54,6 +55,8 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     """
     weight, bias = linear
     offsets = expert_offsets.tolist()
+    if offsets[0] != 0 or offsets[-1] > x.shape[0] or offsets != sorted(offsets):
+        value_error("expert_offsets={}: expected numbers from 0 up to at most {} rows", offsets, x.shape[0])
     if (most := _rows_to_pad_to(offsets, weight)) is not None:
         out = _all_at_once(x, linear, expert_offsets, most)
     elif _suits_torch_grouped_mm(x, linear):

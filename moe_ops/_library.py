@@ -173,6 +173,12 @@ def call(arguments: Any) -> Any:
             value = values[index]
             if type(value) not in _ORDINARY and not (is_optional and value is None):
                 _expect_tensor(name, value)
+        try:
+            return errors.invoke(operator.overload, *values)
+        except NotImplementedError:
+            for index, name, _ in operator.tensors:
+                _checks.expect_dense(name, values[index])
+            raise
     return errors.invoke(operator.overload, *values)
 
 

@@ -140,7 +140,10 @@ def with_joined_gradients(gradients: Any, grad: Tensor, args: Any, needs: Any) -
 
 def weighted_sum(expert_out: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     """[T, H], the dtype of weights: sum over k of weights[t, k] * expert_out[rows[t, k]]; row -1 is skipped."""
-    if rows.numel() == 0 or expert_out.shape[1] == 0 or int(rows.min()) < 0:
+    least, most = (int(each) for each in rows.aminmax()) if rows.numel() else (-1, -1)
+    if most >= expert_out.shape[0]:
+        value_error("inverse holds {}: expected at most {}, the last row", most, expert_out.shape[0] - 1)
+    if expert_out.shape[1] == 0 or least < 0:
         return _sum_kept_slots(expert_out, weights, rows)
     # A weighted sum of rows is an embedding bag: one pass, no temporaries, slot order.
     return F.embedding_bag(rows, expert_out.to(weights.dtype), per_sample_weights=weights, mode="sum")

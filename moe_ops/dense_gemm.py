@@ -51,14 +51,15 @@ def dense_gemm(
         >>> router_logits = moe_ops.dense_gemm(hidden, router_weight, dtype=torch.float32)
     """
     x, weight, bias = _library.autocast((x, weight, bias))
-    args = DenseGemm(x, weight, bias, x.dtype if dtype is None else dtype)
+    _checks.expect_tensor("x", x)
+    dtype = x.dtype if dtype is None else dtype
+    _checks.expect_result_dtype("dtype", dtype, x.dtype)
+    args = DenseGemm(x, weight, bias, dtype)
     return _one_expert(args) if _checks.asks_for_invariance(emit) else _library.call(args)
 
 
 def _one_expert(args: DenseGemm) -> Tensor:
     """The product as that of the only expert, in the dtype of the result."""
-    for name, tensor in (("x", args.x), ("weight", args.weight)):
-        _checks.expect_tensor(name, tensor)
     _check(args)
     x, weight, bias = (None if each is None else each.to(args.dtype) for each in args[:3])
     offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]

@@ -40,6 +40,7 @@ def build_dispatch(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None
         >>> plan = moe_ops.build_dispatch(topk_ids, num_experts=8)
         >>> rows_of_expert_3 = plan.sorted_slots[plan.expert_offsets[3] : plan.expert_offsets[4]]
     """
+    _checks.expect_int("num_experts", num_experts)
     return DispatchPlan(*_library.call(BuildDispatch(topk_ids, Placement(expert_map), num_experts)))
 
 

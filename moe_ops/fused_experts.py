@@ -31,7 +31,7 @@ from moe_ops.arguments import (
 )
 from moe_ops.combine import check_joined, combine, joined_saved, with_joined, with_joined_gradients
 from moe_ops.dispatch import build_dispatch, check_ids
-from moe_ops.errors import value_error
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.formula import Formula
 from moe_ops.gate import Custom, GateFunction, apply_function, custom
 from moe_ops.gather_gemm import gradients as up_gradients, product_args
@@ -111,6 +111,8 @@ def gate_given(
                 "a named activation",
             )
         return activation_spec(activation), None  # type: ignore[arg-type]
+    if isinstance(activation, type):
+        type_error("activation={}: expected a name, an Activation or a function", describe(activation))
     return "", custom(activation, per_expert, experts.w13.weight, experts.w2.weight)
 
 

@@ -62,7 +62,15 @@ def _tokens(sorted_slots: Tensor, num_tokens: int) -> Tensor:
 
 
 def _reference(args: Permute) -> Tensor:
-    return args.hidden_states.index_select(0, _tokens(args.sorted_slots, args.hidden_states.shape[0]))
+    hidden_states, slots = args
+    tokens = _tokens(slots, hidden_states.shape[0])
+    try:
+        return hidden_states.index_select(0, tokens)
+    except IndexError:
+        known = (tokens >= 0) & (tokens < hidden_states.shape[0])
+        value_error(
+            "sorted_slots holds {}: expected slots of {} tokens", int(slots[~known][0]), len(hidden_states)
+        )
 
 
 def _cuda(args: Permute) -> Tensor:

@@ -158,6 +158,9 @@ class RoutingConfig:
         _require_bool("renormalize", self.renormalize)
         for name in ("renorm_eps", "group_fill", "scale"):
             object.__setattr__(self, name, _as_float(name, getattr(self, name)))
+        for name in ("renorm_eps", "scale"):
+            if abs(getattr(self, name)) == float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number")
         if self.topk_groups > self.num_groups:
             raise ValueError(f"topk_groups={self.topk_groups}: expected at most num_groups={self.num_groups}")
         if self.renorm_eps < 0.0:
