@@ -127,7 +127,9 @@ def draw(seed: int, index: int) -> Case:
         seed=seed,
         index=index,
         level=level,
-        emit="auto" if level == "compiled" else random.choice(("fused", "fused", "stages")),
+        emit="auto"
+        if level == "compiled"
+        else random.choice(("fused", "fused", "fused", "stages", "batch_invariant")),
         **sizes,
         local_experts=random.randint(1, sizes["experts"] - 1) if mapped else sizes["experts"],
         top_k=routing.top_k,
