@@ -16,6 +16,7 @@ from moe_ops import Activation, RoutingConfig
 from moe_ops._checks import expect_routing
 
 Emit = Literal["auto", "stages", "fused", "batch_invariant"]
+RoutingEmit = Literal["auto", "batch_invariant"]
 SaveForBackward = Literal["auto", "inputs", "activations"]
 SharedGate = Literal["plain", "sigmoid"]
 Combination = Literal["sum", "average"]

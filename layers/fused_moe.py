@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from layers._checks import expect_features
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
-from layers.config import ExpertsConfig, MoEConfig, RoutingFunction, emitted
+from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, RoutingFunction, emitted
 from layers.expert_options import compute_weights, expect_none, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
 from layers.lora import ExpertLora, run_with_lora
@@ -96,7 +96,7 @@ class FusedMoE(ExpertParameters):
         self.parallel: RankExperts | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
-        self._routing_emit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
+        self._routing_emit: RoutingEmit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
         self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
 
     def set_eplb_state(

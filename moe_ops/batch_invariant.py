@@ -23,11 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _autograd, _library, fused_experts, grouped_gemm, records, routing
+from moe_ops import _autograd, _library, records
 from moe_ops._cpu_products import expert_linear
 from moe_ops.arguments import FusedExperts, GroupedGemm, TopkRouting
+from moe_ops.fused_experts import check as check_experts, fake as fake_output, reference as experts_reference
+from moe_ops.grouped_gemm import check as check_product
 from moe_ops.invariant_arguments import BatchInvariantExperts, BatchInvariantGemm, BatchInvariantRouting
 from moe_ops.records import Role
+from moe_ops.routing import check_router, fake as fake_routing, reference as routing_reference
 
 _ALIGNMENT = 16  # bytes; rows elsewhere are loaded in other pieces, by another configuration
 
@@ -56,16 +59,16 @@ def _alone(rows: Tensor, row: int) -> Tensor:
 
 
 def _route(args: BatchInvariantRouting) -> tuple[Tensor, Tensor]:
-    outputs = [routing.reference(each.router) for each in _tokens_apart(args)]
+    outputs = [routing_reference(each.router) for each in _tokens_apart(args)]
     if not outputs:
-        return routing.reference(args.router)
+        return routing_reference(args.router)
     weights, ids = zip(*outputs, strict=True)
     return torch.cat(weights), torch.cat(ids)
 
 
 def _run_experts(args: BatchInvariantExperts) -> Tensor:
-    outputs = [fused_experts.reference(each) for each in _tokens_apart(args)]
-    return torch.cat(outputs) if outputs else fused_experts.fake(args)
+    outputs = [experts_reference(each) for each in _tokens_apart(args)]
+    return torch.cat(outputs) if outputs else fake_output(args)
 
 
 def _multiply(args: BatchInvariantGemm) -> Tensor:
@@ -80,12 +83,12 @@ def _multiply(args: BatchInvariantGemm) -> Tensor:
 
 def _route_on_cuda(args: BatchInvariantRouting) -> tuple[Tensor, Tensor]:
     is_empty = args.router.router_logits.shape[0] == 0
-    return routing.fake(args.router) if is_empty else _library.launch(args)
+    return fake_routing(args.router) if is_empty else _library.launch(args)
 
 
 def _run_experts_on_cuda(args: BatchInvariantExperts) -> Tensor:
     if args.hidden_states.shape[0] == 0:
-        return fused_experts.fake(args)
+        return fake_output(args)
     return _library.launch(args._replace(hidden_states=_rows_of_one_layout(args.hidden_states)))
 
 
@@ -110,15 +113,15 @@ def _empty(args: BatchInvariantGemm) -> Tensor:
 _library.define(
     BatchInvariantRouting,
     "(Tensor topk_weights, Tensor topk_ids)",
-    check=lambda args: routing.check_router(args.router),
+    check=lambda args: check_router(args.router),
     cpu=_route,
     cuda=_route_on_cuda,
-    fake=lambda args: routing.fake(args.router),
+    fake=lambda args: fake_routing(args.router),
 )
 _library.define(
     BatchInvariantGemm,
     "Tensor",
-    check=grouped_gemm.check,
+    check=check_product,
     cpu=_multiply,
     cuda=_multiply_on_cuda,
     fake=_empty,
@@ -126,10 +129,10 @@ _library.define(
 _library.define(
     BatchInvariantExperts,
     "Tensor",
-    check=fused_experts.check,
+    check=check_experts,
     cpu=_run_experts,
     cuda=_run_experts_on_cuda,
-    fake=fused_experts.fake,
+    fake=fake_output,
 )
 _autograd.define_gradient_as(BatchInvariantRouting, TopkRouting)
 _autograd.define_gradient_as(BatchInvariantGemm, GroupedGemm)

@@ -61,9 +61,10 @@ def dense_gemm(
 def _one_expert(args: DenseGemm) -> Tensor:
     """The product as that of the only expert, in the dtype of the result."""
     _check(args)
-    x, weight, bias = (None if each is None else each.to(args.dtype) for each in args[:3])
+    x, weight = args.x.to(args.dtype), args.weight.to(args.dtype)
+    bias = None if args.bias is None else args.bias.to(args.dtype).unsqueeze(0)
     offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
-    linear = GroupedLinear(weight.unsqueeze(0), None if bias is None else bias.unsqueeze(0))
+    linear = GroupedLinear(weight.unsqueeze(0), bias)
     return _library.call(BatchInvariantGemm(x, linear, offsets))
 
 

@@ -12,7 +12,12 @@ from tests.kernels.catalogue import meta
 # What says how many rows there are and how many programs share them; bits follow from everything else.
 COUNTS = {"num_tokens", "num_slots", "capacity", "programs", "num_rows"}
 TOKENS = (1, 2, 7, 8, 9, 33, 129, 1000, 4096, 70_000)
-SIZES = {"even": (16, 4, 256, 192), "odd": (6, 3, 77, 51), "one slot an expert": (256, 8, 512, 128)}
+SIZES = {
+    "even": (16, 4, 256, 192),
+    "odd": (6, 3, 77, 51),
+    "one slot an expert": (256, 8, 512, 128),
+    "wide": (2, 1, 64, 4224),
+}
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 GPUS = (H200, Gpu(80, 108, 163 * KIB), Gpu(120, 188, 99 * KIB))
 

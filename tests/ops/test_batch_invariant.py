@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import Activation, RoutingConfig
+from moe_ops import Activation, RoutingConfig, batch_invariant
 from tests.cases import Case, make
 from tests.helpers import assert_matches_oracle, assert_same, grads_of
 from tests.ops.test_values import oracle
@@ -91,6 +91,15 @@ def test_the_layout_of_the_rows_changes_nothing():
     moved = torch.randn(T * H + 1)[1:].view(T, H).copy_(x)
     assert torch.equal(run(*apart), run(x, logits))
     assert torch.equal(run(moved, logits), run(x, logits))
+
+
+def test_rows_for_a_gpu_are_brought_into_one_layout():
+    x = torch.randn(3, 6).bfloat16()
+    moved = torch.empty(19, dtype=x.dtype)[1:].view(3, 6).copy_(x)
+    assert batch_invariant._rows_of_one_layout(x) is x
+    for rows in (moved, x.t().contiguous().t()):
+        aligned = batch_invariant._rows_of_one_layout(rows)
+        assert aligned.is_contiguous() and aligned.data_ptr() % 16 == 0 and torch.equal(aligned, x)
 
 
 @dtypes

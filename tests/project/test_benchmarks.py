@@ -1,6 +1,7 @@
 """The benchmark harness itself: what it compares with, what it refuses to time, and the demo's verdicts."""
 
 import argparse
+import json
 import subprocess
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from benchmarks import (
     cpu_bench,
+    invariance_bench,
     loading,
     moe_bench,
     options_bench,
@@ -213,3 +215,23 @@ def test_training_counts_what_is_kept_beside_weights() -> None:
     hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     args = [hidden, torch.zeros(4, 2), weight, weight]
     assert training_bench.kept_bytes(lambda x, _, w, __: (x @ w).sin(), args) == 2 * 4 * 8 * 4
+
+
+def test_invariance_is_checked_before_it_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(invariance_bench, "CPU_TOKENS", (1, 5))
+    monkeypatch.setattr(invariance_bench, "CPU_LAYER", invariance_bench.Workload("tiny", 4, 2, 24, 20))
+    out = tmp_path / "invariance.json"
+    assert invariance_bench.main(argparse.Namespace(device="cpu", out=out)) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["what"], row["tokens"]) for row in rows] == [
+        ("layer", 1),
+        ("layer", 5),
+        ("product", 1),
+        ("product", 5),
+    ]
+    assert all(row["ratio"] == row["invariant"] / row["usual"] > 0 for row in rows)
+    rows_of_the_batch = lambda tokens, emit: torch.arange(1.0, tokens + 1) + tokens * 1e-4  # noqa: E731
+    with pytest.raises(ValueError, match="rows of 1 tokens differ from those of 5: expected equal bits"):
+        invariance_bench._expect_invariance(rows_of_the_batch, (1, 5))
+    with pytest.raises(ValueError, match="relative error"):
+        invariance_bench._expect_invariance(lambda tokens, emit: torch.ones(tokens) * len(emit), (1, 5))
