@@ -12,7 +12,13 @@ from inductor_passes.graph_tools import arguments, find, getitem_source, is_moe_
 from inductor_passes.raising.experts import product_layers
 from inductor_passes.raising.loops import loops
 
-_WHOLE_LAYERS = ("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula")
+_WHOLE_LAYERS = (
+    "fused_experts",
+    "fused_experts_formula",
+    "fused_moe",
+    "fused_moe_formula",
+    "batch_invariant_experts",
+)
 _DISPATCHES = ("build_dispatch", "routing_dispatch")
 _LAST_STAGES = ("combine", "gemm_combine", "act_gemm_combine", *_WHOLE_LAYERS)
 

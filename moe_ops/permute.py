@@ -7,7 +7,7 @@ static output shape, no host sync, capturable. Its gradient sums a token's K row
 deterministic.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,15 +62,17 @@ def _tokens(sorted_slots: Tensor, num_tokens: int) -> Tensor:
 
 
 def _reference(args: Permute) -> Tensor:
-    hidden_states, slots = args
-    tokens = _tokens(slots, hidden_states.shape[0])
+    tokens = _tokens(args.sorted_slots, args.hidden_states.shape[0])
     try:
-        return hidden_states.index_select(0, tokens)
+        return args.hidden_states.index_select(0, tokens)
     except IndexError:
-        known = (tokens >= 0) & (tokens < hidden_states.shape[0])
-        value_error(
-            "sorted_slots holds {}: expected slots of {} tokens", int(slots[~known][0]), len(hidden_states)
-        )
+        _refuse(args, tokens)
+
+
+def _refuse(args: Permute, tokens: Tensor) -> NoReturn:
+    num_tokens = args.hidden_states.shape[0]
+    strange = args.sorted_slots[(tokens < 0) | (tokens >= num_tokens)]
+    value_error("sorted_slots holds {}: expected slots of {} tokens", int(strange[0]), num_tokens)
 
 
 def _cuda(args: Permute) -> Tensor:

@@ -111,7 +111,7 @@ BAD = {
         r"per_expert\[0\] is on meta: expected cpu",
     ),
     "fused": ({"emit": "fused"}, ValueError, "emit='fused' with a function as activation"),
-    "emit": ({"emit": "both"}, ValueError, "emit='both': expected 'auto', 'stages' or 'fused'"),
+    "emit": ({"emit": "both"}, ValueError, "emit='both': expected 'auto', 'stages', 'fused' or"),
     "a name with tensors": (
         {"activation": "silu", "per_expert": [torch.ones(EXPERTS)]},
         ValueError,
