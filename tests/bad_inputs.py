@@ -252,7 +252,7 @@ BAD_VALUES = {
         lambda: moe_ops.combine(ROWS, WEIGHTS, PLAN.inverse, residual=X[:2]), ValueError,
         r"residual has shape \[2, 8\]: expected \[4, 8\]",
     ),
-    "emit": (lambda: experts(emit=None), ValueError,
+    "no emit": (lambda: experts(emit=None), ValueError,
         "emit=None: expected 'auto', 'stages', 'fused' or 'batch_invariant'"),
     "emit of routing": (lambda: moe_ops.topk_routing(LOGITS, ROUTING, emit="fused"), ValueError,
         "emit='fused': expected 'auto' or 'batch"),

@@ -73,6 +73,16 @@ def test_a_token_does_not_depend_on_the_batch(name, dtype):
         assert torch.equal(routed.router_logits, block.gate(x)[7:9])
 
 
+@pytest.mark.parametrize("score_fn", ["sigmoid", "sqrtsoftplus"])
+def test_routing_that_somebody_looks_at(score_fn):
+    layer = FusedMoE(config(routing=RoutingConfig(K, score_fn)))
+    logits = torch.randn(T, E)
+    whole = layer.route(logits)
+    for tokens in range(T):
+        for part, all_ in zip(layer.route(logits[:tokens]), whole, strict=True):
+            assert torch.equal(part, all_[:tokens])
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_it_computes_what_an_ordinary_one_does(name):
     invariant, ordinary = blocks(BLOCKS[name], torch.float64)
