@@ -72,16 +72,15 @@ def test_demo_refuses_a_family_without_experts(tmp_path: Path, capsys, monkeypat
 
 
 def test_demo_refuses_a_block_that_patch_leaves_alone(tmp_path: Path) -> None:
-    from transformers import DbrxConfig, DbrxForCausalLM
+    from transformers import DogeConfig, DogeForCausalLM
 
-    config = DbrxConfig(
-        d_model=32, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=32,
-        attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
-        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    config = DogeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, is_moe=True, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    DbrxForCausalLM(config).save_pretrained(tmp_path / "dbrx")
-    with pytest.raises(UnsupportedCheckpoint, match="dbrx"):
-        demo._patched(tmp_path / "dbrx", "cpu", torch.float32)
+    DogeForCausalLM(config).save_pretrained(tmp_path / "doge")
+    with pytest.raises(UnsupportedCheckpoint, match="doge"):
+        demo._patched(tmp_path / "doge", "cpu", torch.float32)
 
 
 class _Report:
