@@ -31,6 +31,7 @@ from moe_ops.routing_dispatch import routing_dispatch
 from moe_ops.shared import fused_experts_with_shared
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 from moe_ops.warmup import warmup
+from moe_ops.warmup_step import warmup_step
 
 __all__ = [
     "Activation",
@@ -56,6 +57,7 @@ __all__ = [
     "source_hash",
     "topk_routing",
     "warmup",
+    "warmup_step",
 ]
 
 tag_compile_caches()

@@ -58,13 +58,14 @@ def warmup(
     if expert_map is not None:
         _check_map(expert_map, config.num_experts)
     target = torch.device(device)
+    loader = _loader(target)
     for tokens in sizes:
         if tokens < 1:
             raise ValueError(f"sizes has {tokens}: expected token counts of at least 1")
-        if target.type == "cuda":
+        if loader is not None:
             for logits_dtype in {dtype, torch.float32}:
                 for arguments in _launched(config, _Sketch(tokens, target, dtype, logits_dtype), expert_map):
-                    _load(arguments, target)
+                    loader.load(*_program(arguments))
 
 
 def _check_map(expert_map: torch.Tensor, num_experts: int) -> None:
@@ -114,8 +115,16 @@ def _launched(config: LayerSizes, sketch: _Sketch, expert_map: torch.Tensor | No
     yield FusedExperts(x, experts, weights, sketch.of(*routed, dtype=torch.int32), placement, x, activation)
 
 
-def _load(arguments: Any, device: torch.device) -> None:
+def _loader(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    from moe_ops.kernels.loading import Loader
+
+    return Loader(device)
+
+
+def _program(arguments: Any) -> tuple[Any, dict[str, torch.dtype]]:
     from moe_ops.kernels import plans
 
     dtypes = {name: leaf.dtype for name, leaf in records.named(arguments).items() if hasattr(leaf, "dtype")}
-    plans.program(arguments).load(dtypes, device)
+    return plans.program(arguments), dtypes

@@ -91,4 +91,4 @@ class Gemm:
     @property
     def weight_by_tma(self) -> bool:
         """Whether the TMA kernel takes it; else the pointer kernel does."""
-        return tma.allows(self.gpu, self.linear.weight.meta, self.boxed_weight)
+        return tma.allows_weight(self.gpu, self.linear.weight.meta, self.halves)

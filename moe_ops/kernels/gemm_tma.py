@@ -82,7 +82,7 @@ def _store_interleaved(
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
 
-@triton.jit(do_not_specialize=["top_k", "num_tokens"])
+@triton.jit(do_not_specialize=["top_k", "num_tokens", "programs"])
 def grouped_gemm_tma_kernel(
     x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth, programs,

@@ -1,6 +1,7 @@
 """Launch plans by the record of an operator's arguments: made once per metadata, then run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -61,9 +62,49 @@ _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
 }
 
 
+class Planned(NamedTuple):
+    """An operator that was planned: its record's type, and the leaves of the record, tensors described."""
+
+    record: type
+    gpu: Gpu
+    leaves: tuple[Any, ...]
+
+    def program(self) -> Program | None:
+        """Its launches, made anew; None where a library's product runs instead."""
+        plan = _PLANS[self.record]
+        takes = _TAKES.get(self.record)
+        if takes is not None and not takes(records.builder(self.record)(*self.leaves), self.gpu):
+            return None
+        return plan.make.__wrapped__(self.gpu, *self.leaves)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the operator's tensors, by name."""
+        pairs = zip(_PLANS[self.record].names, self.leaves, strict=False)
+        return {name: leaf.dtype for name, leaf in pairs if leaf is not None}
+
+
+_TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
+    of.SharedAlone: dense.takes,
+    of.DenseGemm: dense.takes_product,
+}
+_SEEN: list[list[Planned]] = []  # of those who watch
+
+
+@contextmanager
+def watched() -> Iterator[list[Planned]]:
+    """What is planned within, by any thread, in order; also what is in the cache."""
+    seen: list[Planned] = []
+    _SEEN.append(seen)
+    try:
+        yield seen
+    finally:
+        _SEEN.remove(seen)
+
+
 class _Plan(NamedTuple):
     """How the plan of an operator is found from its leaves, of which the first are tensors, named and described."""
 
+    record: type
     flatten: Callable[[Any], tuple[Any, ...]]
     names: tuple[str, ...]
     describe: tuple[Callable[[Any], TensorMeta], ...]
@@ -76,12 +117,16 @@ class _Plan(NamedTuple):
         tensors = [
             None if leaf is None else of(leaf) for leaf, of in zip(leaves, self.describe, strict=False)
         ]
-        return self.make(gpu, *tensors, *leaves[len(tensors) :])
+        options = leaves[len(tensors) :]
+        for seen in _SEEN:
+            seen.append(Planned(self.record, gpu, (*tensors, *options)))
+        return self.make(gpu, *tensors, *options)
 
 
 def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
     leaves, build = records.leaves(record), records.builder(record)
     return _Plan(
+        record,
         records.flattener(record),
         tuple(leaf.name for leaf in leaves if leaf.is_tensor),
         tuple(describe_index if Role.INDEX in leaf.roles else describe for leaf in leaves if leaf.is_tensor),
@@ -130,8 +175,7 @@ def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
 def is_taken(arguments: Any) -> bool:
     """Whether the kernels are for these arguments, of those that a library's products may run instead."""
     device = next(leaf.device for leaf in records.flatten(arguments) if isinstance(leaf, torch.Tensor))
-    takes = dense.takes if isinstance(arguments, of.SharedAlone) else dense.takes_product
-    return takes(records.transform(_described, arguments), gpu_of(device))
+    return _TAKES[type(arguments)](records.transform(_described, arguments), gpu_of(device))
 
 
 def launch_with_shared(

@@ -7,6 +7,7 @@ buffers after what they hold.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -108,11 +109,17 @@ class Launch:
     num_stages: int = 3
 
     def __post_init__(self) -> None:
-        wanted, given = set(self.kernel.arg_names), set(self.args)
-        if wanted != given:
+        wanted = _parameters(self.kernel)
+        if self.args.keys() != wanted:
+            given = set(self.args)
             raise ValueError(
                 f"{self.kernel.__name__}: missing {wanted - given}, unknown {given - wanted} arguments"
             )
+
+
+@lru_cache(maxsize=None)
+def _parameters(kernel: Any) -> frozenset[str]:
+    return frozenset(kernel.arg_names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +167,7 @@ class Program:
             for index, name in step.refs:
                 args[index] = values[name]
             for index, argument in step.views:
-                args[index] = _materialize(argument, values[argument.source])
+                args[index] = materialize(argument, values[argument.source])
             step.call(*args, num_warps=step.num_warps, num_stages=step.num_stages)
 
     @property
@@ -173,25 +180,6 @@ class Program:
         readers = (index for index, step in enumerate(self._steps) if step.reads(name))
         first = next(readers, len(self._steps))
         return self._steps[:first], self._steps[first:]
-
-    def load(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-        """Compiles and loads every kernel without running it. `dtypes` names those of the operator's tensors."""
-        known = {**dtypes, **{buffer.name: buffer.dtype for buffer in self.buffers}}
-        with torch.cuda.device(device):
-            stand_ins = {name: torch.empty(16, dtype=dtype, device=device) for name, dtype in known.items()}
-            for launch in self.launches:
-                args = [_stand_in(launch.args[name], stand_ins) for name in launch.kernel.arg_names]
-                options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-                compiled = launch.kernel.warmup(*args, grid=launch.grid, **options)
-                compiled._init_handles()  # what the first launch would do: the module goes to the device
-
-
-def _stand_in(argument: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(argument, Descriptor):
-        return _materialize(argument, tensors[argument.source])
-    if isinstance(argument, Ref | View):
-        return tensors[argument.name if isinstance(argument, Ref) else argument.source]
-    return argument
 
 
 class _Step(NamedTuple):
@@ -210,13 +198,19 @@ class _Step(NamedTuple):
 
 
 def _compile_step(launch: Launch) -> _Step:
-    template = [launch.args[name] for name in launch.kernel.arg_names]
-    refs = tuple((i, a.name) for i, a in enumerate(template) if isinstance(a, Ref))
-    views = tuple((i, a) for i, a in enumerate(template) if isinstance(a, View | Descriptor))
+    args = launch.args
+    template = [args[name] for name in launch.kernel.arg_names]
+    filled = [(i, a) for i, a in enumerate(template) if type(a) in _FILLED_IN]
+    refs = tuple([(i, a.name) for i, a in filled if type(a) is Ref])
+    views = tuple([(i, a) for i, a in filled if type(a) is not Ref])
     return _Step(launch.kernel[launch.grid], template, refs, views, launch.num_warps, launch.num_stages)
 
 
-def _materialize(argument: View | Descriptor, source: torch.Tensor) -> Any:
+_FILLED_IN = frozenset({Ref, View, Descriptor})
+
+
+def materialize(argument: View | Descriptor, source: torch.Tensor) -> Any:
+    """What a kernel gets for `argument`, given its source."""
     if isinstance(argument, Descriptor):
         return TensorDescriptor(source, list(argument.shape), list(argument.strides), list(argument.block))
     offset = source.storage_offset() + argument.offset

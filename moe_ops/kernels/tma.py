@@ -13,6 +13,7 @@ at which a box starts, so it is enough, and required, that
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -68,6 +69,12 @@ def boxed_weight(weight: TensorMeta, halves: bool) -> Boxed:
         strides = (per_expert, rows // 2 * per_row, per_row, per_column)
         return Boxed((experts, 2, rows // 2, depth), strides)
     return Boxed(weight.shape, weight.strides)
+
+
+@lru_cache(maxsize=1024)
+def allows_weight(gpu: Gpu, weight: TensorMeta, halves: bool) -> bool:
+    """`allows` of a `boxed_weight`, which a plan asks for more than once."""
+    return allows(gpu, weight, boxed_weight(weight, halves))
 
 
 def is_transposed(weight: TensorMeta) -> bool:

@@ -11,6 +11,7 @@ from moe_ops import Activation, RoutingConfig, _library
 from moe_ops.arguments import FusedExperts, FusedMoe, TopkRouting
 from moe_ops.fused_experts import _cuda as fused_experts_cuda
 from moe_ops.fused_moe import _cuda as fused_moe_cuda
+from moe_ops.kernels.loading import Loader
 from moe_ops.kernels.program import Launch, Program, Ref
 from moe_ops.routing import _cuda as topk_routing_cuda
 
@@ -64,7 +65,9 @@ def _kernels(program: Program, dtypes: dict[str, torch.dtype]) -> set[tuple]:
 def loaded(monkeypatch) -> set[tuple]:
     """The kernels that warmup loads."""
     kernels = set()
-    monkeypatch.setattr(Program, "load", lambda self, dtypes, device: kernels.update(_kernels(self, dtypes)))
+    monkeypatch.setattr(
+        Loader, "load", lambda self, program, dtypes: kernels.update(_kernels(program, dtypes))
+    )
     return kernels
 
 

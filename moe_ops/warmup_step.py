@@ -1,0 +1,96 @@
+"""warmup_step: every kernel that a step of a model can launch, before the first request.
+
+What a layer launches depends on its operators, layouts and options; on the token count T, by thresholds. So the step
+tells which operators it calls, on what, and from calls for T and T + 1 follows how their arguments grow. Their plans
+for every T then say what to load, and nothing more is run.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Step = Callable[[int], object]
+
+
+def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cuda") -> None:
+    """Compiles and loads every kernel of ours that `step` can launch for 1 to `max_tokens` tokens.
+
+    So later calls, whatever T they have, compile nothing of ours. Other kernels (attention, a compiler's own) are
+    loaded for the few T that run: 1, 2, 3, `max_tokens` - 1 and `max_tokens`, each twice, for what is compiled once.
+
+    Args:
+        step: runs the model, or a part of it, on so many tokens of any contents, without grad.
+        max_tokens: the most tokens T that a call will have.
+        device: the GPU; elsewhere there is nothing to load, and `step` does not run.
+
+    Raises:
+        ValueError: `max_tokens` below 1, or `step(T)` and `step(T + 1)` call other operators than each other.
+
+    Example:
+        >>> moe_ops.warmup_step(lambda tokens: layer(torch.zeros(tokens, 64)), max_tokens=512, device="cpu")
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
+    target = torch.device(device)
+    if target.type != "cuda":
+        return
+    from moe_ops.kernels.loading import Loader
+
+    loader = Loader(target)
+    with torch.no_grad():
+        for operator in _operators(step, max_tokens):
+            for tokens in range(1, max_tokens + 1):
+                program = operator(tokens).program()
+                if program is not None:
+                    loader.load(program, operator(tokens).dtypes())
+
+
+def _operators(step: Step, max_tokens: int) -> Iterator[Callable[[int], Any]]:
+    """Of every operator that was called, what it is called with for T; alike ones once."""
+    counts = sorted({1, 2, 3, max_tokens - 1, max_tokens} & set(range(1, max_tokens + 1)))
+    for count in counts:
+        step(count)
+    found: dict[Any, Callable[[int], Any]] = {}
+    for pair in {(2, 3), (max_tokens - 1, max_tokens)}:
+        if set(pair) <= set(counts):
+            lower, upper = (_calls(step, count) for count in pair)
+            _expect_alike(pair, lower, upper)
+            for calls in zip(lower, upper, strict=True):
+                found.setdefault(calls, _growing(pair[0], *calls))
+    yield from found.values()
+
+
+def _calls(step: Step, count: int) -> list[Any]:
+    from moe_ops.kernels import plans
+
+    with plans.watched() as seen:
+        step(count)
+    return seen
+
+
+def _expect_alike(pair: tuple[int, int], lower: list[Any], upper: list[Any]) -> None:
+    names = [[call.record.__name__ for call in calls] for calls in (lower, upper)]
+    if names[0] != names[1]:
+        raise ValueError(
+            f"step({pair[0]}) calls {', '.join(names[0])} and step({pair[1]}) calls {', '.join(names[1])}: "
+            f"expected the same operators"
+        )
+
+
+def _growing(first: int, lower: Any, upper: Any) -> Callable[[int], Any]:
+    def of(tokens: int) -> Any:
+        leaves = zip(lower.leaves, upper.leaves, strict=True)
+        return lower._replace(leaves=tuple(_extrapolated(tokens - first, *leaf) for leaf in leaves))
+
+    return of
+
+
+def _extrapolated(steps: int, lower: Any, upper: Any) -> Any:
+    """What grew by `upper - lower` in one step has grown so much in `steps`."""
+    if isinstance(lower, tuple):
+        values = (_extrapolated(steps, *pair) for pair in zip(lower, upper, strict=True))
+        make = getattr(lower, "_make", tuple)  # of a description, or of its shape
+        return make(values)
+    is_number = isinstance(lower, int) and not isinstance(lower, bool)
+    return lower + (upper - lower) * steps if is_number else lower

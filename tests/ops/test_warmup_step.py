@@ -1,0 +1,171 @@
+"""moe_ops.warmup_step without a GPU: what it would load is what any T then launches, as Triton counts kernels."""
+
+import re
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import Activation, RoutingConfig, _library
+from moe_ops.arguments import DenseGemm, FusedExperts, FusedMoe, TopkRouting
+from moe_ops.dense_gemm import _cuda as dense_gemm_cuda
+from moe_ops.fused_experts import _cuda as fused_experts_cuda
+from moe_ops.fused_moe import _cuda as fused_moe_cuda
+from moe_ops.kernels.loading import Loader, variant
+from moe_ops.kernels.plans import watched
+from moe_ops.kernels.program import Program
+from moe_ops.routing import _cuda as topk_routing_cuda
+
+ON_A_GPU = {
+    FusedMoe: fused_moe_cuda,
+    FusedExperts: fused_experts_cuda,
+    DenseGemm: dense_gemm_cuda,
+    TopkRouting: topk_routing_cuda,
+}
+MOST = 400
+ROUTING = RoutingConfig(top_k=2)
+
+
+def _variants(program, dtypes):
+    known = dtypes | {buffer.name: buffer.dtype for buffer in program.buffers}
+    return {variant(launch, known) for launch in program.launches}
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Kernels that would be loaded."""
+    kernels = set()
+    monkeypatch.setattr(
+        Loader, "load", lambda self, program, dtypes: kernels.update(_variants(program, dtypes))
+    )
+    return kernels
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Kernels that public functions launch, as on a GPU; nothing is computed."""
+    kernels = set()
+
+    def run(self, tensors):
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+        kernels.update(_variants(self, dtypes))
+        buffers = {buffer.name: buffer for buffer in self.buffers}
+        return tuple(torch.zeros(buffers[name].shape, dtype=buffers[name].dtype) for name in self.outputs)
+
+    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(_library, "call", lambda arguments: ON_A_GPU[type(arguments)](arguments))
+    return kernels
+
+
+def _weight(rows, columns, transposed):
+    experts = 13
+    if transposed:
+        return torch.zeros(experts, columns, rows, dtype=torch.bfloat16).transpose(1, 2)
+    return torch.zeros(experts, rows, columns, dtype=torch.bfloat16)
+
+
+def _of_logits(transposed=False, shared=False, interleaved=False):
+    w13, w2 = _weight(64, 48, transposed), _weight(48, 32, transposed)
+    activation = Activation("silu", interleaved=interleaved)
+
+    def step(tokens):
+        hidden = torch.zeros(tokens, 48, dtype=torch.bfloat16)
+        logits = torch.zeros(tokens, 13, dtype=torch.bfloat16)
+        beside = torch.zeros_like(hidden) if shared else None
+        moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, activation, shared=beside)
+
+    return step
+
+
+def _of_ids_in_columns(tokens):
+    """Hidden states, weights and ids are columns of wider tensors; sizes that no TMA takes; a router in front."""
+    w13, w2 = torch.zeros(13, 30, 22), torch.zeros(13, 22, 15)
+    hidden = torch.zeros(tokens, 57)[:, 5:27]
+    moe_ops.dense_gemm(hidden, torch.zeros(13, 22))
+    ids = torch.zeros(tokens, 8, dtype=torch.int32)[:, :2]
+    moe_ops.fused_experts(hidden, w13, w2, torch.zeros(2, tokens).T, ids)
+
+
+STEPS = {
+    "rows": _of_logits(),
+    "columns": _of_logits(transposed=True),
+    "alternating rows and a shared output": _of_logits(shared=True, interleaved=True),
+    "views": _of_ids_in_columns,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_loads_what_any_count_launches_and_no_more(name, loaded, launched):
+    step = STEPS[name]
+    moe_ops.warmup_step(step, MOST)
+    launched.clear()
+    for tokens in range(1, MOST + 1):
+        step(tokens)
+    assert len(launched) > 8
+    assert launched <= loaded
+    assert (
+        loaded - launched == set() or name == "views"
+    )  # a router's kernel for one token, which ran and is there
+
+
+def test_it_runs_the_step_for_few_counts_and_on_a_gpu_only(loaded, launched):
+    counts = []
+    moe_ops.warmup_step(counts.append, MOST)
+    assert sorted(set(counts)) == [1, 2, 3, MOST - 1, MOST]
+    assert len(counts) == 9
+    for most, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2, 2, 3])):
+        counts.clear()
+        moe_ops.warmup_step(counts.append, most)
+        assert sorted(set(counts)) == sorted(set(expected))
+    counts.clear()
+    moe_ops.warmup_step(counts.append, MOST, device="cpu")
+    assert counts == []
+
+
+def test_a_step_of_one_or_two_tokens_is_loaded_by_running(loaded, launched):
+    moe_ops.warmup_step(STEPS["rows"], 1)
+    assert launched
+    assert not loaded
+
+
+def test_equal_layers_are_planned_once(monkeypatch, launched):
+    programs = []
+    monkeypatch.setattr(Loader, "load", lambda self, program, dtypes: programs.append(program))
+    moe_ops.warmup_step(STEPS["rows"], 5)
+    once = len(programs)
+    assert once == 5 * 2  # of two pairs
+    moe_ops.warmup_step(lambda tokens: [STEPS["rows"](tokens) for _ in range(3)], 5)
+    assert len(programs) == 2 * once
+
+
+def test_bad_steps(loaded, launched):
+    with pytest.raises(ValueError, match="max_tokens=0: expected at least 1"):
+        moe_ops.warmup_step(STEPS["rows"], 0)
+
+    def odd(tokens):
+        for _ in range(tokens % 2 + 1):
+            STEPS["rows"](tokens)
+
+    message = "step(2) calls FusedMoe and step(3) calls FusedMoe, FusedMoe: expected the same operators"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        moe_ops.warmup_step(odd, MOST)
+
+
+def test_each_variant_is_loaded_once(monkeypatch):
+    loads = []
+    monkeypatch.setattr(Loader, "_load", lambda self, launch, dtypes: loads.append(launch))
+    loader = Loader(torch.device("cuda"))
+    with watched() as seen:
+        monkeypatch.setattr(_library, "call", lambda arguments: ON_A_GPU[type(arguments)](arguments))
+        monkeypatch.setattr(Program, "run", lambda self, tensors: (torch.zeros(1),))
+        for tokens in (5, 6, 300):
+            STEPS["rows"](tokens)
+    for planned in seen:
+        loader.load(planned.program(), planned.dtypes())
+    first = len(loads)
+    for planned in seen:
+        loader.load(planned.program(), planned.dtypes())
+    assert len(loads) == first
+    assert (
+        len({launch.kernel for launch in loads}) < first < sum(len(each.program().launches) for each in seen)
+    )
