@@ -9,7 +9,7 @@ READY      := $(VENV)/.ready
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-parallel test test-cpu test-kernels exhaustive fuzz mutants coverage lint types wheel gpu setup clean
+.PHONY: demo demo-parallel serve test test-cpu test-kernels exhaustive fuzz mutants coverage lint types wheel gpu setup clean
 
 demo: setup
 	$(BIN)/python -m benchmarks demo $(if $(MODEL),--model "$(MODEL)")
@@ -20,6 +20,11 @@ RANKS ?= 4
 demo-parallel: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		-m benchmarks demo-parallel $(if $(MODEL),--model "$(MODEL)")
+
+# An OpenAI-compatible server of a small random model, or of MODEL=path; SERVE is more of its options.
+serve: setup
+	@test -n "$(MODEL)" || $(BIN)/python -m benchmarks.checkpoints build/chat
+	$(BIN)/python -m layers.serve "$(or $(MODEL),build/chat)" $(SERVE)
 
 test: test-kernels test-cpu
 

@@ -1,6 +1,7 @@
 """Checkpoints for the demo: small ones written by transformers itself, or one the user has on disk."""
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -32,12 +33,12 @@ def small_mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
-def small_qwen3_moe() -> nn.Module:
-    """Two layers, 16 experts of which 4 are chosen, float32, random weights."""
+def small_qwen3_moe(**more: float) -> nn.Module:
+    """Two layers, 16 experts of which 4 are chosen, float32, random weights; `more` of its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        **_SIZES,
+        **{**_SIZES, **more},
         intermediate_size=256,
         moe_intermediate_size=64,
         num_experts=16,
@@ -58,6 +59,39 @@ def write_small_checkpoint(family: str, folder: Path) -> Path:
     path = folder / family
     SMALL_MODELS[family]().save_pretrained(path)
     return path
+
+
+def write_chat_checkpoint(path: Path) -> Path:
+    """Writes a small Qwen3-MoE with a tokenizer of ASCII and a chat template, random weights, and returns `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    _quiet()
+    # As many letters as printed ASCII and a line's end have bytes: half a letter of more would be no text.
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted(
+        {letter for code in (10, *range(32, 127)) for letter in split.pre_tokenize_str(chr(code))[0][0]}
+    )
+    vocabulary = {letter: index for index, letter in enumerate([*letters, "<|im_start|>", "<|im_end|>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = split
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = _CHAT_TEMPLATE
+    # Wider still: of so few tokens each would be followed by itself.
+    model = small_qwen3_moe(vocab_size=len(fast), eos_token_id=fast.eos_token_id, initializer_range=0.5)
+    model.generation_config.update(eos_token_id=fast.eos_token_id, pad_token_id=fast.eos_token_id)
+    model.save_pretrained(path)
+    fast.save_pretrained(path)
+    return path
+
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def load(path: Path, device: str, dtype: torch.dtype) -> nn.Module:
@@ -110,3 +144,7 @@ def _quiet() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    write_chat_checkpoint(Path(sys.argv[1]))

@@ -1,0 +1,50 @@
+"""Which requests reach transformers' server: those it can answer with one pinned model, and only so many at once."""
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
+_TELLS = frozenset({"/health", "/v1/models"})
+
+
+class Admission:
+    """An ASGI application around another.
+
+    Requests for text beyond `most` in work are answered 429 at once, so that those in work finish; a request leaves
+    when its answer or its stream has ended, however that came about. transformers' routes that load or drop models,
+    and those that need other models, are answered 404.
+    """
+
+    def __init__(self, app: App, most: int) -> None:
+        self._app, self._most, self._in_work = app, most, 0
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answers one connection."""
+        path = scope.get("path")
+        if scope["type"] != "http" or path in _TELLS:
+            await self._app(scope, receive, send)
+        elif path not in _GENERATES:
+            known = ", ".join(sorted(_GENERATES | _TELLS))
+            await _refuse(send, 404, f"{path} is not served here: expected one of {known}")
+        elif self._in_work >= self._most:
+            told = f"{self._in_work} requests are in work, and this server takes no more at once: try again later"
+            await _refuse(send, 429, told)
+        else:
+            self._in_work += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._in_work -= 1
+
+
+async def _refuse(send: Send, status: int, told: str) -> None:
+    body = json.dumps({"error": {"message": told, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,42 @@
+"""What a server is started with."""
+
+from dataclasses import dataclass
+
+from layers._checks import expect_positive
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Options of `python -m layers.serve`.
+
+    Args:
+        model: a folder that `save_pretrained` wrote, or a name on the hub.
+        host, port: where to listen.
+        device, dtype: where and in what the model runs; "auto" is a GPU if there is one, and what the checkpoint says.
+        backend: of `torch.compile` for prefill and decode; None runs them uncompiled.
+        greedy: take the most likely token whatever the model's generation config says.
+        max_requests: requests in work at once. More are answered 429.
+        max_batch_tokens, num_blocks, page_size: tokens of a step, blocks of the cache and tokens of a block; None
+            for what transformers finds right.
+
+    Raises:
+        TypeError, ValueError: a number that is not at least 1.
+    """
+
+    model: str
+    host: str = "localhost"
+    port: int = 8000
+    device: str = "auto"
+    dtype: str = "auto"
+    backend: str | None = "moe_inductor"
+    greedy: bool = False
+    max_requests: int = 64
+    max_batch_tokens: int | None = None
+    num_blocks: int | None = None
+    page_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_batch_tokens", "num_blocks", "page_size"):
+            value = getattr(self, name)
+            if value is not None or name == "max_requests":
+                expect_positive(name, value)

@@ -1,0 +1,92 @@
+"""What a request may ask for. Where transformers would answer in another way than asked, the answer here is 400."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import GenerationConfig
+
+Body = Mapping[str, Any]
+
+# Fields that transformers takes and passes over, and what they may say all the same.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "stop": (None, [], ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "generation_config": (None,),
+}
+_LENGTHS = ("max_tokens", "max_completion_tokens")
+
+
+def problem(body: Body, sampling: GenerationConfig, needed: str) -> str | None:
+    """Why a request cannot be answered as it asks, or None. `needed`: "messages" or "prompt"."""
+    parts = (_message_problem if needed == "messages" else _prompt_problem, _length_problem, _ignored_problem)
+    told = (part(body) for part in parts)
+    return next((each for each in told if each is not None), None) or _sampling_problem(body, sampling)
+
+
+def _message_problem(body: Body) -> str | None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return f"messages={messages!r}: expected a list of at least one message"
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"messages[{index}]={message!r}: expected an object with a role"
+        told = _content_problem(message.get("content"), "tool_calls" in message)
+        if told is not None:
+            return f"messages[{index}].content{told}"
+    return None
+
+
+def _content_problem(content: Any, may_lack: bool) -> str | None:
+    if isinstance(content, str) or (content is None and may_lack):
+        return None
+    if not isinstance(content, list):
+        return f"={content!r}: expected text"
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            return f"[{index}]={part!r}: expected a part of type 'text'"
+    return None
+
+
+def _prompt_problem(body: Body) -> str | None:
+    prompt = body.get("prompt")
+    return (
+        None
+        if isinstance(prompt, str) and prompt
+        else f"prompt={prompt!r}: expected a text that is not empty"
+    )
+
+
+def _length_problem(body: Body) -> str | None:
+    for name in _LENGTHS:
+        value = body.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            return f"{name}={value!r}: expected an integer of at least 1"
+    return None
+
+
+def _ignored_problem(body: Body) -> str | None:
+    for name, allowed in _WITHOUT_EFFECT.items():
+        if body.get(name) not in allowed:
+            return f"{name}={body[name]!r}: this server cannot do that; expected {allowed[-1]!r} or nothing"
+    return None
+
+
+def _sampling_problem(body: Body, sampling: GenerationConfig) -> str | None:
+    given: dict[str, Callable[[], Any]] = {
+        "temperature": lambda: (sampling.temperature or 1.0) if sampling.do_sample else 0.0,
+        "top_p": lambda: (sampling.top_p or 1.0) if sampling.do_sample else 1.0,
+    }
+    for name, of_server in given.items():
+        value = body.get(name)
+        if value is not None and (not isinstance(value, int | float) or float(value) != of_server()):
+            told = f"{name}={value!r}: requests of one batch are sampled alike"
+            return f"{told}; expected {of_server()}, with which the server was started, or nothing"
+    return None

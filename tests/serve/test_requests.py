@@ -1,0 +1,61 @@
+"""What a request may ask for, before any model is asked."""
+
+import pytest
+from transformers import GenerationConfig
+
+from layers.serve.requests import problem
+
+GREEDY = GenerationConfig(do_sample=False)
+SAMPLED = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9)
+ASKED = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"n": 1, "stop": [], "logit_bias": {}, "response_format": {"type": "text"}, "presence_penalty": 0.0},
+        {"max_tokens": 1, "max_completion_tokens": None},
+        {"temperature": 0, "top_p": 1},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+    ],
+)
+def test_taken(more):
+    assert problem({**ASKED, **more}, GREEDY, "messages") is None
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"messages": None}, "messages=None: expected a list of at least one message"),
+        ({"messages": ["x"]}, "messages[0]='x': expected an object with a role"),
+        ({"messages": [{"content": "x"}]}, "messages[0]={'content': 'x'}: expected an object with a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content=None: expected text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]={'type': 'image_url'}: expected a part of type 'text'",
+        ),
+        ({"max_tokens": True}, "max_tokens=True: expected an integer of at least 1"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens=-1: expected an integer of at least 1"),
+        ({"stop": ["x"]}, "stop=['x']: this server cannot do that"),
+        ({"logprobs": True}, "logprobs=True: this server cannot do that"),
+        ({"temperature": 1.0}, "temperature=1.0: requests of one batch are sampled alike; expected 0.0"),
+        ({"temperature": "hot"}, "temperature='hot': requests of one batch"),
+        ({"top_p": 0.5}, "top_p=0.5: requests of one batch are sampled alike; expected 1.0"),
+    ],
+)
+def test_refused(more, told):
+    assert told in problem({**ASKED, **more}, GREEDY, "messages")
+
+
+def test_a_server_that_samples_takes_what_it_was_started_with():
+    assert problem({**ASKED, "temperature": 0.6, "top_p": 0.9}, SAMPLED, "messages") is None
+    assert "expected 0.6" in problem({**ASKED, "temperature": 0.0}, SAMPLED, "messages")
+    assert "expected 0.9" in problem({**ASKED, "top_p": 1.0}, SAMPLED, "messages")
+
+
+@pytest.mark.parametrize("prompt", [None, "", 5, ["x"]])
+def test_prompts(prompt):
+    assert problem({"prompt": "x"}, GREEDY, "prompt") is None
+    assert f"prompt={prompt!r}: expected a text" in problem({"prompt": prompt}, GREEDY, "prompt")
