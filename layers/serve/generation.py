@@ -45,7 +45,8 @@ class Batches(CBGenerateManager):
         """The most tokens, of prompt and answer, that one request can have."""
         return self._room
 
-    def generate_streaming(
+    # transformers calls both with more, which differs from version to version.
+    def generate_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
     ) -> Any:
         """As transformers does, and hands on what was generated before its handler was there."""
@@ -54,7 +55,7 @@ class Batches(CBGenerateManager):
         self._hand_on()
         return begun
 
-    async def generate_non_streaming(
+    async def generate_non_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
     ) -> Any:
         """As transformers does."""

@@ -76,7 +76,7 @@ def batching_config(options: ServeOptions) -> ContinuousBatchingConfig:
     compiled = None
     if options.backend is not None:
         compiled = CompileConfig(backend=options.backend, mode="default", dynamic=True, fullgraph=False)
-    given = {
+    given: dict[str, Any] = {
         "max_batch_tokens": options.max_batch_tokens,
         "num_blocks": options.num_blocks,
         "page_size": options.page_size,
@@ -90,7 +90,8 @@ def batching_config(options: ServeOptions) -> ContinuousBatchingConfig:
 
 def sampling_of(model: nn.Module, options: ServeOptions) -> GenerationConfig:
     """How the server draws tokens: one way for all requests, for so does continuous batching."""
-    generation: Any = GenerationConfig.from_dict(model.generation_config.to_dict())
+    checkpoint: Any = model.generation_config
+    generation: Any = GenerationConfig.from_dict(checkpoint.to_dict())
     if options.greedy:
         generation.update(do_sample=False, temperature=None, top_p=None, top_k=None)
     generation.use_cache = False
