@@ -30,6 +30,8 @@ METADATA = frozenset(
             "device",
             "ndim",
             "layout",
+            "is_nested",
+            "is_quantized",
             "is_cuda",
             "itemsize",
             "nbytes",

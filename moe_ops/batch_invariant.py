@@ -81,6 +81,14 @@ def _multiply(args: BatchInvariantGemm) -> Tensor:
     return out
 
 
+def _check_routing(args: BatchInvariantRouting) -> None:
+    check_router(args.router)
+
+
+def _fake_routing(args: BatchInvariantRouting) -> tuple[Tensor, Tensor]:
+    return fake_routing(args.router)
+
+
 def _route_on_cuda(args: BatchInvariantRouting) -> tuple[Tensor, Tensor]:
     is_empty = args.router.router_logits.shape[0] == 0
     return fake_routing(args.router) if is_empty else _library.launch(args)
@@ -113,10 +121,10 @@ def _empty(args: BatchInvariantGemm) -> Tensor:
 _library.define(
     BatchInvariantRouting,
     "(Tensor topk_weights, Tensor topk_ids)",
-    check=lambda args: check_router(args.router),
+    check=_check_routing,
     cpu=_route,
     cuda=_route_on_cuda,
-    fake=lambda args: fake_routing(args.router),
+    fake=_fake_routing,
 )
 _library.define(
     BatchInvariantGemm,
