@@ -196,6 +196,7 @@ def own_gate(gate, up, *others):
 
 
 BAD_VALUES = {
+    "warmup tokens": (lambda: moe_ops.warmup_step(print, 0), ValueError, "max_tokens=0: expected at least 1"),
     # Ids, weights and placement of experts
     "bool ids": (lambda: experts(topk_ids=IDS.bool()), TypeError,
         "topk_ids has dtype torch.bool: expected torch.int32 or"),
