@@ -56,9 +56,8 @@ def test_other_plans_and_readers_stay():
 
     def rows_as_weight(hidden, logits, w13, w2, slots, inverse, offsets):
         rows = moe_ops.permute(hidden, slots)
-        return moe_ops.grouped_gemm(hidden[:, :], rows[:4][:, None], offsets).sum() + moe_ops.combine(
-            rows, logits[:, :2], inverse
-        )
+        product = moe_ops.grouped_gemm(hidden.repeat(2, 1), rows[:4][:, None], offsets)
+        return product.sum() + moe_ops.combine(rows, logits[:, :2], inverse)
 
     def rows_as_bias(hidden, logits, w13, w2, slots, inverse, offsets):
         rows = moe_ops.permute(hidden[:2], slots)
