@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.serving_run import Answer
 from benchmarks.serving_trace import Request
 
-# Relative distances of logits, the median over prompts: several times what rounding makes of equal models.
-MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+ALLOWED_ERROR = 2.0  # times stock's own, the medians over prompts
+PROMPTS = 16  # that wider arithmetic computes too
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Agreement:
     Args:
         requests, same: how many there are, and how many were answered alike to the end.
         compared: tokens that are alike, in all.
-        apart: how far the models' logits are apart, relative, the median over prompts.
+        stock_error, our_error: of logits against wider arithmetic, relative, medians over prompts.
         noise: how far a single logit is apart at most.
         gap: by how much the first model prefers its token where they part, the largest.
     """
@@ -30,7 +30,8 @@ class Agreement:
     requests: int
     same: int
     compared: int
-    apart: float
+    stock_error: float
+    our_error: float
     noise: float
     gap: float
 
@@ -40,20 +41,25 @@ class Agreement:
             return told
         return (
             f"{told}; the others part where the two tokens' logits differ by {self.gap:.2g} at most, "
-            f"while rounding moves logits by up to {self.noise:.2g} ({100 * self.apart:.2g} % of their norm)"
+            f"while rounding moves logits by up to {self.noise:.2g} (relative errors: stock {self.stock_error:.2g}, "
+            f"ours {self.our_error:.2g})"
         )
 
 
 def agreement(
-    models: tuple[Any, Any], trace: Sequence[Request], answers: tuple[Sequence[Answer], Sequence[Answer]]
+    models: tuple[Any, Any], exact: Any, trace: Sequence[Request], answers: tuple[Sequence[Answer], ...]
 ) -> Agreement:
     """Compares answers of a stock model and of ours to the same requests.
 
-    `models`: uncompiled, with attention of their own, not of a batch.
-    Raises ValueError where they differ by more than rounding does.
+    `models`: uncompiled, with attention of their own, not of a batch; `exact`: stock in wider arithmetic.
+    Raises ValueError where answers differ by more than rounding does, or ours rounds worse than stock.
     """
     prompts = [_logits(models, request.prompt) for request in trace]
-    apart = statistics.median(((ours - stock).norm() / stock.norm()).item() for stock, ours in prompts)
+    truths = [_logits((exact,), request.prompt)[0] for request in trace[:PROMPTS]]
+    stock_error, our_error = (
+        statistics.median(_error(logits[which], truth) for logits, truth in zip(prompts, truths))
+        for which in (0, 1)
+    )
     noise = max((ours - stock).abs().max().item() for stock, ours in prompts)
     alike, gap = [], 0.0
     for request, stock, ours in zip(trace, *answers, strict=True):
@@ -64,27 +70,30 @@ def agreement(
             noise = max(noise, (at - other).abs().max().item())
             gap = max(gap, (at[stock.tokens[same]] - at[ours.tokens[same]]).abs().item())
     compared = sum(_common(stock.tokens, ours.tokens) for stock, ours in zip(*answers))
-    found = Agreement(len(alike), sum(alike), compared, apart, noise, gap)
-    _expect_rounding(found, next(models[0].parameters()).dtype)
+    found = Agreement(len(alike), sum(alike), compared, stock_error, our_error, noise, gap)
+    _expect_rounding(found)
     return found
 
 
-def _expect_rounding(found: Agreement, dtype: torch.dtype) -> None:
-    if not found.apart <= MOST_APART[dtype]:
-        raise ValueError(f"logits are {found.apart:.2e} apart: expected at most {MOST_APART[dtype]:.0e}")
+def _expect_rounding(found: Agreement) -> None:
+    if not found.our_error <= ALLOWED_ERROR * found.stock_error:
+        told = f"ours has a relative error of {found.our_error:.2e}, stock of {found.stock_error:.2e}"
+        raise ValueError(f"{told}: expected at most {ALLOWED_ERROR} times stock's")
     # Each of the two was computed twice, in a batch and alone, and each time rounding moves both tokens.
     if not found.gap <= 4 * found.noise:
         raise ValueError(f"{found}: expected a gap of at most 4 times what rounding moves")
 
 
 @torch.no_grad()
-def _logits(models: tuple[Any, Any], tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-    device = next(models[0].parameters()).device
-    ids = torch.tensor([tokens], device=device)
-    stock, ours = (
-        model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float() for model in models
+def _logits(models: tuple[Any, ...], tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    ids = torch.tensor([tokens], device=next(models[0].parameters()).device)
+    return tuple(
+        model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].double() for model in models
     )
-    return stock, ours
+
+
+def _error(logits: Tensor, truth: Tensor) -> float:
+    return ((logits - truth).norm() / truth.norm()).item()
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

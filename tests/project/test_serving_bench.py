@@ -81,12 +81,12 @@ def agreed(rows, others, tokens=4):
     models = Table(rows), Table(others)
     trace = [Request(0.0, (start,), tokens) for start in range(len(rows))]
     answers = [[answered(model, request.prompt[0], tokens) for request in trace] for model in models]
-    return agreement(models, trace, tuple(answers))
+    return agreement(models, Table(rows.double() + 1e-6), trace, tuple(answers))
 
 
 def test_equal_answers_agree():
     rows = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
-    found = agreed(rows, rows + 1e-6)
+    found = agreed(rows, rows.clone())
     assert (found.requests, found.same, found.compared) == (7, 7, 28)
     assert str(found) == "7 of 7 answers are the same to the end (28 tokens)"
 
@@ -96,7 +96,7 @@ def test_answers_may_part_where_rounding_decides():
     best, second = rows[3].topk(2).indices
     rows[3, second] = rows[3, best] - 1e-4
     others = rows.clone()
-    others[3, second] += 2e-4
+    others[3, second] += 2e-4  # one of seven prompts
     found = agreed(rows, others)
     assert found.same < 7
     assert found.gap == pytest.approx(1e-4, rel=0.1)
@@ -106,14 +106,16 @@ def test_answers_may_part_where_rounding_decides():
 
 def test_other_answers_are_refused():
     rows = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match=r"logits are .* apart: expected at most 1e-03"):
-        agreed(rows, rows.flip(0))
+    with pytest.raises(
+        ValueError, match=r"ours has a relative error of .*: expected at most 2.0 times stock's"
+    ):
+        agreed(rows, rows + 1e-3 * torch.randn(7, 7))
     models = Table(rows), Table(rows)
     trace = [Request(0.0, (0,), 2)]
     right = answered(models[0], 0, 2)
     wrong = Answer((right.tokens[0], (right.tokens[1] + 1) % 7), 0.1, ())
     with pytest.raises(ValueError, match="expected a gap of at most 4 times what rounding moves"):
-        agreement(models, trace, ([right], [wrong]))
+        agreement(models, models[0], trace, ([right], [wrong]))
 
 
 def test_the_whole_of_it(tmp_path, capsys):
