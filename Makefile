@@ -24,7 +24,7 @@ demo-parallel: setup
 # An OpenAI-compatible server of a small random model, or of MODEL=path; SERVE is more of its options.
 serve: setup
 	@test -n "$(MODEL)" || $(BIN)/python -m benchmarks.checkpoints build/chat
-	$(BIN)/python -m layers.serve "$(or $(MODEL),build/chat)" $(SERVE)
+	$(BIN)/python -m layers.serve $(if $(MODEL),"$(MODEL)",build/chat --max-batch-tokens 512 --num-blocks 64) $(SERVE)
 
 test: test-kernels test-cpu
 

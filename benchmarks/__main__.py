@@ -14,6 +14,7 @@ from benchmarks import (
     options_bench,
     parallel_bench,
     parallel_demo,
+    serving_bench,
     stock_bench,
     training_bench,
 )
@@ -27,6 +28,7 @@ COMMANDS = {
     "loading": loading,
     "options": options_bench,
     "invariance": invariance_bench,
+    "serving": serving_bench,
     "stock": stock_bench,
     "training": training_bench,
     "compile-time": compile_bench,

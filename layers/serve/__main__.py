@@ -16,6 +16,9 @@ def options_of(arguments: list[str]) -> ServeOptions:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--backend", default="moe_inductor", help="of torch.compile, or none")
     parser.add_argument("--greedy", action="store_true", help="whatever the checkpoint says of sampling")
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="or what transformers finds right"
+    )
     parser.add_argument("--max-requests", type=int, default=64, help="in work at once; more are answered 429")
     parser.add_argument("--max-batch-tokens", type=int, help="tokens of a step")
     parser.add_argument("--num-blocks", type=int, help="blocks of the cache")

@@ -1,82 +1,89 @@
-"""transformers' continuous batching behind its server: what reaches it fits, and no result of it is lost."""
+"""transformers' continuous batching behind its server: what reaches it fits, and whoever waits is told."""
 
+from collections.abc import Awaitable
 from typing import Any
 
 from fastapi import HTTPException
+from jinja2 import TemplateError
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
+from layers.serve.batching import begun, room
 from layers.serve.requests import problem
 
-_PROMPTS = (1, 2, 7, 40)  # tokens of requests before the first
-_ANSWER = 3
-_PATIENCE = 1800  # seconds for a step that compiles
+_ENDING = 2  # seconds that the last step has
 
 
 class Batches(CBGenerateManager):
     """One continuous batch, begun before the first request."""
 
     def begin(self, model: Any, sampling: Any) -> None:
-        """Starts it, and waits until requests of several lengths, alone and together, have been answered.
+        """Starts it. Raises RuntimeError where the model does not answer."""
+        self.run(begun(model, sampling, self._cb_config))  # type: ignore[arg-type]
 
-        Raises RuntimeError where one was not: the batch could not be made, or the model failed in it.
-        """
-        self.init_cb(model, sampling)
-        cb: Any = self._cb
-        self._room = 0
-        for number, prompt in enumerate(_PROMPTS):
-            cb.add_request(
-                [0] * prompt, request_id=f"before-{number}", max_new_tokens=_ANSWER, eos_token_id=-1
-            )
-        for _ in _PROMPTS:
-            result = cb.get_result(timeout=_PATIENCE)
-            if result is None or result.error is not None:
-                fatal = cb.background_thread_status.fatal_error
-                raise RuntimeError(f"the model did not answer: {fatal or (result and result.error)}")
-        cache = cb.batch_processor.cache
-        in_cache = cache.num_blocks * cb.batch_processor.cb_config.page_size
-        self._room = min(
-            in_cache, getattr(model.config.get_text_config(), "max_position_embeddings", in_cache)
-        )
+    def run(self, manager: Any) -> None:
+        """Answers with `manager`, which runs."""
+        self._cb, self._room = manager, room(manager)
+        self._add, self._cancel = manager.add_request, manager.cancel_request
+        manager.add_request, manager.cancel_request = self._added, self._cancelled
 
-    @property
-    def room(self) -> int:
-        """The most tokens, of prompt and answer, that one request can have."""
-        return self._room
+    def stop(self) -> None:
+        """Ends it without finishing what nobody reads any more."""
+        if self._cb is not None:
+            self._cb.stop(block=True, timeout=_ENDING, hard_stop=True)
 
     # transformers calls both with more, which differs from version to version.
     def generate_streaming(  # type: ignore[override]
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *, request_id: str, **rest: Any
     ) -> Any:
-        """As transformers does, and hands on what was generated before its handler was there."""
-        self._fit(inputs, gen_config)
-        begun = super().generate_streaming(model, processor, inputs, gen_config, **rest)
-        self._hand_on()
-        return begun
+        """As transformers does, and nothing is lost that was generated before its handler was there."""
+        self._expect_fit(inputs, gen_config, request_id)
+        manager: Any = self._cb
+        handlers = manager.output_router.result_handlers
+
+        def hand_on(output: Any) -> None:
+            if request_id in handlers:
+                handlers[request_id][0](output)
+
+        # transformers adds a request first and its handler then. What comes between waits for the loop, in its order.
+        manager.register_result_handler(request_id, hand_on)
+        try:
+            return super().generate_streaming(model, processor, inputs, gen_config, request_id, **rest)
+        except Exception:
+            handlers.pop(request_id, None)
+            raise
 
     async def generate_non_streaming(  # type: ignore[override]
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, **rest: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *, request_id: str, **rest: Any
     ) -> Any:
         """As transformers does."""
-        self._fit(inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, **rest)
+        self._expect_fit(inputs, gen_config, request_id)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id, **rest)
 
-    def _fit(self, inputs: Any, gen_config: Any) -> None:
-        length, room = len(inputs["input_ids"]), self.room
+    def _added(self, *args: Any, **kwargs: Any) -> str:
+        # A batch that ends takes no request, or takes it and never looks at it: transformers says so in its log.
+        status = self._cb.background_thread_status  # type: ignore[union-attr]
+        taken = self._add(*args, **kwargs)
+        told = status.can_accept_new_requests()
+        if taken is None or told is not None:
+            raise CBWorkerDeadError(f"no more requests are taken: {told}")
+        return taken
+
+    def _cancelled(self, request_id: str) -> None:
+        # Nothing more comes for it, by which transformers would forget its handler.
+        self._cb.output_router.result_handlers.pop(request_id, None)  # type: ignore[union-attr]
+        self._cancel(request_id)
+
+    def _expect_fit(self, inputs: Any, gen_config: Any, request_id: str) -> None:
+        length, most = len(inputs["input_ids"]), self._room
         if not length:
             raise HTTPException(400, "the prompt has 0 tokens: expected at least 1")
-        if length >= room:
-            raise HTTPException(400, f"the prompt has {length} tokens: expected fewer than {room}")
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens, room - length)
-
-    def _hand_on(self) -> None:
-        # transformers adds a request first and registers its handler then: what came between lies in its queue.
-        router: Any = self._cb.output_router  # type: ignore[union-attr]
-        while not router.output_queue.empty():
-            output = router.output_queue.get_nowait()
-            if output.request_id in router.result_handlers:
-                router.deliver(output)
+        if length >= most:
+            raise HTTPException(400, f"the prompt has {length} tokens: expected fewer than {most}")
+        if request_id in self._cb.output_router.result_handlers:  # type: ignore[union-attr]
+            raise HTTPException(409, f"request {request_id!r} is in work: expected another x-request-id")
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens, most - length)
 
 
 class OneBatch(GenerationState):
@@ -94,6 +101,10 @@ class OneBatch(GenerationState):
 class Chat(ChatCompletionHandler):
     """transformers' `/v1/chat/completions`, behind our checks."""
 
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Its answer; HTTPException 400 for what a template or a field's type does not allow."""
+        return await _told(super().handle_request(body, request_id))
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         _expect_fine(body, self.generation_state, "messages")
@@ -102,9 +113,20 @@ class Chat(ChatCompletionHandler):
 class Completion(CompletionHandler):
     """transformers' `/v1/completions`, behind our checks."""
 
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Its answer; HTTPException 400 for what a field's type does not allow."""
+        return await _told(super().handle_request(body, request_id))
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         _expect_fine(body, self.generation_state, "prompt")
+
+
+async def _told(answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except (ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
+        raise HTTPException(400, f"{type(error).__name__}: {error}") from error
 
 
 def _expect_fine(body: dict[str, Any], state: Any, needed: str) -> None:

@@ -1,10 +1,10 @@
-"""The model of a server: loaded and patched, its kernels loaded, its steps compiled and captured."""
+"""The model of a server: loaded, patched, and its kernels loaded."""
 
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 
 import moe_ops
@@ -26,7 +26,8 @@ class PatchedModels(ModelManager):
         expect_no_collision(model, self._options)
         report = patch(model)
         print(report, flush=True)
-        load_kernels(model, self._options.max_batch_tokens or _MOST_TOKENS)
+        if self._options.backend is None:
+            load_kernels(model, self._options.max_batch_tokens or _MOST_TOKENS)
         return model
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -57,7 +58,10 @@ def expect_no_collision(model: nn.Module, options: ServeOptions) -> None:
 
 
 def load_kernels(model: nn.Module, max_tokens: int) -> None:
-    """Loads what the model's layers launch for up to so many tokens, on a GPU."""
+    """Loads what the model's layers launch, uncompiled, for up to so many tokens, on a GPU.
+
+    Compiled steps have few numbers of tokens, all of which run before the first request (`batching.capture`).
+    """
     device = next(model.parameters()).device
 
     def step(tokens: int) -> None:
@@ -65,27 +69,6 @@ def load_kernels(model: nn.Module, max_tokens: int) -> None:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
 
     moe_ops.warmup_step(step, max_tokens, device=device)
-
-
-def batching_config(options: ServeOptions) -> ContinuousBatchingConfig:
-    """transformers' options: both its paths compiled by `options.backend`.
-
-    Never with graphs of the compiler's own ("reduce-overhead"), for a step is captured as a whole; and for any number
-    of tokens, of which there are many. `fullgraph` is not possible: paged attention is a graph break.
-    """
-    compiled = None
-    if options.backend is not None:
-        compiled = CompileConfig(backend=options.backend, mode="default", dynamic=True, fullgraph=False)
-    given: dict[str, Any] = {
-        "max_batch_tokens": options.max_batch_tokens,
-        "num_blocks": options.num_blocks,
-        "page_size": options.page_size,
-    }
-    return ContinuousBatchingConfig(
-        varlen_compile_config=compiled,
-        decode_compile_config=compiled,
-        **{name: value for name, value in given.items() if value is not None},
-    )
 
 
 def sampling_of(model: nn.Module, options: ServeOptions) -> GenerationConfig:

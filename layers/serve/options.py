@@ -16,6 +16,7 @@ class ServeOptions:
         backend: of `torch.compile` for prefill and decode; None runs them uncompiled.
         greedy: take the most likely token whatever the model's generation config says.
         max_requests: requests in work at once. More are answered 429.
+        cuda_graphs: capture steps; None for what transformers finds right, which is where attention needs no mask.
         max_batch_tokens, num_blocks, page_size: tokens of a step, blocks of the cache and tokens of a block; None
             for what transformers finds right.
 
@@ -30,6 +31,7 @@ class ServeOptions:
     dtype: str = "auto"
     backend: str | None = "moe_inductor"
     greedy: bool = False
+    cuda_graphs: bool | None = None
     max_requests: int = 64
     max_batch_tokens: int | None = None
     num_blocks: int | None = None

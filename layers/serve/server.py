@@ -9,8 +9,9 @@ from transformers import GenerationConfig
 from transformers.cli.serving.server import build_server
 
 from layers.serve.admission import Admission
+from layers.serve.batching import batching_config
 from layers.serve.generation import Batches, Chat, Completion, OneBatch
-from layers.serve.model import PatchedModels, batching_config, sampling_of
+from layers.serve.model import PatchedModels, sampling_of
 from layers.serve.options import ServeOptions
 
 _GRACE = 5  # seconds that streams have to end after SIGTERM

@@ -31,23 +31,16 @@ class Server:
 
 
 @contextmanager
-def running(model: Path, *options: str, folder: Path) -> Iterator[Server]:
+def running(model: Path, *options: str, folder: Path, device: str = "cpu") -> Iterator[Server]:
     """A server of `model` that is ready, ended behind the block if it has not ended within."""
     port, log = _free_port(), folder / "log"
-    command = [
-        sys.executable,
-        "-m",
-        "layers.serve",
-        str(model),
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-        *options,
-    ]
+    command = [sys.executable, "-m", "layers.serve", str(model), "--port", str(port), "--device", device]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [*command, *options],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     server = Server(process, log, str(model), port)
     try:

@@ -1,4 +1,7 @@
-"""The server, asked by OpenAI's client: answers are those of `generate`, and nothing that clients do makes it hang."""
+"""The server, asked by OpenAI's client: answers are those of `generate`, and nothing that clients do makes it hang.
+
+One test of several parts, so that one process compiles one server whoever runs the tests.
+"""
 
 import json
 import signal
@@ -19,26 +22,21 @@ ROOM = 16 * 32  # tokens in its cache
 TEXTS = ("hello", "a longer question than the other one?", "word " * 12, "x")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_chat_checkpoint(tmp_path_factory.mktemp("model") / "chat")
-
-
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
-    options = ("--greedy", "--max-requests", str(MOST), "--max-batch-tokens", "64", "--num-blocks", "32")
-    with running(model, *options, "--page-size", "16", folder=tmp_path_factory.mktemp("server")) as each:
-        yield each
-
-
-@pytest.fixture(scope="module")
-def stock(model):
-    return AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+@pytest.fixture
+def model(tmp_path):
+    return write_chat_checkpoint(tmp_path / "chat")
 
 
 @pytest.fixture
-def client(server):
-    return server.client()
+def server(model, tmp_path):
+    options = ("--greedy", "--max-requests", str(MOST), "--max-batch-tokens", "64", "--num-blocks", "32")
+    with running(model, *options, "--page-size", "16", folder=tmp_path) as each:
+        yield each
+
+
+@pytest.fixture
+def stock(model):
+    return AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
 
 
 def generated(stock, prompt, tokens):
@@ -58,12 +56,21 @@ def user(text):
     return [{"role": "user", "content": text}]
 
 
-def answer(client, server, text, tokens, stream):
+def answer(server, text, tokens, stream):
     given = {"model": server.model, "messages": user(text), "max_tokens": tokens}
+    client = server.client()
     if not stream:
         return client.chat.completions.create(**given).choices[0].message.content
     chunks = client.chat.completions.create(**given, stream=True)
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def begin(server):
+    """A stream of a long answer, of which the first piece is there."""
+    given = {"model": server.model, "messages": user("hello"), "max_tokens": ROOM - 100}
+    stream = server.client().chat.completions.create(**given, stream=True)
+    next(iter(stream))
+    return stream
 
 
 def get(server, path):
@@ -71,93 +78,121 @@ def get(server, path):
         return json.load(reply)
 
 
-def test_layers_are_patched_before_the_first_request(server):
+def post(server, path, body, **headers):
+    """The status and the body of the answer."""
+    headers = {"content-type": "application/json", **headers}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.url + path, body, headers), timeout=30
+        ) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def layers_are_patched_before_the_first_request(server, stock):
     assert "moe_ops: 2 experts and 2 routers patched" in server.printed
 
 
-def test_health_and_models(server, client):
+def health_and_models(server, stock):
     assert get(server, "/health") == {"status": "ok"}
-    assert [each.id for each in client.models.list().data] == [server.model]
+    assert [each.id for each in server.client().models.list().data] == [server.model]
 
 
-def test_answers_at_once_are_those_of_generate(server, client, stock):
+def answers_at_once_are_those_of_generate(server, stock):
     expected = [replied(stock, text, 9) for text in TEXTS]
     assert len(set(expected)) == len(TEXTS) and all(expected)
     with ThreadPoolExecutor(MOST) as threads:
         for stream in (False, True):
-            answers = [threads.submit(answer, client, server, text, 9, stream) for text in TEXTS]
+            answers = [threads.submit(answer, server, text, 9, stream) for text in TEXTS]
             assert [each.result() for each in answers] == expected
 
 
-def test_a_prompt_without_a_template(server, client, stock):
-    done = client.completions.create(model=server.model, prompt="once upon", max_tokens=7)
+def a_prompt_without_a_template(server, stock):
+    done = server.client().completions.create(model=server.model, prompt="once upon", max_tokens=7)
     assert done.choices[0].text == generated(stock, "once upon", 7)
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (9, 7)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"messages": []}, "messages=[]: expected a list of at least one message"),
-        ({"messages": user(5)}, "messages[0].content=5: expected text"),
-        ({"max_tokens": 0}, "max_tokens=0: expected an integer of at least 1"),
-        ({"n": 3}, "n=3: this server cannot do that"),
-        ({"temperature": 0.7}, "temperature=0.7: requests of one batch are sampled alike"),
-        ({"messages": user("x" * ROOM)}, f"expected fewer than {ROOM}"),
-        ({"model": "another"}, "requested 'another'"),
-    ],
-    ids=["none", "number", "length", "several", "sampling", "room", "model"],
+BAD = (
+    ({"messages": []}, "messages=[]: expected a list of at least one message"),
+    ({"messages": user(5)}, "messages[0].content=5: expected text"),
+    ({"max_tokens": 0}, "max_tokens=0: expected an integer of at least 1"),
+    ({"n": 3}, "n=3: this server cannot do that"),
+    ({"temperature": 0.7}, "temperature=0.7: requests of one batch are sampled alike"),
+    ({"messages": user("x" * ROOM)}, f"expected fewer than {ROOM}"),
+    ({"model": "another"}, "requested 'another'"),
+    ({"extra_body": {"chat_template_kwargs": 5}}, "TypeError: "),
 )
-def test_bad_requests_are_told_why(server, client, given, told):
-    with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(**{"model": server.model, "messages": user("x"), **given})
-    assert told in error.value.body["detail"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[1]", b"", b"\xff"])
-def test_what_is_no_object_of_json_is_refused(server, body):
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(server.url + "/v1/chat/completions", body, headers)
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(request, timeout=30)
-    assert 400 <= error.value.code < 500
+def bad_requests_are_told_why(server, stock):
+    for given, told in BAD:
+        given = {"model": server.model, "messages": user("x"), **given}
+        with pytest.raises(openai.BadRequestError) as error:
+            server.client().chat.completions.create(**given)
+        assert told in error.value.body["detail"]
+    for body in (b"{", b"[1]", b"", b"\xff"):
+        status, told = post(server, "/v1/chat/completions", body)
+        assert 400 <= status < 500 and "detail" in told
 
 
-def test_routes_that_would_change_models_are_not_there(server):
+def routes_that_would_change_models_are_not_there(server, stock):
     for path in ("/reset", "/load_model", "/v1/responses"):
-        request = urllib.request.Request(server.url + path, b"{}", {"content-type": "application/json"})
-        with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(request, timeout=30)
-        assert error.value.code == 404
+        assert post(server, path, b"{}")[0] == 404
 
 
-def test_too_many_at_once_are_refused_and_those_who_leave_make_room(server, client, stock):
-    def begin():
-        given = {"model": server.model, "messages": user("hello"), "max_tokens": ROOM - 100}
-        stream = client.chat.completions.create(**given, stream=True)
-        next(iter(stream))
-        return stream
+def ids_of_requests_are_their_own(server, stock):
+    body = json.dumps({"prompt": "once upon", "max_tokens": 300}).encode()
+    with ThreadPoolExecutor(2) as threads:
+        asked = [
+            threads.submit(post, server, "/v1/completions", body, **{"x-request-id": "mine"})
+            for _ in range(2)
+        ]
+        statuses = sorted(each.result()[0] for each in asked)
+    assert statuses == [200, 409]
+    assert post(server, "/v1/completions", body, **{"x-request-id": "mine"})[0] == 200
 
-    streams = [begin() for _ in range(MOST)]
+
+def too_many_at_once_are_refused_and_those_who_leave_make_room(server, stock):
+    streams = [begin(server) for _ in range(MOST)]
     with pytest.raises(openai.RateLimitError, match="takes no more at once"):
-        answer(client, server, "x", 4, False)
+        answer(server, "x", 4, False)
     assert get(server, "/health") == {"status": "ok"}
     for each in streams:
         each.close()  # in the middle of its answer
     deadline = time.monotonic() + 60
     while True:
         try:
-            assert answer(client, server, "x", 4, False) == replied(stock, "x", 4)
+            assert answer(server, "x", 4, False) == replied(stock, "x", 4)
             return
         except openai.RateLimitError:
             assert time.monotonic() < deadline, server.printed
             time.sleep(0.2)
 
 
-def test_told_to_end_it_ends(server, client):
-    """The last test of this file: also while an answer is on its way."""
-    given = {"model": server.model, "messages": user("hello"), "max_tokens": ROOM - 100}
-    stream = client.chat.completions.create(**given, stream=True)
-    next(iter(stream))
+def told_to_end_it_ends(server, stock):
+    """Also while an answer is on its way."""
+    stream = begin(server)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(timeout=60) == 0, server.printed
+    stream.close()
+
+
+STORY = (
+    layers_are_patched_before_the_first_request,
+    health_and_models,
+    answers_at_once_are_those_of_generate,
+    a_prompt_without_a_template,
+    bad_requests_are_told_why,
+    routes_that_would_change_models_are_not_there,
+    ids_of_requests_are_their_own,
+    too_many_at_once_are_refused_and_those_who_leave_make_room,
+    told_to_end_it_ends,
+)
+
+
+def test_a_server(server, stock, subtests):
+    for part in STORY:
+        with subtests.test(part.__name__):
+            part(server, stock)

@@ -8,7 +8,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from layers.serve import __main__ as command
-from layers.serve.model import batching_config, expect_no_collision, load_kernels, sampling_of
+from layers.serve.batching import batching_config
+from layers.serve.model import expect_no_collision, load_kernels, sampling_of
 from layers.serve.options import ServeOptions
 
 
@@ -17,8 +18,8 @@ def model_with(**generation):
 
 
 def test_a_command_line():
-    given = ["model", "--port", "1", "--backend", "none", "--greedy", "--page-size", "4"]
-    expected = ServeOptions("model", port=1, backend=None, greedy=True, page_size=4)
+    given = ["model", "--port", "1", "--backend", "none", "--greedy", "--cuda-graphs", "--page-size", "4"]
+    expected = ServeOptions("model", port=1, backend=None, greedy=True, cuda_graphs=True, page_size=4)
     assert command.options_of(given) == expected
     assert command.options_of(["model"]) == ServeOptions("model")
 
@@ -60,7 +61,8 @@ def test_both_paths_are_compiled_for_any_number_of_tokens():
     config = batching_config(ServeOptions("model", num_blocks=7, page_size=16))
     for each in (config.varlen_compile_config, config.decode_compile_config):
         assert (each.backend, each.mode, each.dynamic) == ("moe_inductor", "default", True)
-    assert (config.num_blocks, config.page_size) == (7, 16)
+    assert (config.num_blocks, config.use_cuda_graph) == (7, None)
+    assert 16 in (getattr(config, "page_size", None), getattr(config, "block_size", None))
     assert batching_config(ServeOptions("model", backend=None)).varlen_compile_config is None
 
 

@@ -1,0 +1,189 @@
+"""One batch for everybody: begun by answering, and nobody in it waits for what never comes. Uncompiled, in process."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fastapi import HTTPException
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import CBWorkerDeadError
+
+from benchmarks.checkpoints import small_qwen3_moe
+from layers.serve.batching import batching_config, begun, capture, room
+from layers.serve.generation import Batches, _told
+from layers.serve.options import ServeOptions
+
+BLOCKS, PAGE, STEP = 16, 16, 160
+GREEDY = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=8)
+OPTIONS = ServeOptions("", backend=None, max_batch_tokens=STEP, num_blocks=BLOCKS, page_size=PAGE)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return small_qwen3_moe(vocab_size=64, max_position_embeddings=200).eval()
+
+
+@pytest.fixture
+def batches(model):
+    """Answering."""
+    each = Batches(batching_config(OPTIONS))
+    each.begin(model, GREEDY)
+    yield each
+    each.stop()
+
+
+class Letters:
+    """A tokenizer of which a stream needs this much."""
+
+    def __init__(self):
+        from tokenizers import Tokenizer, models
+
+        self._tokenizer = Tokenizer(models.WordLevel({chr(48 + i): i for i in range(64)}, chr(48)))
+
+    def decode(self, ids, **options):
+        return "".join(chr(48 + i) for i in ids)
+
+
+def streamed(batches, model, prompt, request_id="one", tokens=8):
+    config = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1)
+    return batches.generate_streaming(model, Letters(), {"input_ids": prompt}, config, request_id=request_id)
+
+
+async def read(queue):
+    pieces = []
+    while (piece := await asyncio.wait_for(queue.get(), 30)) is not None:
+        pieces.append(piece)
+    return "".join(pieces).replace(" ", "")
+
+
+def test_before_the_first_request_several_were_answered(batches, model):
+    manager = batches._cb
+    assert manager.is_running() and manager.output_router.output_queue.empty()
+    assert manager.current_batch >= 3
+    assert room(manager) == 200  # positions; the cache has more
+
+
+def test_a_model_that_fails_is_told_at_the_start(model, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(model.model, "forward", broken)
+    with pytest.raises(RuntimeError, match="the model did not answer: no such layer"):
+        begun(model, GREEDY, batching_config(OPTIONS))
+
+
+def test_steps_of_every_number_of_tokens_are_run_before(model):
+    manager = model.init_continuous_batching(
+        generation_config=GREEDY, continuous_batching_config=batching_config(OPTIONS)
+    )
+    manager.batch_processor = manager._create_batch_processor()
+    runner, seen = manager.batch_processor.model_runner, []
+    runner.pad_inputs = True
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    capture(manager)
+    hook.remove()
+    assert seen == [STEP, 64, 128]
+
+
+def test_what_was_generated_before_the_handler_was_there_comes_first(batches, model):
+    async def story():
+        add, router = batches._add, batches._cb.output_router
+        seen, deliver = [], router.deliver_batch
+
+        def delivered(outputs):
+            deliver(outputs)
+            seen.extend(outputs)
+
+        def added(*args, **kwargs):
+            router.deliver_batch = delivered
+            taken = add(*args, **kwargs)
+            while not (seen and seen[-1].is_finished()):
+                time.sleep(0.001)  # until all of it is there
+            return taken
+
+        expected = await read(streamed(batches, model, [3, 5, 7])[0])
+        batches._add = added
+        assert await read(streamed(batches, model, [3, 5, 7])[0]) == expected
+        assert len(expected) == 8
+        assert batches._cb.output_router.result_handlers == {}
+
+    asyncio.run(story())
+
+
+def test_nobody_waits_for_a_batch_that_has_ended(batches, model):
+    async def story():
+        batches._cb.stop(block=True, hard_stop=True)
+        for _ in range(2):
+            with pytest.raises(CBWorkerDeadError, match="stopping"):
+                streamed(batches, model, [1, 2])
+        config = GenerationConfig(max_new_tokens=8, eos_token_id=-1)
+        with pytest.raises(CBWorkerDeadError, match="stopping"):
+            await batches.generate_non_streaming(
+                model, Letters(), {"input_ids": [1]}, config, request_id="two"
+            )
+        assert "one" not in batches._cb.output_router.result_handlers
+
+    asyncio.run(story())
+
+
+def test_who_waits_is_told_when_the_model_fails(batches, model, monkeypatch):
+    def broken(*args, **kwargs):
+        raise ValueError("out of it")
+
+    async def story():
+        queue, _ = streamed(batches, model, [1, 2], tokens=150)
+        await queue.get()
+        monkeypatch.setattr(model.model, "forward", broken)
+        while isinstance(piece := await asyncio.wait_for(queue.get(), 30), str):
+            pass
+        assert piece.msg == "out of it"
+        batches._cb.join(0.0, timeout=30)
+        assert not batches.is_alive()
+        with pytest.raises(CBWorkerDeadError, match="out of it"):
+            streamed(batches, model, [1, 2], request_id="another")
+
+    asyncio.run(story())
+
+
+def test_a_request_that_was_left_is_forgotten(batches, model):
+    async def story():
+        _, streamer = streamed(batches, model, [1, 2], tokens=150)
+        with pytest.raises(HTTPException) as error:
+            streamed(batches, model, [1, 2])
+        assert error.value.status_code == 409
+        streamer.cancel()
+        assert batches._cb.output_router.result_handlers == {}
+        queue, _ = streamed(batches, model, [1, 2], request_id="another")
+        assert len(await read(queue)) == 8
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), TypeError("x"), KeyError("x"), AttributeError("x")])
+def test_what_cannot_be_read_is_a_bad_request(error):
+    async def answer():
+        raise error
+
+    with pytest.raises(HTTPException) as told:
+        asyncio.run(_told(answer()))
+    assert told.value.status_code == 400
+    assert told.value.detail.startswith(type(error).__name__)
+
+
+def test_what_is_no_fault_of_a_request_is_not_told_as_one():
+    async def answer():
+        raise CBWorkerDeadError("x")
+
+    with pytest.raises(CBWorkerDeadError):
+        asyncio.run(_told(answer()))
+
+
+def test_ending_waits_for_nobody():
+    given = {}
+    batches = Batches()
+    batches._cb = SimpleNamespace(stop=lambda **options: given.update(options))
+    batches.stop()
+    assert given["hard_stop"] is True
