@@ -54,9 +54,7 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     Rows that no expert has are zero.
     """
     weight, bias = linear
-    offsets = expert_offsets.tolist()
-    if offsets[0] != 0 or offsets[-1] > x.shape[0] or offsets != sorted(offsets):
-        value_error("expert_offsets={}: expected numbers from 0 up to at most {} rows", offsets, x.shape[0])
+    offsets = read_offsets(expert_offsets, x.shape[0])
     if (most := _rows_to_pad_to(offsets, weight)) is not None:
         out = _all_at_once(x, linear, expert_offsets, most)
     elif _suits_torch_grouped_mm(x, linear):
@@ -70,6 +68,14 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     if offsets[-1] < x.shape[0]:
         out[offsets[-1] :].zero_()
     return out
+
+
+def read_offsets(expert_offsets: Tensor, num_rows: int) -> list[int]:
+    """The offsets as numbers. Raises ValueError for some that are no plan of so many rows."""
+    offsets = expert_offsets.tolist()
+    if offsets[0] != 0 or offsets[-1] > num_rows or offsets != sorted(offsets):
+        value_error("expert_offsets={}: expected numbers from 0 up to at most {} rows", offsets, num_rows)
+    return offsets
 
 
 def _rows_to_pad_to(offsets: list[int], weight: Tensor) -> int | None:

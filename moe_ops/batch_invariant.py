@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _library, records
-from moe_ops._cpu_products import expert_linear
+from moe_ops._cpu_products import expert_linear, read_offsets
 from moe_ops.arguments import FusedExperts, GroupedGemm, TopkRouting
 from moe_ops.fused_experts import check as check_experts, fake as fake_output, reference as experts_reference
 from moe_ops.grouped_gemm import check as check_product
@@ -74,7 +74,7 @@ def _run_experts(args: BatchInvariantExperts) -> Tensor:
 def _multiply(args: BatchInvariantGemm) -> Tensor:
     x, (weight, bias), expert_offsets = args
     out = x.new_zeros((x.shape[0], weight.shape[1]))
-    for expert, (start, end) in enumerate(pairwise(expert_offsets.tolist())):
+    for expert, (start, end) in enumerate(pairwise(read_offsets(expert_offsets, x.shape[0]))):
         for row in range(start, end):
             expert_bias = None if bias is None else bias[expert]
             out[row] = expert_linear(_alone(x, row), weight[expert], expert_bias)[0]

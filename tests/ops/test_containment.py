@@ -24,9 +24,10 @@ every_way = pytest.mark.parametrize("emit", ["fused", "stages", "batch_invariant
 @every_dtype
 @every_way
 @pytest.mark.parametrize("value", STRANGE)
-def test_tokens(device, sizes, dtype, emit, value):
+@pytest.mark.parametrize("what", [containment.spoilt_tokens, containment.spoilt_expert])
+def test_tokens_and_the_weights_of_an_expert(device, sizes, dtype, emit, value, what):
     layer = made(sizes, dtype, device)
-    spoilt, tokens, experts = containment.spoilt_tokens(layer, value)
+    spoilt, tokens, experts = what(layer, value)
     outputs = layer.run(emit), spoilt.run(emit)
     assert_contained(*outputs, tokens, experts)
     assert not outputs[1]["output"][~tokens].isfinite().all(1).any()
@@ -42,18 +43,6 @@ def test_logits(device, sizes, dtype, emit, score_fn):
         clean, spoilt, tokens, experts = containment.spoilt_logits(layer, value)
         assert torch.equal(clean.ids(), spoilt.ids())
         assert_contained(clean.run(emit), spoilt.run(emit), tokens, experts)
-
-
-@everywhere
-@every_dtype
-@every_way
-@pytest.mark.parametrize("value", STRANGE)
-def test_weights_of_one_expert(device, sizes, dtype, emit, value):
-    layer = made(sizes, dtype, device)
-    spoilt, tokens, experts = containment.spoilt_expert(layer, value)
-    outputs = layer.run(emit), spoilt.run(emit)
-    assert_contained(*outputs, tokens, experts)
-    assert not outputs[1]["output"][~tokens].isfinite().all(1).any()
 
 
 EXTREMES = (-1, -7, 2**31 - 1, -(2**31), 5, 6, 99)

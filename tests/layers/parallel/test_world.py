@@ -20,6 +20,20 @@ def test_every_rank_runs_the_test(start):
     assert total == start * dist.get_world_size()
 
 
+def groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def make_a_group() -> None:
+    dist.new_group([0, 1])
+    assert groups() == 2
+
+
+def test_ranks_leave_the_groups_that_a_test_made():
+    on_ranks(2)(make_a_group)(2)
+    assert world(2).run(__name__, "groups", {}) == [1, 1]
+
+
 def rank_of_process() -> tuple[int, int]:
     return dist.get_rank(), os.getpid()
 
