@@ -62,8 +62,8 @@ class CudaGraphRunner(Generic[Output]):
         fn: a function or module, eager or compiled; not compiled with CUDA graphs of its own. It runs without grad, and
             twice for each size before it is captured; what it writes elsewhere it writes then, too.
         capture_sizes: numbers of rows. The largest is captured first, so that the others fit into its memory.
-        explain: what reports the `capture_hazards` of a function and its arguments: asked before the first capture, also
-            for what a capture would not notice, such as a CPU tensor whose value would stay what it was.
+        explain: what reports the `capture_hazards` of a function and its arguments. Asked before the first capture,
+            also for what a capture would not notice, such as a CPU tensor whose value would stay what it was.
         graphs: what captures; CUDA graphs.
 
     Raises:
