@@ -128,8 +128,12 @@ class CudaGraphs:
             self._graphs.append(graph)  # also of a capture that fails, whose pool goes with it
             self._device = device
             # Other threads of a server may go on allocating.
-            with torch.cuda.graph(graph, self._pool, _stream(device), capture_error_mode="thread_local"):
-                outputs = step()
+            try:
+                with torch.cuda.graph(graph, self._pool, _stream(device), capture_error_mode="thread_local"):
+                    outputs = step()
+            except BaseException:
+                _free_generator(device)
+                raise
             return Captured(outputs, graph.replay, self._pool_bytes() - before)
 
     def release(self) -> None:
@@ -157,6 +161,12 @@ def _rehearse(step: Callable[[], Any], device: torch.device) -> None:
         with _host_syncs_raise():
             step()
     torch.cuda.synchronize()
+
+
+def _free_generator(device: torch.device) -> None:
+    """A capture that breaks off leaves the device's generator captured: it draws nothing until a capture ends."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device)):
+        torch.zeros(1, device=device)
 
 
 @functools.cache

@@ -63,8 +63,9 @@ PER_EXPERT = ("w13", "w2", "w13_bias", "w2_bias")
 
 
 def spoilt_tokens(layer: Layer, value: float) -> tuple[Layer, Tensor, Tensor]:
-    """Every fifth token holds `value` somewhere; the tokens and experts that it must not reach."""
-    is_bad = torch.arange(len(layer.hidden_states), device=layer.hidden_states.device) % 5 == 2
+    """Up to nine tokens hold `value` somewhere; the tokens and experts that it must not reach."""
+    tokens = len(layer.hidden_states)
+    is_bad = torch.arange(tokens, device=layer.hidden_states.device) % max(5, tokens // 8) == 2
     x = layer.hidden_states.clone()
     x[is_bad, x.shape[1] // 3] = value
     return replace(layer, hidden_states=x), ~is_bad, _untouched_experts(layer, is_bad)

@@ -21,8 +21,7 @@ TOKENS = (7, 33, 1, 0, 5, 32, 2, 8, 3)
 
 
 def _block():
-    config = MoEConfig(E, K, H, I, dtype=torch.bfloat16)
-    block = MoEBlock(config, device="cuda")
+    block = MoEBlock(MoEConfig(E, K, H, I)).to("cuda", torch.bfloat16)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return block.requires_grad_(False)
