@@ -163,12 +163,7 @@ class Program:
     def launch(self, values: Mapping[str, Any], steps: tuple["_Step", ...] | None = None) -> None:
         """Launches `steps`, or all, on the current stream; `values` are what `allocate` returned."""
         for step in self._steps if steps is None else steps:
-            args = step.template.copy()
-            for index, name in step.refs:
-                args[index] = values[name]
-            for index, argument in step.views:
-                args[index] = materialize(argument, values[argument.source])
-            step.call(*args, num_warps=step.num_warps, num_stages=step.num_stages)
+            step.run(values)
 
     @property
     def steps(self) -> tuple["_Step", ...]:
@@ -183,18 +178,45 @@ class Program:
 
 
 class _Step(NamedTuple):
-    """A launch with its positional arguments laid out once; only tensors are filled in per run."""
+    """A launch with its positional arguments laid out once; only tensors are filled in per run.
 
-    call: Callable[..., Any]
+    Triton looks up which machine code a call needs by every one of its arguments, which takes most of a launch's time
+    on the host. Here that follows from the plan, but for the alignment of tensors: so the code of the first run whose
+    tensors all start on 16 bytes is kept, for each device, and such runs call it.
+    """
+
+    launch: Launch
     template: list[Any]
     refs: tuple[tuple[int, str], ...]
     views: tuple[tuple[int, View | Descriptor], ...]
-    num_warps: int
-    num_stages: int
+    loaded: dict[int, Callable[..., None]]
 
     def reads(self, name: str) -> bool:
         """Whether a tensor is among its arguments."""
         return any(ref == name for _, ref in self.refs) or any(view.source == name for _, view in self.views)
+
+    def run(self, values: Mapping[str, Any]) -> None:
+        """Launches it on the current stream."""
+        args, addresses, device = self.template.copy(), 0, -1
+        for index, name in self.refs:
+            args[index] = tensor = values[name]
+            addresses |= tensor.data_ptr()
+            device = tensor.get_device()
+        for index, argument in self.views:
+            source = values[argument.source]
+            args[index] = materialize(argument, source)
+            addresses |= source.data_ptr()
+            device = source.get_device()
+        if addresses % ALIGNMENT:
+            self._call(args)
+        elif device in self.loaded:
+            self.loaded[device](*args)
+        elif (kernel := self._call(args)) is not None:  # the interpreter compiles none
+            self.loaded[device] = kernel[(*self.launch.grid, 1, 1)[:3]]
+
+    def _call(self, args: list[Any]) -> Any:
+        launch = self.launch
+        return launch.kernel[launch.grid](*args, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
 
 def _compile_step(launch: Launch) -> _Step:
@@ -203,7 +225,7 @@ def _compile_step(launch: Launch) -> _Step:
     filled = [(i, a) for i, a in enumerate(template) if type(a) in _FILLED_IN]
     refs = tuple([(i, a.name) for i, a in filled if type(a) is Ref])
     views = tuple([(i, a) for i, a in filled if type(a) is not Ref])
-    return _Step(launch.kernel[launch.grid], template, refs, views, launch.num_warps, launch.num_stages)
+    return _Step(launch, template, refs, views, {})
 
 
 _FILLED_IN = frozenset({Ref, View, Descriptor})

@@ -1,0 +1,96 @@
+"""Which machine code a launch runs: what Triton looked up once, and again where something else may be needed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, View
+
+
+class Kernel:
+    """Stands for a kernel of Triton: notes what is looked up and what is called directly."""
+
+    __name__ = "kernel"
+    arg_names = ("x_ptr", "rows_ptr", "out_ptr", "BLOCK")
+
+    def __init__(self, compiles=True):
+        self.compiles, self.looked_up, self.direct = compiles, [], []
+
+    def __getitem__(self, grid):
+        def look_up(*args, num_warps, num_stages):
+            self.looked_up.append(args)
+            return _Compiled(self.direct) if self.compiles else None
+
+        return look_up
+
+
+class _Compiled:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        assert grid == (2, 1, 1)
+        return lambda *args: self.calls.append(args)
+
+
+def program_of(kernel) -> Program:
+    args = {"x_ptr": Ref("x"), "rows_ptr": View("rows", (2,), (2,), 1), "out_ptr": Ref("out"), "BLOCK": 4}
+    return Program((Buffer("out", (4,), torch.float32),), (Launch(kernel, (2,), args),), ("out",))
+
+
+def aligned(size: int) -> torch.Tensor:
+    tensor = torch.empty(size + 16)
+    return tensor[(-tensor.data_ptr() // 4) % 4 :][:size]
+
+
+def test_the_second_run_looks_nothing_up():
+    kernel = Kernel()
+    program = program_of(kernel)
+    for turn in range(3):
+        x, rows = aligned(4), aligned(8)
+        (out,) = program.run({"x": x, "rows": rows})
+        assert (len(kernel.looked_up), len(kernel.direct)) == (1, turn)
+        args = (*kernel.looked_up, *kernel.direct)[-1]
+        assert args[0] is x and args[2] is out and args[3] == 4
+        assert args[1].data_ptr() == rows.data_ptr() + 4 and args[1].stride() == (2,)
+
+
+@pytest.mark.parametrize("name", ["x", "rows"])
+def test_a_tensor_elsewhere_is_looked_up(name):
+    kernel = Kernel()
+    program = program_of(kernel)
+    for given in ({}, {name: aligned(12)[1:]}, {}, {name: aligned(12)[2:]}):
+        program.run({"x": aligned(4), "rows": aligned(8), **given})
+    assert (len(kernel.looked_up), len(kernel.direct)) == (3, 1)
+
+
+def test_what_was_looked_up_for_a_tensor_elsewhere_is_not_kept():
+    kernel = Kernel()
+    program = program_of(kernel)
+    program.run({"x": aligned(12)[1:], "rows": aligned(8)})
+    program.run({"x": aligned(4), "rows": aligned(8)})
+    assert (len(kernel.looked_up), len(kernel.direct)) == (2, 0)
+
+
+def test_each_device_has_its_own():
+    """Devices are told apart by what a tensor says: two stand-ins for tensors of two GPUs."""
+    kernel = Kernel()
+    program = program_of(kernel)
+
+    def on(device, size):
+        tensor = aligned(size)
+        return SimpleNamespace(data_ptr=tensor.data_ptr, get_device=lambda: device, tensor=tensor)
+
+    step = program.steps[0]._replace(views=(), refs=((0, "x"), (1, "rows"), (2, "out")))
+    for device in (0, 1, 0, 1):
+        step.run({name: on(device, 8) for name in ("x", "rows", "out")})
+    assert (len(kernel.looked_up), len(kernel.direct)) == (2, 2)
+
+
+def test_the_interpreter_compiles_nothing():
+    kernel = Kernel(compiles=False)
+    program = program_of(kernel)
+    for _ in range(2):
+        program.run({"x": aligned(4), "rows": aligned(8)})
+    assert len(kernel.looked_up) == 2
