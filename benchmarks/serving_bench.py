@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.report import machine, progress, table
+from benchmarks.serving_attention import use_torch_flash
 from benchmarks.serving_gate import Agreement, agreement
 from benchmarks.serving_plot import draw
 from benchmarks.serving_run import Engine, Replay, figures
@@ -67,10 +68,11 @@ _SMALL = {
 }  # fmt: skip
 _SHORT = Mix(((0.6, 4, 16), (0.4, 16, 60)), (4, 12))
 SETTINGS = {
-    "qwen3-30b-a3b": Setting("qwen3_moe", _QWEN3, _CHAT, 1024, 64, 640, 4096),
-    "mixtral-8x7b": Setting("mixtral", _MIXTRAL, _CHAT, 1024, 64, 640, 4096),
+    "qwen3-30b-a3b": Setting("qwen3_moe", _QWEN3, _CHAT, 1024, 64, 640, 8192),
+    "mixtral-8x7b": Setting("mixtral", _MIXTRAL, _CHAT, 1024, 64, 640, 8192),
     "small": Setting("qwen3_moe", _SMALL, _SHORT, 128, 16, 64, 1024),
 }
+UNMEASURED = 2  # replays of a load: arrivals differ a little each time, and so do the sizes of steps
 WAYS = {"stock": "inductor", "ours": "moe_inductor"}  # and how they are compiled
 
 
@@ -84,8 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loads", default="0.5,0.8,1.2,inf", help="times what stock can answer; inf is all at once"
     )
+    parser.add_argument("--rounds", type=int, default=2, help="measured replays of each")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="measured replays of each, after one that is not"
+        "--attention", choices=("sdpa", "flash"), default="sdpa", help="of both; flash is PyTorch's, on a GPU"
     )
     parser.add_argument("--eager", action="store_true", help="compile neither")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="capture neither on a GPU")
@@ -125,14 +128,14 @@ def main(arguments: argparse.Namespace) -> int:
 def measure(
     engines: Mapping[str, Engine], trace: Sequence[Request], load: str, rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each engine: the trace in turns, once to meet new sizes and `rounds` times measured."""
+    """A row for each engine: the trace in turns, `UNMEASURED` times to meet new sizes and `rounds` times measured."""
     replays: dict[str, list[Replay]] = {name: [] for name in engines}
-    for turn in range(rounds + 1):
+    for turn in range(1 - UNMEASURED, rounds + 1):
         for name in (*engines,) if turn % 2 else (*reversed(engines),):
-            with progress(f"load {load}, {name}, {f'round {turn}' if turn else 'not measured'}"):
+            with progress(f"load {load}, {name}, {f'round {turn}' if turn > 0 else 'not measured'}"):
                 replays[name].append(engines[name].replay(trace))
     for name, engine in engines.items():
-        yield {"load": load, "way": name, **figures(replays[name][1:]), "graphs": engine.graphs}
+        yield {"load": load, "way": name, **figures(replays[name][UNMEASURED:]), "graphs": engine.graphs}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -181,6 +184,8 @@ def _engines(
     if not arguments.eager:  # the layers of both models share code, which counts what it was compiled for
         torch.compiler.config.recompile_limit = 16 + 4 * arguments.layers
     for name, backend in WAYS.items():
+        if arguments.attention == "flash":
+            use_torch_flash(models[name])
         options = ServeOptions(
             model=name, backend=None if arguments.eager else backend, greedy=True,
             cuda_graphs=arguments.graphs and arguments.device == "cuda",

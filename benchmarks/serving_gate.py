@@ -25,6 +25,7 @@ class Agreement:
         stock_error, our_error: of logits against wider arithmetic, relative, medians over prompts.
         noise: how far a single logit is apart at most.
         gap: by how much the first model prefers its token where they part, the largest.
+        first_gap: by how much it prefers, asked alone, another token than it answered first in a batch, the largest.
     """
 
     requests: int
@@ -34,6 +35,7 @@ class Agreement:
     our_error: float
     noise: float
     gap: float
+    first_gap: float
 
     def __str__(self) -> str:
         told = f"{self.same} of {self.requests} answers are the same to the end ({self.compared} tokens)"
@@ -61,6 +63,9 @@ def agreement(
         for which in (0, 1)
     )
     noise = max((ours - stock).abs().max().item() for stock, ours in prompts)
+    firsts = [
+        stock.max() - stock[each.tokens[0]] for (stock, _), each in zip(prompts, answers[0], strict=True)
+    ]
     alike, gap = [], 0.0
     for request, stock, ours in zip(trace, *answers, strict=True):
         same = _common(stock.tokens, ours.tokens)
@@ -70,7 +75,8 @@ def agreement(
             noise = max(noise, (at - other).abs().max().item())
             gap = max(gap, (at[stock.tokens[same]] - at[ours.tokens[same]]).abs().item())
     compared = sum(_common(stock.tokens, ours.tokens) for stock, ours in zip(*answers))
-    found = Agreement(len(alike), sum(alike), compared, stock_error, our_error, noise, gap)
+    first_gap = max(firsts).item()
+    found = Agreement(len(alike), sum(alike), compared, stock_error, our_error, noise, gap, first_gap)
     _expect_rounding(found)
     return found
 
@@ -82,6 +88,9 @@ def _expect_rounding(found: Agreement) -> None:
     # Each of the two was computed twice, in a batch and alone, and each time rounding moves both tokens.
     if not found.gap <= 4 * found.noise:
         raise ValueError(f"{found}: expected a gap of at most 4 times what rounding moves")
+    if not found.first_gap <= 4 * found.noise:
+        told = f"alone, stock prefers another first token by {found.first_gap:.2g}"
+        raise ValueError(f"{told}: expected at most 4 times what rounding moves, {found.noise:.2g}")
 
 
 @torch.no_grad()

@@ -77,6 +77,7 @@ class Engine:
         config.allow_block_sharing = False  # or a prompt would be read once, however often it is replayed
         if self.options.cuda_graphs:
             config.kv_padding_interval_size = self.kv_interval
+        config.max_blocks_per_request = 0  # no step of its own for decoding, which not every attention has
         greedy = GenerationConfig(do_sample=False, eos_token_id=-1, use_cache=False)
         self.manager = begun(self.model, greedy, config)
         runner = self.manager.batch_processor.model_runner

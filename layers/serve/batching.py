@@ -61,15 +61,19 @@ def capture(manager: Any) -> None:
     """Runs the steps of a manager that has not started: captured ones are captured, compiled ones load their kernels.
 
     First what transformers' own `warmup` runs, the largest step and the decodes, so that its memory serves the others;
-    then a step of every number of tokens to which transformers pads, with little in the cache. Of steps that are not
-    padded there is nothing to run. Graphs of longer caches are captured when they come, without compiling.
+    then a step of every number of tokens to which transformers pads, with little in the cache. Steps that are prepared
+    while others run take turns between two sets of buffers, each with graphs of its own. Of steps that are not padded
+    there is nothing to run. Graphs of longer caches are captured when they come, without compiling.
     """
     manager.warmup()
     runner, config = manager.batch_processor.model_runner, manager.continuous_batching_config
     if runner.pad_inputs:
-        most = manager.batch_processor.cache.max_batch_tokens
-        for tokens in range(config.q_padding_interval_size, most, config.q_padding_interval_size):
-            runner.run_one_warmup(manager.model, tokens, getattr(config, _PAGE))
+        most, buffers = manager.batch_processor.cache.max_batch_tokens, runner.inputs_and_outputs
+        for _ in getattr(buffers, "io_pairs", (buffers,)):
+            for tokens in range(config.q_padding_interval_size, most, config.q_padding_interval_size):
+                runner.run_one_warmup(manager.model, tokens, getattr(config, _PAGE))
+            if hasattr(buffers, "swap_io_pairs"):
+                buffers.swap_io_pairs()
 
 
 def _try(manager: Any) -> None:

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.integrations import flash_paged
 
-from benchmarks import serving_bench
+from benchmarks import serving_attention, serving_bench
+from benchmarks.checkpoints import small_qwen3_moe
 from benchmarks.serving_gate import agreement
-from benchmarks.serving_run import Answer, Replay, _answer, _Padding, figures
+from benchmarks.serving_run import Answer, Engine, Replay, _answer, _Padding, figures
 from benchmarks.serving_trace import Mix, Request, at_rate, make_trace, percentile
+from layers.serve.options import ServeOptions
 
 MIX = Mix(((0.75, 2, 5), (0.25, 50, 60)), (3, 9))
 
@@ -116,6 +119,51 @@ def test_other_answers_are_refused():
     wrong = Answer((right.tokens[0], (right.tokens[1] + 1) % 7), 0.1, ())
     with pytest.raises(ValueError, match="expected a gap of at most 4 times what rounding moves"):
         agreement(models, models[0], trace, ([right], [wrong]))
+
+
+def test_a_batch_that_answers_otherwise_than_the_model_alone_is_refused():
+    rows = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    models = Table(rows), Table(rows)
+    wrong = Answer(((int(rows[0].argmax()) + 1) % 7,), 0.1, ())
+    with pytest.raises(ValueError, match="alone, stock prefers another first token by"):
+        agreement(models, models[0], [Request(0.0, (0,), 1)], ([wrong], [wrong]))
+
+
+def flash_by_formula(
+    query, key, value, starts, key_starts, most, most_keys, *, scale, window_size, **options
+):
+    """What `torch.nn.attention.varlen` computes: causal, aligned at the end of each sequence."""
+    out, groups = torch.zeros_like(query), query.shape[1] // key.shape[1]
+    for begin, end, key_begin, key_end in zip(starts, starts[1:], key_starts, key_starts[1:]):
+        q = query[begin:end].transpose(0, 1)
+        k, v = (each[key_begin:key_end].repeat_interleave(groups, 1).transpose(0, 1) for each in (key, value))
+        assert q.shape[1] <= most and k.shape[1] <= most_keys
+        age = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
+        seen = (age >= 0) & (window_size[0] < 0) | (age >= 0) & (age <= window_size[0])
+        scores = (q @ k.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+        out[begin:end] = (scores.softmax(-1) @ v).transpose(0, 1)
+    return out
+
+
+@pytest.mark.skipif(not serving_attention.is_known(), reason="of another transformers")
+def test_flash_attention_answers_as_sdpa_does(monkeypatch):
+    """Continuous batching with the glue to PyTorch's flash attention, which itself is for GPUs."""
+    monkeypatch.setattr(flash_paged, "lazy_import_paged_flash_attention", None)  # and put back
+    monkeypatch.setattr(serving_attention.varlen, "varlen_attn", flash_by_formula)
+    trace = make_trace(5, Mix(((1.0, 3, 40),), (2, 6)), 64, seed=1)
+    answers = []
+    for attention in ("sdpa", "flash"):
+        torch.manual_seed(0)
+        model = small_qwen3_moe(vocab_size=64, max_position_embeddings=200).eval()
+        if attention == "flash":
+            serving_attention.use_torch_flash(model)
+        options = ServeOptions(
+            "", backend=None, greedy=True, max_batch_tokens=64, num_blocks=16, page_size=16
+        )
+        engine = Engine(model, options, 64)
+        answers.append([answer.tokens for answer in engine.replay(at_rate(trace, math.inf)).answers])
+        engine.close()
+    assert answers[0] == answers[1]
 
 
 def test_the_whole_of_it(tmp_path, capsys):

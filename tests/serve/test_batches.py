@@ -88,6 +88,26 @@ def test_steps_of_every_number_of_tokens_are_run_before(model):
     assert seen == [STEP, 64, 128]
 
 
+def test_both_sets_of_buffers_are_captured():
+    """As transformers has them where it prepares a step while another runs."""
+    seen, pairs = [], ["first", "second"]
+    buffers = SimpleNamespace(io_pairs=tuple(pairs), swap_io_pairs=pairs.reverse)
+    runner = SimpleNamespace(
+        pad_inputs=True,
+        inputs_and_outputs=buffers,
+        run_one_warmup=lambda model, tokens, cached: seen.append((pairs[0], tokens, cached)),
+    )
+    batch = SimpleNamespace(model_runner=runner, cache=SimpleNamespace(max_batch_tokens=160))
+    config = batching_config(OPTIONS)
+    config.q_padding_interval_size = 64
+    manager = SimpleNamespace(
+        model=None, batch_processor=batch, continuous_batching_config=config, warmup=lambda: None
+    )
+    capture(manager)
+    assert seen == [(pair, tokens, PAGE) for pair in ("first", "second") for tokens in (64, 128)]
+    assert pairs[0] == "first"
+
+
 def test_what_was_generated_before_the_handler_was_there_comes_first(batches, model):
     async def story():
         add, router = batches._add, batches._cb.output_router
