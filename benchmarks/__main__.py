@@ -15,6 +15,7 @@ from benchmarks import (
     parallel_bench,
     parallel_demo,
     serving_bench,
+    soak_bench,
     stock_bench,
     training_bench,
 )
@@ -29,6 +30,7 @@ COMMANDS = {
     "options": options_bench,
     "invariance": invariance_bench,
     "serving": serving_bench,
+    "soak": soak_bench,
     "stock": stock_bench,
     "training": training_bench,
     "compile-time": compile_bench,

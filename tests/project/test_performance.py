@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_bench, demo, parallel_bench, peers, stock_bench
+from benchmarks import cpu_bench, demo, parallel_bench, peers, serving_bench, stock_bench
 from benchmarks.report import table
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +105,25 @@ def test_the_page_shows_what_two_gpus_take() -> None:
     assert all(row["mismatches"] == 0 for row in found["replays"])
     wrong = [count for name, count in found["problems"].items() if name.endswith("wrong")]
     assert wrong == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["serving.json", "serving-sdpa.json"])
+def test_the_page_shows_what_a_served_model_did(name: str) -> None:
+    assert serving_bench.summary(json.loads(STOCK.with_name(name).read_text())["rows"]) in PAGE
+
+
+def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
+    found = json.loads(STOCK.with_name("serving.json").read_text())["rows"]
+    rows = {(row["load"], row["way"]): row for row in found}
+    assert rows["inf", "ours"]["tokens/s"] >= 1.295 * rows["inf", "stock"]["tokens/s"]
+    for load, _ in rows:
+        stock, ours = rows[load, "stock"], rows[load, "ours"]
+        assert all(ours[name] < stock[name] for name in stock if name.startswith(("first", "between")))
+        assert ours["tokens/s"] > stock["tokens/s"]
+
+
+def test_the_page_shows_what_batch_invariance_costs() -> None:
+    rows = json.loads(STOCK.with_name("invariance.json").read_text())["rows"]
+    for row in rows:
+        if row["tokens"] not in (2, 8):
+            assert f" {row['invariant']:.0f} ({row['ratio']:.2f}) |" in PAGE

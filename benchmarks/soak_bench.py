@@ -1,0 +1,172 @@
+"""Does a long run wear out? Graphs replayed a million times and eager calls of any T, watched for values and growth.
+
+Contents and routing differ every time; some outputs are compared with those of eager. Memory is read once everything
+was met, a tenth of the way, and at the end.
+"""
+
+import argparse
+import gc
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import moe_ops
+from benchmarks.report import machine, progress
+from benchmarks.workloads import Cell, Inputs, Workload, make_inputs, make_weights, reference
+from layers import CudaGraphRunner
+from layers.graph_capture import Graphs
+
+LAYER = Workload("soaked", num_experts=13, top_k=3, hidden_size=256, intermediate_size=136)
+SIZES = (1, 2, 4, 8, 16, 33, 64)
+MOST_TOKENS = 4096  # of an eager call
+SAMPLES = 1000
+MAX_RELATIVE_ERROR = 2e-2  # bfloat16
+_PAGE_BYTES = 4096
+
+Layer = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory that is held, in bytes: of the device by tensors and by PyTorch for them, of the host by this process."""
+
+    allocated: int
+    reserved: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Soaked:
+    """What came of many runs.
+
+    Attributes:
+        runs, compared, wrong: how many there were, were compared, and differed.
+        grown: what was held at the end less what was held after a tenth of them.
+        blocks: what Python had allocated at the end less what it had after a tenth, in objects.
+    """
+
+    runs: int
+    compared: int
+    wrong: int
+    grown: Held
+    blocks: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks soak`."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--replays", type=int, default=1_000_000, help="of graphs, on a GPU")
+    parser.add_argument("--calls", type=int, default=100_000, help="of the eager operator")
+    parser.add_argument("--out", type=Path, default=Path("build/soak.json"), help="where the figures go")
+
+
+@torch.inference_mode()
+def main(arguments: argparse.Namespace) -> int:
+    """Runs both; 1 where a value was wrong or the device's memory grew."""
+    facts = machine()
+    print("  ".join(f"{name} {fact}" for name, fact in facts.items()), flush=True)
+    soak = Soak(arguments.device)
+    found: dict[str, Soaked] = {}
+    if arguments.device == "cuda":
+        with progress(f"{arguments.replays} replays", 60):
+            found["replays"] = soak.replays(arguments.replays)
+    with progress(f"{arguments.calls} calls", 60):
+        found["calls"] = soak.calls(arguments.calls)
+    for name, each in found.items():
+        print(f"{name}: {each}")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    told = {"machine": facts, **{name: asdict(each) for name, each in found.items()}}
+    arguments.out.write_text(json.dumps(told, indent=1) + "\n")
+    return int(any(each.wrong or each.grown.allocated or each.grown.reserved for each in found.values()))
+
+
+class Soak:
+    """One layer, and rows that calls take from anywhere of a pool."""
+
+    def __init__(self, device: str) -> None:
+        self._weights = make_weights(LAYER, 0, device)
+        self._routing = moe_ops.RoutingConfig(LAYER.top_k)
+        self._pool = make_inputs(Cell(LAYER, 2 * MOST_TOKENS, "uniform"), device)[0]
+        self._device = device
+        self._random = random.Random(0)
+
+    def layer(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        """[T, H]: routing and experts."""
+        return moe_ops.fused_moe(hidden_states, router_logits, *self._experts(), self._routing)
+
+    def replays(self, count: int, graphs: Graphs | None = None) -> Soaked:
+        """Of graphs of every size in `SIZES`; outputs have the bits of eager's of as many rows."""
+        with CudaGraphRunner(self.layer, SIZES, graphs=graphs) as run:
+            run.capture(*self._rows(max(SIZES)))
+
+            def replayed() -> Iterator[bool]:
+                for is_sampled in self._samples(count):
+                    rows = self._rows(self._random.randint(1, max(SIZES)))
+                    output = run(*rows)
+                    yield not is_sampled or torch.equal(output, self._as_captured(rows))
+
+            return self._watched(count, replayed())
+
+    def calls(self, count: int) -> Soaked:
+        """Of the eager operator, of up to `MOST_TOKENS` tokens; near a float32 formula."""
+
+        def called() -> Iterator[bool]:
+            for is_sampled in self._samples(count):
+                rows = self._rows(self._random.randint(0, MOST_TOKENS))
+                output = self.layer(*rows)
+                yield not is_sampled or self._is_near(output, rows)
+
+        return self._watched(count, called())
+
+    def _experts(self) -> tuple[Tensor, Tensor]:
+        return self._weights.w13, self._weights.w2
+
+    def _rows(self, tokens: int) -> tuple[Tensor, Tensor]:
+        start = self._random.randrange(MOST_TOKENS)
+        pool = self._pool
+        return pool.hidden_states[start : start + tokens], pool.router_logits[start : start + tokens]
+
+    def _as_captured(self, rows: tuple[Tensor, Tensor]) -> Tensor:
+        tokens = rows[0].shape[0]
+        size = next(size for size in SIZES if size >= tokens)
+        places = torch.arange(size, device=self._device).clamp(max=tokens - 1)
+        return self.layer(rows[0][places], rows[1][places])[:tokens]
+
+    def _is_near(self, output: Tensor, rows: tuple[Tensor, Tensor]) -> bool:
+        expected = reference(Inputs(*rows), self._weights, LAYER.top_k)
+        return bool((output.float() - expected).norm() <= MAX_RELATIVE_ERROR * expected.norm())
+
+    def _samples(self, count: int) -> Iterator[bool]:
+        every = max(count // SAMPLES, 1)
+        return (index % every == every - 1 for index in range(count))
+
+    def _watched(self, count: int, runs: Iterator[bool]) -> Soaked:
+        compared = sum(self._samples(count))
+        wrong, before, blocks = 0, self._held(), 0
+        for index, is_right in enumerate(runs):
+            wrong += not is_right
+            if index == count // 10:
+                before, blocks = self._held(), sys.getallocatedblocks()
+        after = self._held()
+        return Soaked(count, compared, wrong, _difference(after, before), sys.getallocatedblocks() - blocks)
+
+    def _held(self) -> Held:
+        gc.collect()
+        host = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+        if self._device == "cpu":
+            return Held(0, 0, host)
+        torch.cuda.synchronize()
+        return Held(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), host)
+
+
+def _difference(after: Held, before: Held) -> Held:
+    return Held(
+        after.allocated - before.allocated, after.reserved - before.reserved, after.host - before.host
+    )
