@@ -73,18 +73,20 @@ def main(arguments: argparse.Namespace) -> int:
     facts = machine()
     print("  ".join(f"{name} {fact}" for name, fact in facts.items()), flush=True)
     soak = Soak(arguments.device)
-    found: dict[str, Soaked] = {}
+    parts = {"calls": (soak.calls, arguments.calls)}
     if arguments.device == "cuda":
-        with progress(f"{arguments.replays} replays", 60):
-            found["replays"] = soak.replays(arguments.replays)
-    with progress(f"{arguments.calls} calls", 60):
-        found["calls"] = soak.calls(arguments.calls)
-    for name, each in found.items():
-        print(f"{name}: {each}")
+        parts = {"replays": (soak.replays, arguments.replays), **parts}
+    told: dict[str, object] = {"machine": facts}
+    is_well = True
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    told = {"machine": facts, **{name: asdict(each) for name, each in found.items()}}
-    arguments.out.write_text(json.dumps(told, indent=1) + "\n")
-    return int(any(each.wrong or each.grown.allocated or each.grown.reserved for each in found.values()))
+    for name, (run, count) in parts.items():
+        with progress(f"{count} {name}", 60):
+            found = run(count)
+        print(f"{name}: {found}", flush=True)
+        is_well &= not (found.wrong or found.grown.allocated or found.grown.reserved)
+        told[name] = asdict(found)
+        arguments.out.write_text(json.dumps(told, indent=1) + "\n")
+    return int(not is_well)
 
 
 class Soak:
