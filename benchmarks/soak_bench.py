@@ -9,7 +9,7 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
         with progress(f"{count} {name}", 60):
             found = run(count)
         print(f"{name}: {found}", flush=True)
-        is_well &= not (found.wrong or found.grown.allocated or found.grown.reserved)
+        is_well &= found.wrong == 0 and found.grown.allocated <= 0 and found.grown.reserved <= 0
         told[name] = asdict(found)
         arguments.out.write_text(json.dumps(told, indent=1) + "\n")
     return int(not is_well)
@@ -108,24 +108,22 @@ class Soak:
         with CudaGraphRunner(self.layer, SIZES, graphs=graphs) as run:
             run.capture(*self._rows(max(SIZES)))
 
-            def replayed() -> Iterator[bool]:
-                for is_sampled in self._samples(count):
-                    rows = self._rows(self._random.randint(1, max(SIZES)))
-                    output = run(*rows)
-                    yield not is_sampled or torch.equal(output, self._as_captured(rows))
+            def is_right(is_sampled: bool) -> bool:
+                rows = self._rows(self._random.randint(1, max(SIZES)))
+                output = run(*rows)
+                return not is_sampled or torch.equal(output, self._as_captured(rows))
 
-            return self._watched(count, replayed())
+            return self._watched(count, is_right)
 
     def calls(self, count: int) -> Soaked:
         """Of the eager operator, of up to `MOST_TOKENS` tokens; near a float32 formula."""
 
-        def called() -> Iterator[bool]:
-            for is_sampled in self._samples(count):
-                rows = self._rows(self._random.randint(0, MOST_TOKENS))
-                output = self.layer(*rows)
-                yield not is_sampled or self._is_near(output, rows)
+        def is_right(is_sampled: bool) -> bool:
+            rows = self._rows(self._random.randint(0, MOST_TOKENS))
+            output = self.layer(*rows)
+            return not is_sampled or self._is_near(output, rows)
 
-        return self._watched(count, called())
+        return self._watched(count, is_right)
 
     def _experts(self) -> tuple[Tensor, Tensor]:
         return self._weights.w13, self._weights.w2
@@ -145,15 +143,13 @@ class Soak:
         expected = reference(Inputs(*rows), self._weights, LAYER.top_k)
         return bool((output.float() - expected).norm() <= MAX_RELATIVE_ERROR * expected.norm())
 
-    def _samples(self, count: int) -> Iterator[bool]:
+    def _watched(self, count: int, is_right: Callable[[bool], bool]) -> Soaked:
         every = max(count // SAMPLES, 1)
-        return (index % every == every - 1 for index in range(count))
-
-    def _watched(self, count: int, runs: Iterator[bool]) -> Soaked:
-        compared = sum(self._samples(count))
-        wrong, before, blocks = 0, self._held(), 0
-        for index, is_right in enumerate(runs):
-            wrong += not is_right
+        compared, wrong, before, blocks = 0, 0, self._held(), 0
+        for index in range(count):
+            is_sampled = index % every == every - 1
+            compared += is_sampled
+            wrong += not is_right(is_sampled)
             if index == count // 10:
                 before, blocks = self._held(), sys.getallocatedblocks()
         after = self._held()
