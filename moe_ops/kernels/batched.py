@@ -1,6 +1,5 @@
 """batched_gemm: the kernels of `grouped_gemm` over rows that lie `max_tokens` to an expert, and zeros for the rest."""
 
-from dataclasses import replace
 from typing import Any
 
 import triton
@@ -51,5 +50,5 @@ def batched_gemm_program(args: Any, gpu: Gpu) -> Program:
         "BLOCK": block,
     }
     zero = Launch(_zero_padding_kernel, (gemm.num_slots * cdiv(gemm.features, block),), given, 4, 1)
-    product = replace(out, shape=(num_experts, max_tokens, gemm.features))
+    product = out._replace(shape=(num_experts, max_tokens, gemm.features))
     return Program((tiles, product), (*launches, zero), (out.name,))

@@ -37,6 +37,6 @@ def launch(arguments: Any, peers: Peers) -> dict[str, torch.Tensor]:
     plan = program(arguments, peers.layout, peers.rank, gpu_of(device))
     tensors = {**records.named(arguments), "addresses": peers.addresses, "turns": peers.turns}
     with torch.cuda.device(device):
-        values = plan.allocate(tensors, device)
-        plan.launch(values)
+        values = plan.filled.allocate(tensors, device)
+        plan.filled.launch(values)
     return {name: values[name] for name in plan.outputs}

@@ -23,7 +23,8 @@ from moe_ops.kernels import (
     weight_gradient,
 )
 from moe_ops.kernels.gpu import Gpu, gpu_of
-from moe_ops.kernels.program import Program, TensorMeta, describe, describe_index
+from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, describe_index
+from moe_ops.kernels.templates import Templates
 from moe_ops.records import Role
 
 _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
@@ -110,9 +111,17 @@ class _Plan(NamedTuple):
     describe: tuple[Callable[[Any], TensorMeta], ...]
     indices: tuple[int, ...]
     make: Callable[..., Program]
+    fill: Callable[..., Filled]
 
     def program(self, leaves: Any, gpu: Gpu | None) -> Program:
         """The plan for leaves with this metadata."""
+        return self.make(*self._described(leaves, gpu))
+
+    def filled(self, leaves: Any) -> Filled:
+        """The same to be run, for the GPU that the leaves are on."""
+        return self.fill(*self._described(leaves, None))
+
+    def _described(self, leaves: Any, gpu: Gpu | None) -> tuple[Any, ...]:
         gpu = gpu or gpu_of(leaves[0].device)
         tensors = [
             None if leaf is None else of(leaf) for leaf, of in zip(leaves, self.describe, strict=False)
@@ -120,18 +129,23 @@ class _Plan(NamedTuple):
         options = leaves[len(tensors) :]
         for seen in _SEEN:
             seen.append(Planned(self.record, gpu, (*tensors, *options)))
-        return self.make(gpu, *tensors, *options)
+        return gpu, *tensors, *options
 
 
 def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
     leaves, build = records.leaves(record), records.builder(record)
+
+    def planned(gpu: Gpu, *leaves: Any) -> Program:
+        return make(build(*leaves), gpu)
+
     return _Plan(
         record,
         records.flattener(record),
         tuple(leaf.name for leaf in leaves if leaf.is_tensor),
         tuple(describe_index if Role.INDEX in leaf.roles else describe for leaf in leaves if leaf.is_tensor),
         tuple(index for index, leaf in enumerate(leaves) if Role.INDEX in leaf.roles),
-        lru_cache(maxsize=1024)(lambda gpu, *leaves: make(build(*leaves), gpu)),
+        lru_cache(maxsize=1024)(planned),
+        lru_cache(maxsize=1024)(Templates(planned).plan),
     )
 
 
@@ -158,18 +172,18 @@ def _expect_contiguous(name: str, index: Any) -> None:
 
 def launch(arguments: Any) -> Any:
     """Runs the launches of the operator that takes `arguments`: what the operator returns."""
-    program, tensors = _bound(arguments)
-    outputs = program.run(tensors)
+    filled, tensors = _bound(arguments)
+    outputs = filled.run(tensors)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _bound(arguments: Any) -> tuple[Program, dict[str, Any]]:
+def _bound(arguments: Any) -> tuple[Filled, dict[str, Any]]:
     plan = _PLANS[type(arguments)]
     leaves = list(plan.flatten(arguments))
     for index in plan.indices:
         if leaves[index] is not None:
             leaves[index] = leaves[index].contiguous()
-    return plan.program(leaves, None), dict(zip(plan.names, leaves, strict=False))
+    return plan.filled(leaves), dict(zip(plan.names, leaves, strict=False))
 
 
 def is_taken(arguments: Any) -> bool:
@@ -197,13 +211,13 @@ def launch_with_shared(
         with torch.cuda.stream(second):
             output = shared()
         output.record_stream(current)
-        program, tensors = _bound(routed._replace(shared=output))
-        values = program.allocate(tensors, device)
-        before, after = program.split("shared")
-        program.launch(values, before)
+        filled, tensors = _bound(routed._replace(shared=output))
+        values = filled.allocate(tensors, device)
+        before, after = filled.split("shared")
+        filled.launch(values, before)
         current.wait_stream(second)
-        program.launch(values, after)
-    return values[program.outputs[0]]
+        filled.launch(values, after)
+    return values[filled.outputs[0]]
 
 
 def _described(leaf: Any) -> Any:

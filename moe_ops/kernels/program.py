@@ -5,7 +5,7 @@ or written into a compiled graph by a pass. Tensors are named: the caller's afte
 buffers after what they hold.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -84,8 +84,7 @@ class Descriptor:
 Argument = Ref | View | Descriptor | int | float | str | bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """A contiguous tensor the program allocates, uninitialised: an output or a workspace."""
 
     name: str
@@ -132,11 +131,20 @@ class Program:
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
     outputs: tuple[str, ...]
-    _steps: tuple["_Step", ...] = field(init=False, repr=False)
+    filled: "Filled" = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "launches", tuple(launch for launch in self.launches if all(launch.grid)))
-        object.__setattr__(self, "_steps", tuple(map(_compile_step, self.launches)))
+        launches = tuple(launch for launch in self.launches if all(launch.grid))
+        object.__setattr__(self, "launches", launches)
+        object.__setattr__(self, "filled", Filled(self.buffers, tuple(map(_step, launches)), self.outputs))
+
+
+class Filled(NamedTuple):
+    """A program with its launches laid out to be run again and again."""
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple["Step", ...]
+    outputs: tuple[str, ...]
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """Runs eagerly. `tensors` holds the operator's arguments by name; entries that are None are ignored."""
@@ -156,39 +164,40 @@ class Program:
     def allocate(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, Any]:
         """`tensors`, and buffers of the current stream, by name."""
         values: dict[str, Any] = dict(tensors)
-        for buffer in self.buffers:
-            values[buffer.name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+        for name, shape, dtype in self.buffers:
+            values[name] = torch.empty(shape, dtype=dtype, device=device)
         return values
 
-    def launch(self, values: Mapping[str, Any], steps: tuple["_Step", ...] | None = None) -> None:
+    def launch(self, values: Mapping[str, Any], steps: tuple["Step", ...] | None = None) -> None:
         """Launches `steps`, or all, on the current stream; `values` are what `allocate` returned."""
-        for step in self._steps if steps is None else steps:
+        for step in self.steps if steps is None else steps:
             step.run(values)
 
-    @property
-    def steps(self) -> tuple["_Step", ...]:
-        """Each launch, for `launch`: something may have to happen between two."""
-        return self._steps
-
-    def split(self, name: str) -> tuple[tuple["_Step", ...], tuple["_Step", ...]]:
+    def split(self, name: str) -> tuple[tuple["Step", ...], tuple["Step", ...]]:
         """The launches before the first one that reads the tensor called `name`, and the others."""
-        readers = (index for index, step in enumerate(self._steps) if step.reads(name))
-        first = next(readers, len(self._steps))
-        return self._steps[:first], self._steps[first:]
+        readers = (index for index, step in enumerate(self.steps) if step.reads(name))
+        first = next(readers, len(self.steps))
+        return self.steps[:first], self.steps[first:]
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A launch with its positional arguments laid out once; only tensors are filled in per run.
 
     Triton looks up which machine code a call needs by every one of its arguments, which takes most of a launch's time
     on the host. Here that follows from the plan, but for the alignment of tensors: so the code of the first run whose
-    tensors all start on 16 bytes is kept, for each device, and such runs call it.
+    tensors all start on 16 bytes is kept, for each device, and such runs call it. Steps that differ in numbers alone
+    have `codes` together, where `kinds` tells which of them are compiled alike.
     """
 
-    launch: Launch
+    kernel: Any
+    grid: tuple[int, ...]
     template: list[Any]
     refs: tuple[tuple[int, str], ...]
     views: tuple[tuple[int, View | Descriptor], ...]
+    num_warps: int
+    num_stages: int
+    codes: dict[Hashable, Any]
+    kinds: tuple[Hashable, ...]
     loaded: dict[int, Callable[..., None]]
 
     def reads(self, name: str) -> bool:
@@ -208,24 +217,39 @@ class _Step(NamedTuple):
             addresses |= source.data_ptr()
             device = source.get_device()
         if addresses % ALIGNMENT:
-            self._call(args)
+            self._look_up(args)
         elif device in self.loaded:
             self.loaded[device](*args)
-        elif (kernel := self._call(args)) is not None:  # the interpreter compiles none
-            self.loaded[device] = kernel[(*self.launch.grid, 1, 1)[:3]]
+        else:
+            self._run_first(device, args)
 
-    def _call(self, args: list[Any]) -> Any:
-        launch = self.launch
-        return launch.kernel[launch.grid](*args, num_warps=launch.num_warps, num_stages=launch.num_stages)
+    def _run_first(self, device: int, args: list[Any]) -> None:
+        code = self.codes.get((device, self.kinds))
+        if code is None:
+            code = self.codes[device, self.kinds] = self._look_up(args)
+            if code is not None:  # the interpreter compiles none
+                self.loaded[device] = code[self._grid()]
+        else:
+            run = self.loaded[device] = code[self._grid()]
+            run(*args)
+
+    def _look_up(self, args: list[Any]) -> Any:
+        return self.kernel[self.grid](*args, num_warps=self.num_warps, num_stages=self.num_stages)
+
+    def _grid(self) -> tuple[int, ...]:
+        return (*self.grid, 1, 1)[:3]
 
 
-def _compile_step(launch: Launch) -> _Step:
+def _step(launch: Launch) -> Step:
     args = launch.args
     template = [args[name] for name in launch.kernel.arg_names]
     filled = [(i, a) for i, a in enumerate(template) if type(a) in _FILLED_IN]
+    for i, _ in filled:
+        template[i] = None
     refs = tuple([(i, a.name) for i, a in filled if type(a) is Ref])
     views = tuple([(i, a) for i, a in filled if type(a) is not Ref])
-    return _Step(launch, template, refs, views, {})
+    options = launch.num_warps, launch.num_stages
+    return Step(launch.kernel, launch.grid, template, refs, views, *options, {}, (), {})
 
 
 _FILLED_IN = frozenset({Ref, View, Descriptor})

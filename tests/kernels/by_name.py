@@ -6,7 +6,7 @@ import moe_ops  # noqa: F401  # registers the operators
 from moe_ops import records
 from moe_ops.kernels import plans
 from moe_ops.kernels.gpu import Gpu
-from moe_ops.kernels.program import Program
+from moe_ops.kernels.program import Filled, Launch, Program, Ref
 
 
 def record(operator: str, *leaves: Any, **named: Any) -> Any:
@@ -21,6 +21,20 @@ def record(operator: str, *leaves: Any, **named: Any) -> Any:
 def launch(operator: str, *leaves: Any, **named: Any) -> Any:
     """What the kernels of `operator` return."""
     return plans.launch(record(operator, *leaves, **named))
+
+
+def launches_of(filled: Filled) -> list[Launch]:
+    """What is launched, as a `Program` says it."""
+    launches = []
+    for step in filled.steps:
+        args = list(step.template)
+        for place, name in step.refs:
+            args[place] = Ref(name)
+        for place, view in step.views:
+            args[place] = view
+        named = dict(zip(step.kernel.arg_names, args, strict=True))
+        launches.append(Launch(step.kernel, step.grid, named, step.num_warps, step.num_stages))
+    return launches
 
 
 def program_of(operator: str, *leaves: Any, gpu: Gpu | None = None, **named: Any) -> Program:

@@ -53,11 +53,11 @@ class Loopback:
         programs = [exchange_plans.program(each, self.layout, rank, FEW) for rank, each in enumerate(given)]
         shared = [{"addresses": self.addresses, "turns": turns} for turns in self.turns]
         values = [
-            program.allocate({**records.named(each), **own}, torch.device(self.device))
+            program.filled.allocate({**records.named(each), **own}, torch.device(self.device))
             for program, each, own in zip(programs, given, shared, strict=True)
         ]
         with memory.reachable(self.buffers):
-            for step in range(len(programs[0].steps)):
+            for step in range(len(programs[0].filled.steps)):
                 for program, tensors in zip(programs, values, strict=True):
-                    program.launch(tensors, (program.steps[step],))
+                    program.filled.launch(tensors, (program.filled.steps[step],))
         return [{name: tensors[name] for name in programs[0].outputs} for tensors in values]

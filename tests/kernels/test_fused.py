@@ -20,7 +20,7 @@ from moe_ops.kernels import decode_plan, fused, plans
 from moe_ops.kernels.decode_plan import prefers_gemv, takes_turns
 from moe_ops.kernels.fused import leaves_room
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import Program, describe
+from moe_ops.kernels.program import Filled, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
@@ -320,8 +320,8 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
         events.append("shared")
         return torch.empty(tokens, 64, dtype=torch.bfloat16)
 
-    def launched(program: Program, values: Any, steps: Any = None) -> None:
-        events.extend("reads" if step.reads("shared") else "launch" for step in steps or program._steps)
+    def launched(program: Filled, values: Any, steps: Any = None) -> None:
+        events.extend("reads" if step.reads("shared") else "launch" for step in steps or program.steps)
 
     kept = lambda _, stream: events.append(f"kept for {stream.name}")  # noqa: E731
     first, second = Stream("first"), Stream("second")
@@ -331,7 +331,7 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: first)
     monkeypatch.setattr(plans, "_second_stream", lambda device, stream: second)
     monkeypatch.setattr(plans, "gpu_of", lambda _: H200)
-    monkeypatch.setattr(Program, "launch", launched)
+    monkeypatch.setattr(Filled, "launch", launched)
     w13, w2 = (GroupedLinear(torch.empty(shape).bfloat16()) for shape in ((64, 96, 64), (64, 64, 48)))
     x, weights = torch.empty(tokens, 64).bfloat16(), torch.empty(tokens, 4)
     ids = torch.empty(tokens, 4, dtype=torch.int32)

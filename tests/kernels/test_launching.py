@@ -49,7 +49,7 @@ def test_the_second_run_looks_nothing_up():
     program = program_of(kernel)
     for turn in range(3):
         x, rows = aligned(4), aligned(8)
-        (out,) = program.run({"x": x, "rows": rows})
+        (out,) = program.filled.run({"x": x, "rows": rows})
         assert (len(kernel.looked_up), len(kernel.direct)) == (1, turn)
         args = (*kernel.looked_up, *kernel.direct)[-1]
         assert args[0] is x and args[2] is out and args[3] == 4
@@ -61,15 +61,15 @@ def test_a_tensor_elsewhere_is_looked_up(name):
     kernel = Kernel()
     program = program_of(kernel)
     for given in ({}, {name: aligned(12)[1:]}, {}, {name: aligned(12)[2:]}):
-        program.run({"x": aligned(4), "rows": aligned(8), **given})
+        program.filled.run({"x": aligned(4), "rows": aligned(8), **given})
     assert (len(kernel.looked_up), len(kernel.direct)) == (3, 1)
 
 
 def test_what_was_looked_up_for_a_tensor_elsewhere_is_not_kept():
     kernel = Kernel()
     program = program_of(kernel)
-    program.run({"x": aligned(12)[1:], "rows": aligned(8)})
-    program.run({"x": aligned(4), "rows": aligned(8)})
+    program.filled.run({"x": aligned(12)[1:], "rows": aligned(8)})
+    program.filled.run({"x": aligned(4), "rows": aligned(8)})
     assert (len(kernel.looked_up), len(kernel.direct)) == (2, 0)
 
 
@@ -82,7 +82,7 @@ def test_each_device_has_its_own():
         tensor = aligned(size)
         return SimpleNamespace(data_ptr=tensor.data_ptr, get_device=lambda: device, tensor=tensor)
 
-    step = program.steps[0]._replace(views=(), refs=((0, "x"), (1, "rows"), (2, "out")))
+    step = program.filled.steps[0]._replace(views=(), refs=((0, "x"), (1, "rows"), (2, "out")))
     for device in (0, 1, 0, 1):
         step.run({name: on(device, 8) for name in ("x", "rows", "out")})
     assert (len(kernel.looked_up), len(kernel.direct)) == (2, 2)
@@ -92,5 +92,5 @@ def test_the_interpreter_compiles_nothing():
     kernel = Kernel(compiles=False)
     program = program_of(kernel)
     for _ in range(2):
-        program.run({"x": aligned(4), "rows": aligned(8)})
+        program.filled.run({"x": aligned(4), "rows": aligned(8)})
     assert len(kernel.looked_up) == 2

@@ -95,7 +95,7 @@ def test_views_reach_the_kernel(device: str) -> None:
     program = Program(
         (Buffer("out", (4, 3), torch.float32),), (Launch(permute._permute_kernel, (4,), args),), ("out",)
     )
-    (out,) = program.run({"source": source, "slots": slots, "unused": None})
+    (out,) = program.filled.run({"source": source, "slots": slots, "unused": None})
     assert torch.equal(out.cpu(), source.cpu().as_strided((4, 3), (6, 2), 1)[[1, 0, 3, 2]])
 
 
@@ -156,13 +156,13 @@ def test_a_program_is_split_before_the_first_reader(device: str) -> None:
     late = View("late", (4, 4), (4, 1))
     launches = shift(Ref("early"), "a"), shift(late, "b"), shift(Ref("a"), "c")
     program = Program(tuple(Buffer(name, (4, 4), torch.float32) for name in "abc"), launches, ("b", "c"))
-    assert [len(part) for part in program.split("late")] == [1, 2]
-    assert [len(part) for part in program.split("a")] == [0, 3]
-    assert [len(part) for part in program.split("nowhere")] == [3, 0]
+    assert [len(part) for part in program.filled.split("late")] == [1, 2]
+    assert [len(part) for part in program.filled.split("a")] == [0, 3]
+    assert [len(part) for part in program.filled.split("nowhere")] == [3, 0]
     early, slots = torch.arange(16.0, device=device).view(4, 4), torch.tensor([1, 0, 3, 2], dtype=torch.int32)
-    values = program.allocate({"early": early, "slots": slots.to(device)}, early.device)
-    before, after = program.split("late")
-    program.launch(values, before)
+    values = program.filled.allocate({"early": early, "slots": slots.to(device)}, early.device)
+    before, after = program.filled.split("late")
+    program.filled.launch(values, before)
     values["late"] = values["a"] * 2
-    program.launch(values, after)
+    program.filled.launch(values, after)
     assert torch.equal(values["b"], 2 * early) and torch.equal(values["c"], early)

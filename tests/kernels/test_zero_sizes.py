@@ -5,25 +5,25 @@ import itertools
 import pytest
 import torch
 
-from moe_ops.kernels.program import Descriptor, Program
+from moe_ops.kernels.program import Descriptor, Filled
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import oracles
-from tests.kernels.by_name import launch
+from tests.kernels.by_name import launch, launches_of
 
 EXPERTS, TOP_K, ACT = 16, 2, Activation()
 SIZES = list(itertools.product((0, 1, 40), (0, 24), (0, 16)))
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Filled]:
     """What ran."""
-    ran, run = [], Program.run
-    monkeypatch.setattr(Program, "run", lambda self, tensors: ran.append(self) or run(self, tensors))
+    ran, run = [], Filled.run
+    monkeypatch.setattr(Filled, "run", lambda self, tensors: ran.append(self) or run(self, tensors))
     return ran
 
 
-def _expect_nothing_empty(programs: list[Program]) -> None:
-    launches = [launch for program in programs for launch in program.launches]
+def _expect_nothing_empty(programs: list[Filled]) -> None:
+    launches = [launch for program in programs for launch in launches_of(program)]
     descriptors = [a for launch in launches for a in launch.args.values() if isinstance(a, Descriptor)]
     assert programs and all(all(launch.grid) for launch in launches)
     assert all(all(descriptor.shape) for descriptor in descriptors)
@@ -61,7 +61,7 @@ def test_layers(tokens, hidden, inner, dtype, transposed, programs, device: str)
 
 
 @pytest.mark.parametrize("tokens, columns", [(0, 0), (0, 24), (8, 0)])
-def test_stages(tokens: int, columns: int, programs: list[Program], device: str) -> None:
+def test_stages(tokens: int, columns: int, programs: list[Filled], device: str) -> None:
     """No element goes in, so none comes out: only the shapes are left to be wrong."""
     slots, config = tokens * TOP_K, RoutingConfig(top_k=TOP_K)
     rows, hidden = torch.randn(slots, columns).to(device), torch.randn(tokens, columns).to(device)

@@ -12,8 +12,9 @@ from moe_ops.arguments import FusedExperts, FusedMoe, TopkRouting
 from moe_ops.fused_experts import _cuda as fused_experts_cuda
 from moe_ops.fused_moe import _cuda as fused_moe_cuda
 from moe_ops.kernels.loading import Loader
-from moe_ops.kernels.program import Launch, Program, Ref
+from moe_ops.kernels.program import Filled, Launch, Program, Ref
 from moe_ops.routing import _cuda as topk_routing_cuda
+from tests.kernels.by_name import launches_of
 
 ON_A_GPU = {FusedMoe: fused_moe_cuda, FusedExperts: fused_experts_cuda, TopkRouting: topk_routing_cuda}
 OPTIONS = ("correction_bias", "expert_map", "shared")
@@ -53,7 +54,7 @@ def test_bad_arguments(device):
 def _kernel(launch: Launch, dtypes: dict[str, torch.dtype]) -> tuple:
     """What Triton compiles a launch by, and more: every argument, tensors by their dtype."""
     args = {name: dtypes[a.name] if isinstance(a, Ref) else (type(a), a) for name, a in launch.args.items()}
-    return launch.kernel.__name__, launch.num_warps, launch.num_stages, tuple(args.items())
+    return launch.kernel.__name__, launch.num_warps, launch.num_stages, frozenset(args.items())
 
 
 def _kernels(program: Program, dtypes: dict[str, torch.dtype]) -> set[tuple]:
@@ -78,11 +79,11 @@ def launched(monkeypatch) -> set[tuple]:
 
     def run(self, tensors):
         dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-        kernels.update(_kernels(self, dtypes))
+        kernels.update(_kernels(Program(self.buffers, tuple(launches_of(self)), self.outputs), dtypes))
         buffers = {buffer.name: buffer for buffer in self.buffers}
         return tuple(torch.zeros(buffers[name].shape, dtype=buffers[name].dtype) for name in self.outputs)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(Filled, "run", run)
     monkeypatch.setattr(_library, "call", lambda arguments: ON_A_GPU[type(arguments)](arguments))
     return kernels
 

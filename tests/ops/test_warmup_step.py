@@ -13,8 +13,9 @@ from moe_ops.fused_experts import _cuda as fused_experts_cuda
 from moe_ops.fused_moe import _cuda as fused_moe_cuda
 from moe_ops.kernels.loading import Loader, variant
 from moe_ops.kernels.plans import watched
-from moe_ops.kernels.program import Program
+from moe_ops.kernels.program import Filled, Program
 from moe_ops.routing import _cuda as topk_routing_cuda
+from tests.kernels.by_name import launches_of
 
 ON_A_GPU = {
     FusedMoe: fused_moe_cuda,
@@ -48,11 +49,11 @@ def launched(monkeypatch):
 
     def run(self, tensors):
         dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-        kernels.update(_variants(self, dtypes))
+        kernels.update(_variants(Program(self.buffers, tuple(launches_of(self)), self.outputs), dtypes))
         buffers = {buffer.name: buffer for buffer in self.buffers}
         return tuple(torch.zeros(buffers[name].shape, dtype=buffers[name].dtype) for name in self.outputs)
 
-    monkeypatch.setattr(Program, "run", run)
+    monkeypatch.setattr(Filled, "run", run)
     monkeypatch.setattr(_library, "call", lambda arguments: ON_A_GPU[type(arguments)](arguments))
     return kernels
 
@@ -157,7 +158,7 @@ def test_each_variant_is_loaded_once(monkeypatch):
     loader = Loader(torch.device("cuda"))
     with watched() as seen:
         monkeypatch.setattr(_library, "call", lambda arguments: ON_A_GPU[type(arguments)](arguments))
-        monkeypatch.setattr(Program, "run", lambda self, tensors: (torch.zeros(1),))
+        monkeypatch.setattr(Filled, "run", lambda self, tensors: (torch.zeros(1),))
         for tokens in (5, 6, 300):
             STEPS["rows"](tokens)
     for planned in seen:

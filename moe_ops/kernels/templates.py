@@ -1,0 +1,169 @@
+"""Plans for many numbers of rows at once: a plan is made with `Count`s once, and filled in with numbers from then on.
+
+A template is what was planned, with expressions where numbers depend on the counts, and conditions under which it is
+so. Steps of one template share the machine code that Triton has looked up for them.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from moe_ops.kernels.counts import Count
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Buffer, Descriptor, Filled, Program, Step, TensorMeta, View
+
+_MOST = 64
+"""Templates of an operator whose other metadata are the same; a plan beyond them is made as it is asked for."""
+
+Make = Callable[..., Program]
+
+
+class Templates:
+    """The templates of an operator that have been needed so far. `make`: of (gpu, *leaves), tensors described."""
+
+    def __init__(self, make: Make) -> None:
+        self._make = make
+        self._known: Callable[[Gpu, Hashable], _Known] = lru_cache(maxsize=256)(lambda gpu, key: _Known())
+
+    def plan(self, gpu: Gpu, *leaves: Any) -> Filled:
+        """What `make` plans, ready to run. There are templates from the second of plans that differ in counts alone."""
+        key, counts = _apart(leaves)
+        known = self._known(gpu, key)
+        for template in known.templates:
+            if template.is_for(*counts):
+                return template.fill(counts)
+        if known.is_new or len(known.templates) >= _MOST:
+            known.is_new = False
+            return self._make(gpu, *leaves).filled
+        known.templates.append(_template(self._make, gpu, leaves))
+        return known.templates[-1].fill(counts)
+
+
+@dataclass(slots=True)
+class _Known:
+    templates: list["_Template"] = field(default_factory=list)
+    is_new: bool = True
+
+
+class _Template(NamedTuple):
+    """`is_for` and `numbers` take the counts; `places` are those of arguments that depend on them, for each step."""
+
+    is_for: Callable[..., bool]
+    numbers: Callable[..., tuple[tuple[tuple[int, ...], ...], tuple["_Numbers | None", ...]]]
+    planned: Filled
+    places: tuple[tuple[int, ...], ...]
+
+    def fill(self, counts: Sequence[int]) -> Filled:
+        shapes, numbers = self.numbers(*counts)
+        buffers, steps, outputs = self.planned
+        return Filled(
+            tuple([Buffer(buffer.name, shape, buffer.dtype) for buffer, shape in zip(buffers, shapes)]),
+            tuple([_filled(*each) for each in zip(steps, self.places, numbers)]),
+            outputs,
+        )
+
+
+_Numbers = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, View | Descriptor], ...]]
+"""Of a step: its grid, the arguments that depend on counts, and its views."""
+
+
+def _filled(step: Step, places: tuple[int, ...], numbers: _Numbers | None) -> Step:
+    if numbers is None:  # nothing depends on a count
+        return step
+    grid, values, views = numbers
+    template = step.template.copy()
+    for place, value in zip(places, values):
+        template[place] = value
+    offsets = [view.offset for _, view in views if type(view) is View]
+    kinds = tuple([(value == 1, value % 16 == 0, value >> 31) for value in (*values, *offsets)])
+    kernel, _, _, refs, _, num_warps, num_stages, codes, _, _ = step
+    return Step(kernel, grid, template, refs, views, num_warps, num_stages, codes, kinds, {})
+
+
+def _is_sized(leaf: Any) -> bool:
+    """Whether the first of a tensor's sizes is a count: not of weights, nor of what does not lie row by row."""
+    if not isinstance(leaf, TensorMeta) or not 1 <= len(leaf.shape) <= 2:
+        return False
+    return leaf.strides[0] == max(leaf.strides)
+
+
+def _apart(leaves: Sequence[Any]) -> tuple[Hashable, list[int]]:
+    """What is the same for other counts, and the counts: first sizes, and numbers among the options."""
+    key, counts = [], []
+    for leaf in leaves:
+        if _is_sized(leaf):
+            counts.append(leaf.shape[0])
+            leaf = leaf._replace(shape=leaf.shape[1:])
+        elif type(leaf) is int:
+            counts.append(leaf)
+            leaf = int
+        key.append(leaf)
+    return tuple(key), counts
+
+
+def _counted(leaves: Sequence[Any], decided: dict[str, None]) -> tuple[list[Any], list[str]]:
+    """The leaves with a `Count` for each count, and the counts' names."""
+    names: list[str] = []
+    given = []
+    for leaf in leaves:
+        name = f"t{len(names)}"
+        if _is_sized(leaf):
+            leaf = leaf._replace(shape=(Count(name, leaf.shape[0], decided), *leaf.shape[1:]))
+            names.append(name)
+        elif type(leaf) is int:
+            leaf = Count(name, leaf, decided)
+            names.append(name)
+        given.append(leaf)
+    return given, names
+
+
+def _template(make: Make, gpu: Gpu, leaves: Sequence[Any]) -> _Template:
+    decided: dict[str, None] = {}
+    given, names = _counted(leaves, decided)
+    planned = make(gpu, *given).filled
+    places = tuple([_counted_places(step) for step in planned.steps])
+    numbers = tuple([_numbers(*each) for each in zip(planned.steps, places)])
+    shapes = tuple(tuple(buffer.shape) for buffer in planned.buffers)
+    fill = _function(names, _text((shapes, numbers)))
+    return _Template(_function(names, " and ".join(decided) or "True"), fill, planned, places)
+
+
+def _numbers(step: Step, places: tuple[int, ...]) -> _Numbers | None:
+    numbers = step.grid, tuple([step.template[place] for place in places]), step.views
+    return numbers if _has_count(numbers) else None
+
+
+def _has_count(value: Any) -> bool:
+    if isinstance(value, View | Descriptor):
+        value = tuple(getattr(value, name) for name in value.__slots__)
+    return any(map(_has_count, value)) if isinstance(value, tuple) else isinstance(value, Count)
+
+
+def _counted_places(step: Step) -> tuple[int, ...]:
+    """Where arguments depend on counts. Those that are compiled into the kernel decide."""
+    params = getattr(step.kernel, "params", ())  # what is interpreted has none, and compiles nothing
+    constants = {param.num for param in params if param.is_constexpr}
+    for place, value in enumerate(step.template):
+        if isinstance(value, Count) and place in constants:
+            step.template[place] = value.known()
+    return tuple(place for place, value in enumerate(step.template) if isinstance(value, Count))
+
+
+def _text(value: Any) -> str:
+    """Python for a value."""
+    if isinstance(value, Count):
+        return value.text
+    if isinstance(value, View):
+        return f"View{_text((value.source, value.shape, value.strides, value.offset))}"
+    if isinstance(value, Descriptor):
+        return f"Descriptor{_text((value.source, value.shape, value.strides, value.block))}"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{_text(each)},' for each in value)})"
+    return repr(value)
+
+
+def _function(names: Sequence[str], body: str) -> Callable[..., Any]:
+    known = {"View": View, "Descriptor": Descriptor, "inf": math.inf}
+    return eval(f"lambda {','.join(names)}: {body}", known)

@@ -1,0 +1,328 @@
+"""Plans filled in from templates are those that are made, and `Count` says all that a plan was decided by."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.kernels import plans
+from moe_ops.kernels.counts import Count
+from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, View
+from moe_ops.kernels.templates import _MOST, Templates, _apart
+from tests.helpers import usually
+from tests.kernels.by_name import record
+from tests.kernels.catalogue import meta
+from tests.kernels.plan_range import GPUS
+
+EXPRESSIONS = {
+    "tiles": lambda t: -(-t // 16) * 3 + t % 5 - (7 - t) * 2,
+    "power": lambda t: 1 << max(t - 1, 0).bit_length(),
+    "other way round": lambda t: (100 // (t + 1), 1000 % (t + 3), 5 << (t % 4), 3 + t, 9 * t, 300 - t),
+    "shifts": lambda t: (t << 2, t >> 1),
+    "mean": lambda t: t * 8 / 128,
+    "half": lambda t: 0.5 * t + 1e-3,
+}
+DECISIONS = {
+    "thresholds": lambda t: 16 if t <= 20 else 32 if 3 * t < 100 else 64,
+    "mean": lambda t: next((rows for rows, most in ((16, 8.0), (32, 20.0)) if t * 8 / 13 <= most), 128),
+    "divides": lambda t: t % 8 == 0 and t != 16,
+    "truth": lambda t: "some" if t else "none",
+    "neither": lambda t: not t - 7,
+    "clamped": lambda t: min(max(t, 5), 40) + 0,
+    "any of": lambda t: t in (3, 4, 5),
+    "sizes": lambda t: (t, 64) == (33, 64),
+    "keys": lambda t: {1: "one", 2: "two"}.get(t, "many"),
+    "a set": lambda t: len({t, 2, 3}),
+    "places": lambda t: list(range(300))[t],
+    "ranges": lambda t: len(range(3, t, 2)),
+    "repeats": lambda t: "x" * t,
+    "text": lambda t: f"{t} rows, {t:3d}, {t!r}, {t!s}",
+    "floats": lambda t: (math.ceil(t / 3), math.sqrt(t), float(t), 0.97**t, t**0.5, math.log2(t + 1)),
+    "bits": lambda t: (t & 3, 3 | t, t ^ 5, ~t, abs(t), +t, divmod(t, 7), divmod(200, t + 1), round(t, -1)),
+    "whole": lambda t: (int(t), t.__index__(), hash(t), t.bit_count(), t**2, 2**t),
+    "sorted": lambda t: sorted([t, 12, 30])[0] + 0,
+    "products": lambda t: math.prod((t, 3)) > 50,
+}
+
+
+def value_of(result, given):
+    """Numbers for what was computed with counts."""
+    if isinstance(result, Count):
+        return eval(result.text, {"t0": given})
+    return tuple(value_of(each, given) for each in result) if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize(
+    "compute", [*EXPRESSIONS.values(), *DECISIONS.values()], ids=[*EXPRESSIONS, *DECISIONS]
+)
+def test_what_was_decided_says_for_which_numbers_a_result_is_right(compute):
+    for hint in (0, 1, 7, 16, 33, 64, 130):
+        decided = {}
+        result = compute(Count("t0", hint, decided))
+        alike = [n for n in range(200) if all(eval(condition, {"t0": n}) for condition in decided)]
+        assert hint in alike
+        for number in alike:
+            assert value_of(result, number) == compute(number)
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_arithmetic_decides_nothing_that_it_need_not(name):
+    decided = {}
+    EXPRESSIONS[name](Count("t0", 37, decided))
+    assert list(decided) == (["not ((t0-(1))<(0))"] if name == "power" else [])
+
+
+def test_nothing_of_an_int_is_read_without_a_word():
+    """Whatever can be called of a number gives an expression, or is written down."""
+    assert not isinstance(Count("t0", 3, {}), int)
+    given = {"to_bytes": (2, "big"), "__format__": ("",)}
+    called = 0
+    for name in vars(int):
+        decided = {}
+        method = getattr(Count("t0", 37, decided), name, None)
+        if not callable(method) or name in ("__new__", "__getattribute__", "__sizeof__", "from_bytes"):
+            continue  # of the class, or there is none: an error
+        is_binary = name.strip("_").removeprefix("r") in BINARY
+        result = method(*given.get(name, (5,) if is_binary else ()))
+        assert isinstance(result, Count) or decided, name
+        called += 1
+    assert called >= 50
+
+
+BINARY = ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "shift", "truediv", "pow", "and", "or", "xor",
+    "divmod", "lt", "le", "gt", "ge", "eq", "ne")  # fmt: skip
+
+
+# Every layout that an operator of a model meets, with so many tokens.
+E, K, H, I = 13, 3, 64, 48
+ROUTING = moe_ops.RoutingConfig(K)
+BF16 = {"dtype": torch.bfloat16}
+
+
+def experts(transposed):
+    w13, w2 = meta(E, 2 * I, H, **BF16), meta(E, H, I, **BF16)
+    if transposed:
+        w13, w2 = meta(E, H, 2 * I, **BF16).mT, meta(E, I, H, **BF16).mT
+    return {"w13": w13, "w2": w2}
+
+
+def tokens_of(count, width=H):
+    return meta(count, width, **BF16)
+
+
+def slots(count):
+    return {"topk_weights": meta(count, K), "topk_ids": meta(count, K, dtype=torch.int32)}
+
+
+def dispatched(count):
+    return {
+        "sorted_slots": meta(K * count, dtype=torch.int32),
+        "expert_offsets": meta(E + 1, dtype=torch.int32),
+    }
+
+
+ACT = {"activation": moe_ops.Activation()}
+OPERATORS = {
+    "fused_moe": lambda t: {"hidden_states": tokens_of(t), "router_logits": meta(t, E), **experts(False),
+        "routing": ROUTING, **ACT},
+    "fused_experts": lambda t: {"hidden_states": tokens_of(t), **experts(True), **slots(t), **ACT,
+        "shared": tokens_of(t)},
+    "batch_invariant_experts": lambda t: {"hidden_states": tokens_of(t), **experts(False), **slots(t), **ACT},
+    "topk_routing": lambda t: {"router_logits": meta(t, E), "routing": ROUTING},
+    "build_dispatch": lambda t: {"topk_ids": meta(t, K, dtype=torch.int32), "num_experts": E},
+    "permute": lambda t: {"hidden_states": tokens_of(t), "sorted_slots": dispatched(t)["sorted_slots"]},
+    "permute_backward": lambda t: {"grad": tokens_of(K * t), "sorted_slots": dispatched(t)["sorted_slots"],
+        "num_tokens": t},
+    "grouped_gemm": lambda t: {"x": tokens_of(t), "weight": meta(E, I, H, **BF16),
+        "expert_offsets": dispatched(t)["expert_offsets"]},
+    "grouped_gemm_weight_backward": lambda t: {"grad": tokens_of(t), "x": tokens_of(t, I),
+        "expert_offsets": dispatched(t)["expert_offsets"]},
+    "dense_gemm": lambda t: {"x": tokens_of(t), "weight": meta(E, H, **BF16), "dtype": torch.float32},
+    "gated_activation": lambda t: {"gate_up": tokens_of(t, 2 * I), **ACT},
+    "combine": lambda t: {"expert_out": tokens_of(K * t), "topk_weights": meta(t, K),
+        "inverse": meta(K * t, dtype=torch.int32), "shared": tokens_of(t)},
+    "combine_backward": lambda t: {"grad": tokens_of(t), "expert_out": tokens_of(K * t),
+        "topk_weights": meta(t, K), "inverse": meta(K * t, dtype=torch.int32)},
+    "gather_gemm": lambda t: {"hidden_states": tokens_of(t), "w13": experts(False)["w13"], **dispatched(t)},
+    "act_gemm_combine": lambda t: {"gate_up": tokens_of(K * t, 2 * I), "w2": experts(False)["w2"], **ACT,
+        **dispatched(t), "topk_weights": meta(t, K), "inverse": meta(K * t, dtype=torch.int32)},
+}  # fmt: skip
+SWEEP = (
+    4,
+    33,
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    8,
+    9,
+    16,
+    17,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    1000,
+    1023,
+    1024,
+    4096,
+    16384,
+)
+
+
+def assert_alike(filled, program):
+    assert (filled.buffers, filled.outputs) == (program.filled.buffers, program.filled.outputs)
+    assert len(filled.steps) == len(program.filled.steps)
+    for step, planned in zip(filled.steps, program.filled.steps):
+        assert step.kernel is planned.kernel
+        assert step[1:7] == planned[1:7]
+        numbers = (*step.grid, *step.template)
+        assert not any(isinstance(each, Count) for each in numbers)
+        assert [type(each) for each in numbers] == [type(each) for each in (*planned.grid, *planned.template)]
+
+
+def leaves_of(operator, tokens, gpu=H200):
+    arguments = record(operator, **OPERATORS[operator](tokens))
+    plan = plans._PLANS[type(arguments)]
+    return plan.make.__wrapped__, plan._described(plan.flatten(arguments), gpu)
+
+
+@pytest.mark.parametrize("gpu", usually(list(GPUS), ["sm_90"]))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_filled_in_is_as_it_is_made(operator, gpu):
+    make, _ = leaves_of(operator, 1)
+    templates, more = Templates(make), random.Random(0).sample(range(20000), 60)
+    for tokens in (*SWEEP, *more, *SWEEP):
+        _, leaves = leaves_of(operator, tokens, GPUS[gpu])
+        if operator == "dense_gemm" and tokens > 64:
+            continue  # for a library's product
+        assert_alike(templates.plan(*leaves), make(*leaves))
+    assert 1 <= len(templates._known(GPUS[gpu], _apart(leaves[1:])[0]).templates) <= 24
+
+
+class Kernel:
+    """Stands for a kernel of Triton: notes what is looked up and what is called directly."""
+
+    __name__ = "kernel"
+    arg_names = ("x_ptr", "rows_ptr", "n")
+    params = ()
+
+    def __init__(self):
+        self.looked_up, self.direct = [], []
+
+    def __getitem__(self, grid):
+        def look_up(*args, **options):
+            self.looked_up.append((grid, args[2]))
+            return Code(self)
+
+        return look_up
+
+
+class Code:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.direct.append((grid, args[2]))
+
+
+def of_rows(kernel, number=lambda rows: 3 * rows, offset=lambda rows: 0):
+    """Plans of a launch that is told a number, and of a view that starts somewhere."""
+
+    def make(gpu, x):
+        rows = x.shape[0]
+        view = View("x", (rows,), (1,), offset(rows))
+        launch = Launch(kernel, (rows + 1,), {"x_ptr": Ref("x"), "rows_ptr": view, "n": number(rows)})
+        return Program((Buffer("out", (rows, 2), torch.float32),), (launch,), ("out",))
+
+    templates = Templates(make)
+    templates.plan(H200, x_of(1000))  # from the second on
+    return templates
+
+
+def x_of(rows):
+    return TensorMeta((rows, 4), (4, 1), torch.float32, True)
+
+
+def run(templates, rows):
+    (out,) = templates.plan(H200, x_of(rows)).run({"x": torch.empty(rows + 16, 4)})
+    assert out.shape == (rows, 2)
+
+
+def test_code_is_looked_up_once_for_numbers_that_are_compiled_alike():
+    kernel = Kernel()
+    templates = of_rows(kernel)
+    for rows in (5, 6, 7):
+        run(templates, rows)
+    assert kernel.looked_up == [((6,), 15)]
+    assert kernel.direct == [((7, 1, 1), 18), ((8, 1, 1), 21)]
+    run(templates, 16)  # a multiple of 16
+    run(templates, 32)
+    assert kernel.looked_up[1:] == [((17,), 48)] and kernel.direct[2:] == [((33, 1, 1), 96)]
+
+
+def test_one_and_numbers_beyond_32_bits_are_compiled_for_themselves():
+    kernel = Kernel()
+    templates = of_rows(kernel, number=lambda rows: rows)
+    for rows in (5, 1, 6):
+        run(templates, rows)
+    assert kernel.looked_up == [((6,), 5), ((2,), 1)]
+    kernel = Kernel()
+    templates = of_rows(kernel, number=lambda rows: rows * (2**29 + 1))
+    for rows in (3, 5, 7):
+        run(templates, rows)
+    assert [number for _, number in kernel.looked_up] == [3 * (2**29 + 1), 5 * (2**29 + 1)]
+
+
+def test_views_that_start_elsewhere_are_compiled_for_themselves():
+    kernel = Kernel()
+    templates = of_rows(kernel, number=lambda rows: 2, offset=lambda rows: rows)
+    for rows in (5, 7, 16, 32):
+        run(templates, rows)
+    assert [grid for grid, _ in kernel.looked_up] == [(6,), (17,)]
+
+
+def test_what_does_not_lie_row_by_row_is_no_count():
+    templates = of_rows(Kernel())
+    for rows in (5, 6):
+        columns = TensorMeta((rows, 4), (1, rows), torch.float32, True)
+        assert _apart((columns,)) == ((columns,), [])
+        assert templates.plan(H200, columns).buffers[0].shape == (rows, 2)
+    weight = TensorMeta((5, 4, 4), (16, 4, 1), torch.float32, True)
+    assert _apart((weight, "silu", None, True)) == ((weight, "silu", None, True), [])
+
+
+def test_there_are_templates_from_the_second_number_on():
+    """Layouts whose strides tell the number, and layers that only meet one, are planned without."""
+    templates = Templates(of_rows(Kernel())._make)
+    for rows, expected in ((5, 0), (6, 1), (7, 1)):
+        templates.plan(H200, x_of(rows))
+        assert len(templates._known(H200, _apart((x_of(rows),))[0]).templates) == expected
+
+
+def test_templates_do_not_grow_without_end():
+    templates = of_rows(Kernel(), number=hash)
+    for rows in range(_MOST + 40):
+        filled = templates.plan(H200, x_of(rows))
+        assert (filled.steps[0].template[2], filled.buffers[0].shape) == (rows, (rows, 2))
+    assert len(templates._known(H200, _apart((x_of(1),))[0]).templates) == _MOST
+
+
+def test_constants_of_a_kernel_are_decided():
+    class Compiled(Kernel):
+        params = tuple(type("Param", (), {"num": num, "is_constexpr": num == 2})() for num in range(3))
+
+    templates = of_rows(Compiled())
+    for rows in (5, 6):
+        assert templates.plan(H200, x_of(rows)).steps[0].template[2] == 3 * rows
+    assert len(templates._known(H200, _apart((x_of(1),))[0]).templates) == 2
