@@ -11,6 +11,7 @@ import torch
 
 from moe_ops import records
 from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
+from moe_ops.invariant_arguments import BatchInvariantExperts, BatchInvariantRouting
 from moe_ops.types import Activation, RoutingConfig
 
 
@@ -35,9 +36,9 @@ def warmup(
 ) -> None:
     """Compiles and loads the kernels that a layer launches at these token counts.
 
-    That is all that `topk_routing`, `fused_experts` and `fused_moe` launch: with a correction bias and without, with a
-    shared output and without. Where a layer launches more (an overlapped shared expert, the mapping to replicas, the
-    parts of a `ModularKernel`) run one forward before a capture.
+    That is all that `topk_routing`, `fused_experts` and `fused_moe` launch, with a correction bias and without, with a
+    shared output and without; batch-invariant ones where `config.emit` says so. Where a layer launches more (an
+    overlapped shared expert, the mapping to replicas, the parts of a `ModularKernel`) run one forward before a capture.
 
     Args:
         config: sizes and options of the layer, such as a `layers.MoEConfig`.
@@ -108,11 +109,17 @@ def _launched(config: LayerSizes, sketch: _Sketch, expert_map: torch.Tensor | No
     placement = Placement(None if expert_map is None else sketch.of(config.num_experts, dtype=torch.int32))
     x, activation = sketch.of(sketch.tokens, hidden), config.activation.spec
     logits = sketch.of(sketch.tokens, config.num_experts, dtype=sketch.logits_dtype)
-    for bias in (None, sketch.of(config.num_experts, dtype=torch.float32)):
-        yield FusedMoe(x, Router(logits, bias, config.routing.spec), experts, placement, activation)
+    biases = (None, sketch.of(config.num_experts, dtype=torch.float32))
+    routers = [Router(logits, bias, config.routing.spec) for bias in biases]
     routed = sketch.tokens, config.routing.top_k
     weights = sketch.of(*routed, dtype=compute_dtype(sketch.logits_dtype))
-    yield FusedExperts(x, experts, weights, sketch.of(*routed, dtype=torch.int32), placement, x, activation)
+    args = FusedExperts(x, experts, weights, sketch.of(*routed, dtype=torch.int32), placement, x, activation)
+    if getattr(config, "emit", "auto") == "batch_invariant":
+        yield from (BatchInvariantRouting(router) for router in routers)
+        yield from (BatchInvariantExperts(*args._replace(shared=shared)) for shared in (None, x))
+    else:
+        yield from (FusedMoe(x, router, experts, placement, activation) for router in routers)
+        yield args
 
 
 def _loader(device: torch.device) -> Any:

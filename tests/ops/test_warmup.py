@@ -9,18 +9,26 @@ import torch
 import moe_ops
 from moe_ops import Activation, RoutingConfig, _library
 from moe_ops.arguments import FusedExperts, FusedMoe, TopkRouting
+from moe_ops.batch_invariant import _route_on_cuda, _run_experts_on_cuda
 from moe_ops.fused_experts import _cuda as fused_experts_cuda
 from moe_ops.fused_moe import _cuda as fused_moe_cuda
+from moe_ops.invariant_arguments import BatchInvariantExperts, BatchInvariantRouting
 from moe_ops.kernels.loading import Loader
 from moe_ops.kernels.program import Filled, Launch, Program, Ref
 from moe_ops.routing import _cuda as topk_routing_cuda
 from tests.kernels.by_name import launches_of
 
-ON_A_GPU = {FusedMoe: fused_moe_cuda, FusedExperts: fused_experts_cuda, TopkRouting: topk_routing_cuda}
+ON_A_GPU = {
+    FusedMoe: fused_moe_cuda,
+    FusedExperts: fused_experts_cuda,
+    TopkRouting: topk_routing_cuda,
+    BatchInvariantRouting: _route_on_cuda,
+    BatchInvariantExperts: _run_experts_on_cuda,
+}
 OPTIONS = ("correction_bias", "expert_map", "shared")
 
 
-def _config(has_bias: bool = True, activation: str = "silu") -> SimpleNamespace:
+def _config(has_bias: bool = True, activation: str = "silu", **more: str) -> SimpleNamespace:
     return SimpleNamespace(
         num_experts=16,
         hidden_size=256,
@@ -28,6 +36,7 @@ def _config(has_bias: bool = True, activation: str = "silu") -> SimpleNamespace:
         routing=RoutingConfig(top_k=4),
         activation=Activation(activation),
         has_bias=has_bias,
+        **more,
     )
 
 
@@ -95,7 +104,12 @@ def _call(config, tokens: int, dtype: torch.dtype, logits_dtype: torch.dtype, gi
     rows = 384 if config.activation.is_gated else 192
     hidden, logits = torch.zeros(tokens, 256, dtype=dtype), torch.zeros(tokens, 16, dtype=logits_dtype)
     weights = torch.zeros(experts, rows, 256, dtype=dtype), torch.zeros(experts, 256, 192, dtype=dtype)
-    options = {"expert_map": expert_map, "shared": torch.zeros_like(hidden) if "shared" in given else None}
+    emit = {"emit": config.emit} if hasattr(config, "emit") else {}
+    options = {
+        **emit,
+        "expert_map": expert_map,
+        "shared": torch.zeros_like(hidden) if "shared" in given else None,
+    }
     if config.has_bias:
         options |= {
             "w13_bias": torch.zeros(experts, rows, dtype=dtype),
@@ -105,8 +119,22 @@ def _call(config, tokens: int, dtype: torch.dtype, logits_dtype: torch.dtype, gi
     moe_ops.fused_moe(
         hidden, logits, *weights, config.routing, config.activation, correction_bias=correction, **options
     )
-    routed = moe_ops.topk_routing(logits, config.routing, correction)
+    routed = moe_ops.topk_routing(logits, config.routing, correction, **emit)
     moe_ops.fused_experts(hidden, *weights, *routed, config.activation, **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("mapped", [False, True], ids=["all experts", "expert map"])
+def test_loads_what_does_not_depend_on_the_batch(tokens, mapped, loaded, launched):
+    config = _config(emit="batch_invariant")
+    moe_ops.warmup(config, [tokens], expert_map=_expert_map() if mapped else None)
+    for logits_dtype, *given in itertools.product(
+        (torch.bfloat16, torch.float32), *[(None, o) for o in OPTIONS]
+    ):
+        if ("expert_map" in given) is mapped:
+            _call(config, tokens, torch.bfloat16, logits_dtype, set(given))
+    assert len(launched) > 3
+    assert loaded == launched
 
 
 def _expert_map() -> torch.Tensor:
