@@ -6,7 +6,7 @@ so. Steps of one template share the machine code that Triton has looked up for t
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -122,12 +122,37 @@ def _counted(leaves: Sequence[Any], decided: dict[str, None]) -> tuple[list[Any]
 def _template(make: Make, gpu: Gpu, leaves: Sequence[Any]) -> _Template:
     decided: dict[str, None] = {}
     given, names = _counted(leaves, decided)
-    planned = make(gpu, *given).filled
-    places = tuple([_counted_places(step) for step in planned.steps])
-    numbers = tuple([_numbers(*each) for each in zip(planned.steps, places)])
-    shapes = tuple(tuple(buffer.shape) for buffer in planned.buffers)
+    buffers, steps, outputs = make(gpu, *given).filled
+    steps = tuple(map(_settled, steps))
+    places = tuple([_counted_places(step) for step in steps])
+    numbers = tuple([_numbers(*each) for each in zip(steps, places)])
+    shapes = tuple(tuple(buffer.shape) for buffer in buffers)
     fill = _function(names, _text((shapes, numbers)))
-    return _Template(_function(names, " and ".join(decided) or "True"), fill, planned, places)
+    is_for = _function(names, " and ".join(decided) or "True")
+    return _Template(is_for, fill, Filled(buffers, steps, outputs), places)
+
+
+def _settled(step: Step) -> Step:
+    """A step of which all that is compiled into its kernel has been decided."""
+    params = getattr(step.kernel, "params", ())  # what is interpreted has none, and compiles nothing
+    constants = {param.num for param in params if param.is_constexpr}
+    template = [_known(value) if place in constants else value for place, value in enumerate(step.template)]
+    views = tuple([(place, _boxed(view)) for place, view in step.views])
+    options = {"num_warps": _known(step.num_warps), "num_stages": _known(step.num_stages)}
+    return step._replace(template=template, views=views, **options)
+
+
+def _boxed(view: View | Descriptor) -> View | Descriptor:
+    return replace(view, block=tuple(map(_known, view.block))) if isinstance(view, Descriptor) else view
+
+
+def _known(value: Any) -> Any:
+    return value.known() if isinstance(value, Count) else value
+
+
+def _counted_places(step: Step) -> tuple[int, ...]:
+    """Where arguments depend on counts."""
+    return tuple(place for place, value in enumerate(step.template) if isinstance(value, Count))
 
 
 def _numbers(step: Step, places: tuple[int, ...]) -> _Numbers | None:
@@ -139,16 +164,6 @@ def _has_count(value: Any) -> bool:
     if isinstance(value, View | Descriptor):
         value = tuple(getattr(value, name) for name in value.__slots__)
     return any(map(_has_count, value)) if isinstance(value, tuple) else isinstance(value, Count)
-
-
-def _counted_places(step: Step) -> tuple[int, ...]:
-    """Where arguments depend on counts. Those that are compiled into the kernel decide."""
-    params = getattr(step.kernel, "params", ())  # what is interpreted has none, and compiles nothing
-    constants = {param.num for param in params if param.is_constexpr}
-    for place, value in enumerate(step.template):
-        if isinstance(value, Count) and place in constants:
-            step.template[place] = value.known()
-    return tuple(place for place, value in enumerate(step.template) if isinstance(value, Count))
 
 
 def _text(value: Any) -> str:

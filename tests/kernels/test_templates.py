@@ -6,15 +6,14 @@ import random
 import pytest
 import torch
 
-import moe_ops
+from moe_ops.arguments import FusedMoe
 from moe_ops.kernels import plans
 from moe_ops.kernels.counts import Count
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta, View
+from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, TensorMeta, View
 from moe_ops.kernels.templates import _MOST, Templates, _apart
 from tests.helpers import usually
-from tests.kernels.by_name import record
-from tests.kernels.catalogue import meta
+from tests.kernels import any_count
 from tests.kernels.plan_range import GPUS
 
 EXPRESSIONS = {
@@ -96,60 +95,6 @@ BINARY = ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "shift", "
     "divmod", "lt", "le", "gt", "ge", "eq", "ne")  # fmt: skip
 
 
-# Every layout that an operator of a model meets, with so many tokens.
-E, K, H, I = 13, 3, 64, 48
-ROUTING = moe_ops.RoutingConfig(K)
-BF16 = {"dtype": torch.bfloat16}
-
-
-def experts(transposed):
-    w13, w2 = meta(E, 2 * I, H, **BF16), meta(E, H, I, **BF16)
-    if transposed:
-        w13, w2 = meta(E, H, 2 * I, **BF16).mT, meta(E, I, H, **BF16).mT
-    return {"w13": w13, "w2": w2}
-
-
-def tokens_of(count, width=H):
-    return meta(count, width, **BF16)
-
-
-def slots(count):
-    return {"topk_weights": meta(count, K), "topk_ids": meta(count, K, dtype=torch.int32)}
-
-
-def dispatched(count):
-    return {
-        "sorted_slots": meta(K * count, dtype=torch.int32),
-        "expert_offsets": meta(E + 1, dtype=torch.int32),
-    }
-
-
-ACT = {"activation": moe_ops.Activation()}
-OPERATORS = {
-    "fused_moe": lambda t: {"hidden_states": tokens_of(t), "router_logits": meta(t, E), **experts(False),
-        "routing": ROUTING, **ACT},
-    "fused_experts": lambda t: {"hidden_states": tokens_of(t), **experts(True), **slots(t), **ACT,
-        "shared": tokens_of(t)},
-    "batch_invariant_experts": lambda t: {"hidden_states": tokens_of(t), **experts(False), **slots(t), **ACT},
-    "topk_routing": lambda t: {"router_logits": meta(t, E), "routing": ROUTING},
-    "build_dispatch": lambda t: {"topk_ids": meta(t, K, dtype=torch.int32), "num_experts": E},
-    "permute": lambda t: {"hidden_states": tokens_of(t), "sorted_slots": dispatched(t)["sorted_slots"]},
-    "permute_backward": lambda t: {"grad": tokens_of(K * t), "sorted_slots": dispatched(t)["sorted_slots"],
-        "num_tokens": t},
-    "grouped_gemm": lambda t: {"x": tokens_of(t), "weight": meta(E, I, H, **BF16),
-        "expert_offsets": dispatched(t)["expert_offsets"]},
-    "grouped_gemm_weight_backward": lambda t: {"grad": tokens_of(t), "x": tokens_of(t, I),
-        "expert_offsets": dispatched(t)["expert_offsets"]},
-    "dense_gemm": lambda t: {"x": tokens_of(t), "weight": meta(E, H, **BF16), "dtype": torch.float32},
-    "gated_activation": lambda t: {"gate_up": tokens_of(t, 2 * I), **ACT},
-    "combine": lambda t: {"expert_out": tokens_of(K * t), "topk_weights": meta(t, K),
-        "inverse": meta(K * t, dtype=torch.int32), "shared": tokens_of(t)},
-    "combine_backward": lambda t: {"grad": tokens_of(t), "expert_out": tokens_of(K * t),
-        "topk_weights": meta(t, K), "inverse": meta(K * t, dtype=torch.int32)},
-    "gather_gemm": lambda t: {"hidden_states": tokens_of(t), "w13": experts(False)["w13"], **dispatched(t)},
-    "act_gemm_combine": lambda t: {"gate_up": tokens_of(K * t, 2 * I), "w2": experts(False)["w2"], **ACT,
-        **dispatched(t), "topk_weights": meta(t, K), "inverse": meta(K * t, dtype=torch.int32)},
-}  # fmt: skip
 SWEEP = (
     4,
     33,
@@ -191,23 +136,26 @@ def assert_alike(filled, program):
         assert [type(each) for each in numbers] == [type(each) for each in (*planned.grid, *planned.template)]
 
 
-def leaves_of(operator, tokens, gpu=H200):
-    arguments = record(operator, **OPERATORS[operator](tokens))
+def leaves_of(arguments, gpu):
     plan = plans._PLANS[type(arguments)]
-    return plan.make.__wrapped__, plan._described(plan.flatten(arguments), gpu)
+    return plan.make.__wrapped__, (gpu, *plan.flatten(arguments))
 
 
 @pytest.mark.parametrize("gpu", usually(list(GPUS), ["sm_90"]))
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_filled_in_is_as_it_is_made(operator, gpu):
-    make, _ = leaves_of(operator, 1)
-    templates, more = Templates(make), random.Random(0).sample(range(20000), 60)
-    for tokens in (*SWEEP, *more, *SWEEP):
-        _, leaves = leaves_of(operator, tokens, GPUS[gpu])
-        if operator == "dense_gemm" and tokens > 64:
-            continue  # for a library's product
-        assert_alike(templates.plan(*leaves), make(*leaves))
-    assert 1 <= len(templates._known(GPUS[gpu], _apart(leaves[1:])[0]).templates) <= 24
+@pytest.mark.parametrize("layer", any_count.LAYERS)
+def test_filled_in_is_as_it_is_made(layer, gpu):
+    """Of every operator that has plans."""
+    templates, seen = {}, set()
+    more = random.Random(0).sample(range(20000), 12)
+    for tokens in (*SWEEP, *more, *SWEEP[:8]):
+        for place, arguments in enumerate(any_count.arguments(any_count.LAYERS[layer], tokens)):
+            make, leaves = leaves_of(arguments, GPUS[gpu])
+            assert_alike(templates.setdefault(place, Templates(make)).plan(*leaves), make(*leaves))
+            seen.add(type(arguments))
+            if isinstance(arguments, FusedMoe):
+                known = templates[place]._known(GPUS[gpu], _apart(leaves[1:])[0])
+    assert seen == plans._PROGRAMS.keys()
+    assert 5 <= len(known.templates) <= 24
 
 
 class Kernel:
@@ -322,7 +270,24 @@ def test_constants_of_a_kernel_are_decided():
     class Compiled(Kernel):
         params = tuple(type("Param", (), {"num": num, "is_constexpr": num == 2})() for num in range(3))
 
-    templates = of_rows(Compiled())
-    for rows in (5, 6):
-        assert templates.plan(H200, x_of(rows)).steps[0].template[2] == 3 * rows
-    assert len(templates._known(H200, _apart((x_of(1),))[0]).templates) == 2
+    def planned(number, warps, stages, block):
+        def make(gpu, x):
+            rows = x.shape[0]
+            box = Descriptor("x", (rows, 4), (4, 1), (block(rows), 4))
+            args = {"x_ptr": Ref("x"), "rows_ptr": box, "n": number(rows)}
+            return Program((), (Launch(Compiled(), (rows,), args, warps(rows), stages(rows)),), ())
+
+        templates = Templates(make)
+        templates.plan(H200, x_of(1000))
+        steps = [templates.plan(H200, x_of(rows)).steps[0] for rows in (5, 6)]
+        assert len(templates._known(H200, _apart((x_of(1),))[0]).templates) == 2
+        return [
+            (step.template[2], step.num_warps, step.num_stages, step.views[0][1].block[0]) for step in steps
+        ]
+
+    same = lambda rows: 4  # noqa: E731
+    rows_of = lambda rows: rows + 1  # noqa: E731
+    assert planned(rows_of, same, same, same) == [(6, 4, 4, 4), (7, 4, 4, 4)]
+    assert planned(same, rows_of, same, same) == [(4, 6, 4, 4), (4, 7, 4, 4)]
+    assert planned(same, same, rows_of, same) == [(4, 4, 6, 4), (4, 4, 7, 4)]
+    assert planned(same, same, same, rows_of) == [(4, 4, 4, 6), (4, 4, 4, 7)]
