@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import usually
+
 ROOT = Path(__file__).parents[2]
 BUILD = """
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -32,13 +34,16 @@ def test_import_of_ours_first():
 
 @pytest.mark.parametrize(
     "first",
-    [
-        "import transformers",
-        "import transformers.modeling_utils",
-        "import transformers.integrations.moe",
-        "from transformers import MixtralForCausalLM",
-        "from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts",
-    ],
+    usually(
+        [
+            "import transformers",
+            "import transformers.modeling_utils",
+            "import transformers.integrations.moe",
+            "from transformers import MixtralForCausalLM",
+            "from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts",
+        ],
+        ["import transformers", "from transformers import MixtralForCausalLM"],
+    ),
 )
 def test_import_of_transformers_first(first):
     run(f"{first}\nimport layers.huggingface\n{BUILD}")
@@ -46,14 +51,17 @@ def test_import_of_transformers_first(first):
 
 @pytest.mark.parametrize(
     "entry",
-    [
-        "import transformers.activations",
-        "import transformers.integrations.hub_kernels",
-        "import transformers.integrations.moe",
-        "from transformers.models.gpt_oss import modeling_gpt_oss",
-        "from transformers import Trainer, pipeline",
-        "from transformers.generation.utils import GenerationMixin",
-    ],
+    usually(
+        [
+            "import transformers.activations",
+            "import transformers.integrations.hub_kernels",
+            "import transformers.integrations.moe",
+            "from transformers.models.gpt_oss import modeling_gpt_oss",
+            "from transformers import Trainer, pipeline",
+            "from transformers.generation.utils import GenerationMixin",
+        ],
+        ["import transformers.integrations.moe", "from transformers import Trainer, pipeline"],
+    ),
 )
 def test_every_way_into_transformers_stays_open(entry):
     run(f"import layers.huggingface\n{entry}\n{BUILD}")

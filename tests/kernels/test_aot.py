@@ -1,5 +1,7 @@
 """Every kernel the five benchmark workloads launch compiles for an H200 without spilling. Needs no GPU."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -13,6 +15,7 @@ from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.grouped_gemm import plan
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
+from tests.helpers import usually
 from tests.kernels import aot, catalogue
 from tests.kernels.by_name import program_of
 
@@ -42,8 +45,10 @@ def _assert_spill_free(compiled: list[aot.Compiled]) -> None:
     assert not [misfit for kernel in compiled if (misfit := kernel.misfit(H200))]
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("workload", WORKLOADS)
+_OFTEN = [("W1", 1), ("W2", 4), ("W3", 64), ("W4", 1024), ("W5", 16384), ("W2", 1024), ("W4", 1)]
+
+
+@pytest.mark.parametrize(("workload", "tokens"), usually(itertools.product(WORKLOADS, TOKENS), _OFTEN))
 def test_fused_moe(workload: str, tokens: int) -> None:
     experts, top_k, hidden, features = WORKLOADS[workload]
     weights = _meta(experts, 2 * features, hidden), _meta(experts, hidden, features)
