@@ -2,7 +2,7 @@
 
 What a layer launches depends on its operators, layouts and options; on the token count T, by thresholds. So the step
 tells which operators it calls, on what, and from calls for T and T + 1 follows how their arguments grow. Their plans
-for every T then say what to load, and nothing more is run.
+for every T then say what to load, and nothing more is run. The templates that later plans are filled in from are made.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,9 +41,11 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
     with torch.no_grad():
         for operator in _operators(step, max_tokens):
             for tokens in range(1, max_tokens + 1):
-                program = operator(tokens).program()
+                planned = operator(tokens)
+                program = planned.program()
                 if program is not None:
-                    loader.load(program, operator(tokens).dtypes())
+                    loader.load(program, planned.dtypes())
+                    planned.prepare()
 
 
 def _operators(step: Step, max_tokens: int) -> Iterator[Callable[[int], Any]]:

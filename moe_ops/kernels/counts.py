@@ -9,11 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 
+class CountError(TypeError):
+    """What only a plain number can be asked for: there is no template of such a plan."""
+
+
 class Count:
     """A number of rows, or an expression of such, with the value that it has where the plan is made.
 
-    Arithmetic with plain numbers gives expressions. Whatever needs the value itself decides something: a comparison, a
-    key, an index. `decided` has what was, as conditions under which the plan is the same for other numbers.
+    Arithmetic with plain numbers gives expressions. Whatever needs the value itself decides something: a comparison, an
+    index. `decided` has what was, as conditions under which the plan is the same for other numbers.
 
     Not an int, of which code in C would read the value without a word: there is no way to it that is not written down.
     """
@@ -25,6 +29,11 @@ class Count:
     def __init__(self, text: str, value: int, decided: dict[str, None]) -> None:
         self.text, self._value, self.decided = text, value, decided
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is an int, as it then is for any counts."""
+        return type(self._value) is int
+
     def known(self) -> int:
         """The value; the plan is for this one alone then."""
         self.decided[f"{self.text}=={self._value}"] = None
@@ -33,6 +42,13 @@ class Count:
     def bit_length(self) -> "Count":
         """As int's."""
         return self._joined(f"({self.text}).bit_length()", self._value.bit_length())
+
+    def __hash__(self) -> int:
+        # A cache would keep what was computed with it, and give that to plans made of the plain number it equals.
+        raise CountError("a count is no key")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CountError("a count is not copied: what is decided by a copy would be lost")
 
     def __neg__(self) -> "Count":
         return self._joined(f"(-{self.text})", -self._value)

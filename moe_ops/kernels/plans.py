@@ -78,6 +78,10 @@ class Planned(NamedTuple):
             return None
         return plan.make.__wrapped__(self.gpu, *self.leaves)
 
+    def prepare(self) -> None:
+        """Has the template that calls like this one are filled in from, once there were two."""
+        _PLANS[self.record].fill.__wrapped__(self.gpu, *self.leaves)
+
     def dtypes(self) -> dict[str, torch.dtype]:
         """Of the operator's tensors, by name."""
         pairs = zip(_PLANS[self.record].names, self.leaves, strict=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from moe_ops.kernels.counts import Count
+from moe_ops.kernels.counts import Count, CountError
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Filled, Program, Step, TensorMeta, View
 
@@ -34,17 +34,21 @@ class Templates:
         for template in known.templates:
             if template.is_for(*counts):
                 return template.fill(counts)
-        if known.is_new or len(known.templates) >= _MOST:
-            known.is_new = False
-            return self._make(gpu, *leaves).filled
-        known.templates.append(_template(self._make, gpu, leaves))
-        return known.templates[-1].fill(counts)
+        if not known.is_new and len(known.templates) < known.most:
+            try:
+                known.templates.append(_template(self._make, gpu, leaves))
+                return known.templates[-1].fill(counts)
+            except CountError:
+                known.most = 0
+        known.is_new = False
+        return self._make(gpu, *leaves).filled
 
 
 @dataclass(slots=True)
 class _Known:
     templates: list["_Template"] = field(default_factory=list)
     is_new: bool = True
+    most: int = _MOST
 
 
 class _Template(NamedTuple):
@@ -133,10 +137,13 @@ def _template(make: Make, gpu: Gpu, leaves: Sequence[Any]) -> _Template:
 
 
 def _settled(step: Step) -> Step:
-    """A step of which all that is compiled into its kernel has been decided."""
+    """A step of which all that is compiled into its kernel has been decided, and what is no int."""
     params = getattr(step.kernel, "params", ())  # what is interpreted has none, and compiles nothing
     constants = {param.num for param in params if param.is_constexpr}
-    template = [_known(value) if place in constants else value for place, value in enumerate(step.template)]
+    template = [
+        _known(value) if place in constants or _is_fraction(value) else value
+        for place, value in enumerate(step.template)
+    ]
     views = tuple([(place, _boxed(view)) for place, view in step.views])
     options = {"num_warps": _known(step.num_warps), "num_stages": _known(step.num_stages)}
     return step._replace(template=template, views=views, **options)
@@ -144,6 +151,10 @@ def _settled(step: Step) -> Step:
 
 def _boxed(view: View | Descriptor) -> View | Descriptor:
     return replace(view, block=tuple(map(_known, view.block))) if isinstance(view, Descriptor) else view
+
+
+def _is_fraction(value: Any) -> bool:
+    return isinstance(value, Count) and not value.is_whole
 
 
 def _known(value: Any) -> Any:

@@ -11,6 +11,7 @@ from moe_ops.arguments import DenseGemm, FusedExperts, FusedMoe, TopkRouting
 from moe_ops.dense_gemm import _cuda as dense_gemm_cuda
 from moe_ops.fused_experts import _cuda as fused_experts_cuda
 from moe_ops.fused_moe import _cuda as fused_moe_cuda
+from moe_ops.kernels import templates
 from moe_ops.kernels.loading import Loader, variant
 from moe_ops.kernels.plans import watched
 from moe_ops.kernels.program import Filled, Program
@@ -107,6 +108,18 @@ def test_loads_what_any_count_launches_and_no_more(name, loaded, launched):
     assert (
         loaded - launched == set() or name == "views"
     )  # a router's kernel for one token, which ran and is there
+
+
+def test_no_count_needs_another_template(loaded, launched, monkeypatch):
+    moe_ops.warmup_step(STEPS["rows"], MOST)
+    made = []
+    template = templates._template
+    monkeypatch.setattr(templates, "_template", lambda *given: made.append(given) or template(*given))
+    for tokens in range(1, MOST + 1):
+        STEPS["rows"](tokens)
+    assert made == []
+    STEPS["rows"](64 * MOST)
+    assert len(made) == 1
 
 
 def test_it_runs_the_step_for_few_counts_and_on_a_gpu_only(loaded, launched):
