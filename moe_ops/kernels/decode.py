@@ -110,6 +110,19 @@ def gemv_activation_kernel(
 
 
 @triton.jit
+def _add_products(
+    sums, weight_row_ptr, x_row_ptr, start, weight_stride_k, live, DEPTH: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """sums [rows, BLOCK_K] and the products of a step that begins at `start`, which may be WHOLE."""
+    inner = start + tl.arange(0, sums.shape[1])[None, :]
+    mask = live[:, None] if WHOLE else live[:, None] & (inner < DEPTH)
+    weight_ptrs = weight_row_ptr[:, None] + offset(inner, weight_stride_k)
+    weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    x = tl.load(x_row_ptr[:, None] + inner, mask=mask, other=0.0)
+    return sums + weight.to(sums.dtype) * x.to(sums.dtype)
+
+
+@triton.jit
 def gemv_combine_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr,
     shared_ptr, shared_gate_ptr, residual_ptr, out_ptr,
@@ -123,13 +136,13 @@ def gemv_combine_kernel(
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (weight[expert] @ x[t * TOP_K + k] + bias[expert]) + shared[t].
 
-    A program holds ROUTES * BLOCK_N rows: BLOCK_N output columns of every route of its token.
+    A program multiplies BLOCK_N output columns of every route of its token: step by step where their weights are too
+    many (STAGES of them in flight), else all steps at once.
     """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     token, first = _slot_and_column(features, BLOCK_N, TAKE_TURNS)
     rows = tl.arange(0, ROUTES * BLOCK_N)
-    route = rows // BLOCK_N
-    column = first + rows % BLOCK_N
+    route, column = rows // BLOCK_N, first + rows % BLOCK_N
     slot = token * TOP_K + route
     live = (route < TOP_K) & (column < features)
     expert = local_expert(
@@ -149,24 +162,18 @@ def gemv_combine_kernel(
         shared_ptr, shared_gate_ptr, residual_ptr, token, columns, columns < features,
         shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h, ACC,
     )  # fmt: skip
-    weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(column, weight_stride_n)
+    row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(column, weight_stride_n)
     x_row_ptr = x_ptr + offset(slot, DEPTH)
-    inner = tl.arange(0, BLOCK_K)[None, :]
-    if BLOCK_K >= DEPTH:
-        mask = live[:, None] & (inner < DEPTH)
-        weight_ptrs = weight_row_ptr[:, None] + offset(inner, weight_stride_k)
-        weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_row_ptr[:, None] + inner, mask=mask, other=0.0)
-        value = tl.sum(weight.to(ACC) * x.to(ACC), 1)
+    sums = tl.zeros((ROUTES * BLOCK_N, BLOCK_K), ACC)
+    if STAGES > 1:
+        for start in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+            sums = _add_products(sums, row_ptr, x_row_ptr, start, weight_stride_k, live, DEPTH, False)
     else:
-        sums = tl.zeros((ROUTES * BLOCK_N, BLOCK_K), ACC)
-        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
-            mask = live[:, None] & (inner < DEPTH - k)
-            weight_ptrs = weight_row_ptr[:, None] + offset(k + inner, weight_stride_k)
-            weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-            sums += weight.to(ACC) * tl.load(x_row_ptr[:, None] + k + inner, mask=mask, other=0.0).to(ACC)
-        value = tl.sum(sums, 1)
-    value = tl.where(live, (value + bias) * route_weight, 0.0)
+        for start in tl.static_range(0, DEPTH, BLOCK_K):
+            sums = _add_products(
+                sums, row_ptr, x_row_ptr, start, weight_stride_k, live, DEPTH, start + BLOCK_K <= DEPTH
+            )  # fmt: skip
+    value = tl.where(live, (tl.sum(sums, 1) + bias) * route_weight, 0.0)
     total = tl.sum(tl.reshape(value, (ROUTES, BLOCK_N)), 0) + beside
     out_row_ptr = out_ptr + token.to(tl.int64) * features
     tl.store(out_row_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < features)

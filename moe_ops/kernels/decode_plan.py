@@ -28,6 +28,10 @@ _MAX_WARPS = 4
 _ONE_SHOT_BYTES, _FEW_ROWS = 32768, 16
 _LOOP_BYTES = 16384  # of a step of that loop
 _MOST_ROWS = 128  # of a program
+# Of all routes of a token a program reads so many bytes at once in two warps, in steps of so many bytes and numbers of
+# a row: on an H200 some 3 TB/s, where one step in four warps reached 2.3. Longer steps spill.
+_COMBINED_BYTES, _COMBINED_STEP, _COMBINED_ROW = 65536, 4096, 128
+_COMBINED_COLUMNS, _COMBINED_STEPS, _COMBINED_WARPS = 2, 32, 2
 _UNEVEN_SHARE = 4  # of all these bytes that weights get which do not load in pieces of 16
 _SHORTEST_STEP = 16
 _STAGES, _STAGES_IN_LITTLE_MEMORY, _MUCH_MEMORY = 4, 3, 128 * KIB
@@ -82,7 +86,16 @@ def down_config(weight: TensorMeta, top_k: int, gpu: Gpu) -> GemvConfig:
     """Blocks for w2 [E, H, I]: of every route of a token at once, or of one slot where columns lie together."""
     if is_transposed(weight):
         return _column_config(weight, 1, _DOWN_COLUMNS)
-    return row_config(next_power_of_2(top_k), weight, 32768, gpu)
+    routes, itemsize, depth = next_power_of_2(top_k), weight.dtype.itemsize, weight.shape[2]
+    share = 1 if _loads_in_pieces(weight, depth) else _UNEVEN_SHARE
+    if routes * depth * itemsize > _COMBINED_BYTES // share:
+        block_k = max(_LOOP_BYTES // share // (routes * itemsize), _SHORTEST_STEP)
+        return GemvConfig(1, block_k, stages=_stages(gpu))
+    fitting = _COMBINED_BYTES // share // (routes * depth * itemsize)
+    block_n = min(fitting, _COMBINED_COLUMNS, max(_MOST_ROWS // routes, 1))
+    longest = _COMBINED_STEP // share // (routes * block_n * itemsize)
+    block_k = max(_COMBINED_ROW, next_power_of_2(cdiv(depth, _COMBINED_STEPS)))
+    return GemvConfig(block_n, min(block_k, longest, next_power_of_2(depth)), _COMBINED_WARPS)
 
 
 def row_config(rows: int, weight: TensorMeta, target_bytes: int, gpu: Gpu) -> GemvConfig:

@@ -82,6 +82,91 @@ def _store_interleaved(
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
 
+@triton.jit
+def multiply_tile(
+    x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr,
+    expert, row, end, column_block,
+    top_k, num_tokens, num_experts, features, depth,
+    x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+    operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    TAIL: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile: BLOCK_M rows from `row` on, those before `end`, by one block of output columns."""
+    OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    HALVES: tl.constexpr = GATED and not INTERLEAVED
+    # A transposed weight has its gate and up columns too far apart for one box: two loads, two products.
+    PAIRED: tl.constexpr = HALVES and TRANSPOSED
+    LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
+    rows = row + tl.arange(0, BLOCK_M)
+    # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
+    present = rows < tl.where(expert < num_experts, end, 0)
+    source = rows
+    if slots_ptr is not None:
+        source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
+    depths = tl.arange(0, BLOCK_K)
+    x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
+    column = column_block * OUT_N
+    weight_column = column * 2 if GATED and INTERLEAVED else column
+    acc = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
+    acc_up = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
+    for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        if x_desc is not None:  # rows of the next expert come along; they are not stored
+            x = x_desc.load([row, k])
+        else:
+            mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
+            x = tl.load(x_row_ptr + offset(k, x_stride_k), mask=mask, other=0.0)
+        weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
+        acc = dot(x, weight, acc)
+        if PAIRED:
+            up = _weight_tile(weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
+            acc_up = dot(x, up, acc_up)
+    # No bias for rows past the last expert; bias_features bounds what is read of it.
+    bias_features = tl.where(expert < num_experts, features, 0)
+    bias_row_ptr = bias_ptr
+    if bias_ptr is not None:
+        bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
+    if PAIRED:
+        _store_pair(
+            acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+        )  # fmt: skip
+    elif HALVES:
+        gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
+        _store_pair(
+            gate, up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+        )  # fmt: skip
+    elif GATED:
+        # Two halves in turn: the whole tile at once needs more registers than there are.
+        first, second = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
+        _store_interleaved(
+            first, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+        )  # fmt: skip
+        _store_interleaved(
+            second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_features, bias_stride_n,
+            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+        )  # fmt: skip
+    else:
+        columns = column + tl.arange(0, OUT_N)
+        if bias_ptr is not None:
+            acc = _add_bias(acc, bias_row_ptr, columns, columns < bias_features, bias_stride_n)
+        if NAME is not None:
+            acc = activate(
+                acc, acc, expert, columns[None, :], (columns < bias_features)[None, :],
+                operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+            )  # fmt: skip
+        _store(acc, out_ptr, rows, end, column, features, out_stride_m)
+
+
 @triton.jit(do_not_specialize=["top_k", "num_tokens", "programs"])
 def grouped_gemm_tma_kernel(
     x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
@@ -95,78 +180,15 @@ def grouped_gemm_tma_kernel(
 ):  # fmt: skip
     """`features`: output columns. A gated tile multiplies BLOCK_N weight rows and stores BLOCK_N/2 columns."""
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    HALVES: tl.constexpr = GATED and not INTERLEAVED
-    # A transposed weight has its gate and up columns too far apart for one box: two loads, two products.
-    PAIRED: tl.constexpr = HALVES and TRANSPOSED
-    LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
     column_blocks = tl.cdiv(features, OUT_N)
     num_tiles = tl.load(tiles_ptr) * column_blocks
     for tile in tl.range(tl.program_id(0), num_tiles, programs, flatten=True):
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
-        rows = row + tl.arange(0, BLOCK_M)
-        # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
-        present = rows < tl.where(expert < num_experts, end, 0)
-        source = rows
-        if slots_ptr is not None:
-            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
-        depths = tl.arange(0, BLOCK_K)
-        x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
-        column = column_block * OUT_N
-        weight_column = column * 2 if GATED and INTERLEAVED else column
-        acc = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
-        acc_up = tl.zeros((BLOCK_M, LOAD_N), tl.float32)
-        for k in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-            if x_desc is not None:  # rows of the next expert come along; they are not stored
-                x = x_desc.load([row, k])
-            else:
-                mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
-                x = tl.load(x_row_ptr + offset(k, x_stride_k), mask=mask, other=0.0)
-            weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
-            acc = dot(x, weight, acc)
-            if PAIRED:
-                up = _weight_tile(
-                    weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K
-                )
-                acc_up = dot(x, up, acc_up)
-        # No bias for rows past the last expert; bias_features bounds what is read of it.
-        bias_features = tl.where(expert < num_experts, features, 0)
-        bias_row_ptr = bias_ptr
-        if bias_ptr is not None:
-            bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
-        if PAIRED:
-            _store_pair(
-                acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
-            )  # fmt: skip
-        elif HALVES:
-            gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
-            _store_pair(
-                gate, up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
-            )  # fmt: skip
-        elif GATED:
-            # Two halves in turn: the whole tile at once needs more registers than there are.
-            first, second = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
-            _store_interleaved(
-                first, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
-            )  # fmt: skip
-            _store_interleaved(
-                second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_features, bias_stride_n,
-                out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
-            )  # fmt: skip
-        else:
-            columns = column + tl.arange(0, OUT_N)
-            if bias_ptr is not None:
-                acc = _add_bias(acc, bias_row_ptr, columns, columns < bias_features, bias_stride_n)
-            if NAME is not None:
-                acc = activate(
-                    acc, acc, expert, columns[None, :], (columns < bias_features)[None, :],
-                    operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                    NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
-                )  # fmt: skip
-            _store(acc, out_ptr, rows, end, column, features, out_stride_m)
+        multiply_tile(
+            x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, expert, row, end, column_block,
+            top_k, num_tokens, num_experts, features, depth,
+            x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+            operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+            TAIL, TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""grouped_gemm: plans for the kernels of `gemm_tma` and `gemm_generic`."""
+"""grouped_gemm: plans for the kernels of `gemm_tma`, `gemm_mixed` and `gemm_generic`."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from moe_ops.kernels.formula import operand_args, with_formula
 from moe_ops.kernels.gemm import Gemm, Operand, bias_args, operands
 from moe_ops.kernels.gemm_config import LaunchConfig
 from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel
+from moe_ops.kernels.gemm_mixed import SHORT, grouped_gemm_mixed_kernel
 from moe_ops.kernels.gemm_tma import grouped_gemm_tma_kernel
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
@@ -26,17 +27,19 @@ _NO_ACTIVATION = {
 def plan(gemm: Gemm, config: LaunchConfig | None = None) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     """Buffers (tile map, output) and launches of one grouped product; reads `expert_offsets`, or `counts`."""
     config = config or gemm_config.pick_config(gemm)
-    tiles, map_launch = _tile_map(gemm, config.block_m)
+    mixed = gemm_config.mixes_heights(gemm) and config.block_m > SHORT.value
+    tiles, map_launch = _tile_map(gemm, config.block_m, mixed)
     out = Buffer(gemm.out, gemm.out_meta.shape, gemm.out_meta.dtype)
-    launch = (_tma_launch if gemm.weight_by_tma else _generic_launch)(gemm, config, tiles.name)
+    make = _mixed_launch if mixed else _tma_launch if gemm.weight_by_tma else _generic_launch
+    launch = make(gemm, config, tiles.name)
     return (tiles, out), (map_launch, launch)
 
 
-def _tile_map(gemm: Gemm, block_m: int) -> tuple[Buffer, Launch]:
+def _tile_map(gemm: Gemm, block_m: int, split: bool) -> tuple[Buffer, Launch]:
     num_experts = gemm.linear.weight.meta.shape[0]
     if gemm.max_tokens is not None:
         return batched_tile_map(gemm.max_tokens, num_experts, block_m)
-    return tile_map(gemm.num_slots, num_experts, block_m, gemm.tail)
+    return tile_map(gemm.num_slots, num_experts, block_m, gemm.tail, split)
 
 
 def plan_all(gemms: tuple[Gemm, ...]) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
@@ -96,6 +99,17 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
     }
     kernel = with_formula(grouped_gemm_tma_kernel, gemm.activation)
     return Launch(kernel, (programs,), args, config.num_warps, config.num_stages)
+
+
+def _mixed_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
+    args = {
+        **_common_args(gemm, config, tiles),
+        "weight_desc": _weight_descriptor(gemm, config),
+        "EVEN_K": gemm.linear.weight.meta.shape[2] % config.block_k == 0,
+        "STAGES": config.num_stages,
+    }
+    kernel = with_formula(grouped_gemm_mixed_kernel, gemm.activation)
+    return Launch(kernel, (_num_tiles(gemm, config),), args, config.num_warps, config.num_stages)
 
 
 def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:

@@ -27,10 +27,30 @@ def _is_finite(value):
 
 
 @triton.jit
-def _lowest_best(values, available, numbers):
-    """(value, number) per row of the largest available entry; the lowest number among equals."""
-    best = tl.max(tl.where(available, values, -float("inf")), 1)
-    return best, tl.min(tl.where(available & (values == best[:, None]), numbers, _NO_EXPERT), 1)
+def _keys(values):
+    """Integers in the order of floating values, 0 and -0 alike: a warp finds its largest in one instruction."""
+    values = tl.where(values == 0, 0.0, values)
+    if values.dtype == tl.float64:
+        bits = values.to(tl.int64, bitcast=True)
+        keys = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return keys
+
+
+@triton.jit
+def _taken(keys, gone):
+    """Keys, below all others where they are `gone`."""
+    lowest = -(1 << 63) if keys.dtype == tl.int64 else -(1 << 31)
+    return tl.where(gone, tl.full(keys.shape, lowest, keys.dtype), keys)
+
+
+@triton.jit
+def _first_best(keys, numbers):
+    """(key, number) per row of the largest; the lowest number among equals."""
+    best = tl.max(keys, 1)
+    return best, tl.min(tl.where(keys == best[:, None], numbers, _NO_EXPERT), 1)
 
 
 @triton.jit
@@ -125,29 +145,32 @@ def route_tokens(
     if NUM_GROUPS > 1:
         groups = tl.arange(0, BLOCK_G)
         group_score = _group_scores(selection, experts, NUM_GROUPS, MEMBERS, BLOCK_G, TOP2_SUM)
-        untaken = (groups[None, :] < NUM_GROUPS) & tl.full((ROWS, BLOCK_G), True, tl.int1)
+        group_keys = _taken(_keys(group_score), groups[None, :] >= NUM_GROUPS)
         kept = tl.full((ROWS, BLOCK_E), False, tl.int1)
         for _ in range(TOPK_GROUPS):
-            _, group = _lowest_best(group_score, untaken, groups[None, :])
+            _, group = _first_best(group_keys, groups[None, :])
             kept = kept | (experts // MEMBERS == group[:, None])
-            untaken = untaken & (groups[None, :] != group[:, None])
+            group_keys = _taken(group_keys, groups[None, :] == group[:, None])
         # A finite GROUP_FILL must not make an unusable score usable.
         fill = -float("inf") if GROUP_FILL is None else GROUP_FILL
         selection = tl.where(kept | (selection == -float("inf")), selection, fill)
     score = tl.where(there & _is_finite(score), score, 0.0)
-    available = there & tl.full((ROWS, BLOCK_E), True, tl.int1)
+    keys = _taken(_keys(selection), tl.broadcast_to(experts >= NUM_EXPERTS, (ROWS, BLOCK_E)))
+    bits = score.to(keys.dtype, bitcast=True)
     columns = tl.arange(0, BLOCK_K)[None, :]
-    chosen = tl.zeros((ROWS, BLOCK_K), ACC)
-    ranked = tl.full((ROWS, BLOCK_K), -float("inf"), ACC)
+    chosen_keys = _keys(tl.full((ROWS, BLOCK_K), -float("inf"), ACC))
+    unusable = chosen_keys
+    chosen_bits = tl.zeros((ROWS, BLOCK_K), keys.dtype)
     ids = tl.zeros((ROWS, BLOCK_K), tl.int32)
     for k in range(TOP_K):
-        best, pick = _lowest_best(selection, available, experts)
+        best, pick = _first_best(keys, experts)
         hit = experts == pick[:, None]
-        available = available & (experts != pick[:, None])
-        chosen = tl.where(columns == k, tl.sum(tl.where(hit, score, 0.0), 1)[:, None], chosen)
-        ranked = tl.where(columns == k, best[:, None], ranked)
+        keys = _taken(keys, hit)
+        chosen_bits = tl.where(columns == k, tl.sum(tl.where(hit, bits, 0), 1)[:, None], chosen_bits)
+        chosen_keys = tl.where(columns == k, best[:, None], chosen_keys)
         ids = tl.where(columns == k, pick[:, None], ids)
-    valid = _is_finite(ranked)
+    valid = chosen_keys > unusable
+    chosen = chosen_bits.to(ACC, bitcast=True)
     chosen = tl.where(valid, chosen, 0.0) if SCORE_FIRST else _score(chosen, valid, SCORE)
     if RENORMALIZE:
         total = tl.sum(chosen, 1) + RENORM_EPS

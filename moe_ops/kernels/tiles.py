@@ -17,16 +17,29 @@ _FILL = 64
 
 @triton.jit
 def _write_records(
-    tiles_ptr, group, groups, starts, ends, capacity, BLOCK_M: tl.constexpr, FILL: tl.constexpr
+    tiles_ptr, group, groups, starts, ends, capacity,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """The records of `group`, whose row blocks follow those of the groups before it."""
+    """The records of `group`, whose row blocks follow those of the groups before it.
+
+    With SPLIT those of groups of several row blocks come first, and record 0 also says how many these are.
+    """
     blocks = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(groups < group, blocks, 0), 0)
+    before = groups < group
+    first = tl.sum(tl.where(before, blocks, 0), 0)
     start = tl.sum(tl.where(groups == group, starts, 0), 0)
     end = tl.sum(tl.where(groups == group, ends, 0), 0)
+    mine = (end - start + BLOCK_M - 1) // BLOCK_M
+    if SPLIT:
+        several = blocks > 1
+        num_several = tl.sum(tl.where(several, blocks, 0), 0)
+        first_single = num_several + tl.sum(tl.where(before & (blocks == 1), 1, 0), 0)
+        first = tl.where(mine > 1, tl.sum(tl.where(before & several, blocks, 0), 0), first_single)
+        if group == 0:
+            tl.store(tiles_ptr + 1, tl.minimum(num_several, capacity))
     if group == 0:
         tl.store(tiles_ptr, tl.minimum(tl.sum(blocks, 0), capacity))
-    last = tl.minimum(first + (end - start + BLOCK_M - 1) // BLOCK_M, capacity)
+    last = tl.minimum(first + mine, capacity)
     for base in range(first, last, FILL):
         block = base + tl.arange(0, FILL)
         record_ptr = tiles_ptr + (block + 1).to(tl.int64) * _RECORD
@@ -39,7 +52,7 @@ def _write_records(
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def _tile_map_kernel(
     offsets_ptr, tiles_ptr, num_slots, num_experts, capacity,
-    TAIL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, FILL: tl.constexpr,
+    TAIL: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program per expert writes a record per row block; record 0 holds the number of row blocks.
 
@@ -54,7 +67,7 @@ def _tile_map_kernel(
     # Offsets come from the caller: clamped, no value of theirs can make a kernel leave its buffers.
     starts = tl.minimum(tl.maximum(starts, 0), num_slots)
     ends = tl.minimum(tl.maximum(ends, starts), num_slots)
-    _write_records(tiles_ptr, group, groups, starts, ends, capacity, BLOCK_M, FILL)
+    _write_records(tiles_ptr, group, groups, starts, ends, capacity, SPLIT, BLOCK_M, FILL)
 
 
 @triton.jit(do_not_specialize=["max_tokens", "capacity"])
@@ -69,7 +82,7 @@ def _batched_tile_map_kernel(
     starts = groups * max_tokens
     # Counts come from the caller, see above.
     ends = starts + tl.minimum(tl.maximum(counts, 0), max_tokens)
-    _write_records(tiles_ptr, group, groups, starts, ends, capacity, BLOCK_M, FILL)
+    _write_records(tiles_ptr, group, groups, starts, ends, capacity, False, BLOCK_M, FILL)
 
 
 @triton.jit
@@ -85,15 +98,35 @@ def tile_at(tiles_ptr, index, column_blocks, BLOCK_M: tl.constexpr):
     return expert, start + (local % blocks) * BLOCK_M, end, local // blocks
 
 
+@triton.jit
+def tile_in_turn(tiles_ptr, index, column_blocks, BLOCK_M: tl.constexpr):
+    """`tile_at` of a SPLIT map: tiles of both kinds of groups in turns, in proportion.
+
+    Those of one row block are bound by their weights' bytes, the others by arithmetic: side by side they use both.
+    """
+    num_blocks, num_several = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
+    before = (num_several * tl.cast(index, tl.int64) // num_blocks).to(tl.int32)
+    after = (num_several * (tl.cast(index, tl.int64) + 1) // num_blocks).to(tl.int32)
+    place = tl.where(after > before, before, num_several * column_blocks + index - before)
+    return tile_at(tiles_ptr, place, column_blocks, BLOCK_M)
+
+
 def tile_capacity(num_slots: int, num_experts: int, block_m: int, tail: bool) -> int:
     """The most row blocks any routing can need."""
     return num_slots // block_m + min(num_experts + tail, num_slots)
 
 
-def tile_map(num_slots: int, num_experts: int, block_m: int, tail: bool) -> tuple[Buffer, Launch]:
-    """Buffer and launch of the tile map, from `expert_offsets`. tail: tiles also cover the rows of dropped slots."""
+def tile_map(
+    num_slots: int, num_experts: int, block_m: int, tail: bool, split: bool
+) -> tuple[Buffer, Launch]:
+    """Buffer and launch of the tile map, from `expert_offsets`. tail: tiles also cover the rows of dropped slots.
+
+    split: for `tile_in_turn`, else for `tile_at`.
+    """
     capacity = tile_capacity(num_slots, num_experts, block_m, tail)
-    buffer = Buffer(f"tiles_{block_m}", ((capacity + 1) * _RECORD.value,), torch.int32)
+    buffer = Buffer(
+        f"{'split_' if split else ''}tiles_{block_m}", ((capacity + 1) * _RECORD.value,), torch.int32
+    )
     args = {
         "offsets_ptr": Ref("expert_offsets"),
         "tiles_ptr": Ref(buffer.name),
@@ -101,6 +134,7 @@ def tile_map(num_slots: int, num_experts: int, block_m: int, tail: bool) -> tupl
         "num_experts": num_experts,
         "capacity": capacity,
         "TAIL": tail,
+        "SPLIT": split,
         "BLOCK_M": block_m,
         "BLOCK_E": next_power_of_2(num_experts + 1),
         "FILL": _FILL,

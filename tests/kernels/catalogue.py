@@ -15,6 +15,7 @@ from moe_ops.kernels import (
     exchange_planning,
     exchange_plans,
     gemm_generic,
+    gemm_mixed,
     gemm_tma,
     permute,
     placement,
@@ -42,6 +43,7 @@ _MODULES = (
     exchange,
     exchange_planning,
     gemm_generic,
+    gemm_mixed,
     gemm_tma,
     permute,
     placement,
@@ -124,6 +126,12 @@ def _gemms(act: Activation) -> list[Program]:
     return [program_of("gather_gemm_act", x, weight, *plans, act) for weight in weights]
 
 
+def _mixed() -> Program:
+    """A product wide enough for tiles of mixed heights."""
+    x, weight = meta(128, 2064)[:, :2048], meta(2, 2048, 2064)[:, :, :2048]
+    return program_of("grouped_gemm", x, weight, _index(3), _strided(2, 2048))
+
+
 def _decode(*weights: torch.Tensor) -> Program:
     routes = _strided(1, 2, dtype=torch.float32), _strided(1, 2, dtype=torch.int32)
     biases = _strided(8, 128), _strided(8, 64)
@@ -202,6 +210,7 @@ def programs() -> list[Program]:
         program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
+        _mixed(),
         *_gemms(INTERLEAVED),
         *_gemms(Activation("relu2")),
         _decode(_strided(8, 128, 64), _strided(8, 64, 64)),

@@ -156,6 +156,18 @@ def _product(gpu, dtype, act, transposed, depth, biased) -> Iterator[Planned]:
             yield from _planned(name, *grouped_gemm.plan(each), dtype)
 
 
+def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
+    """Products wide enough for tiles of mixed heights, on the GPUs that get them."""
+    for act in (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS):
+        (bias,), weight = _metas(torch.bfloat16, (8, 4096)), _weight(8, 4096, 2880, torch.bfloat16, False)
+        (x,) = _metas(torch.bfloat16, (256, 2880))
+        linear = operands("weight", GroupedLinear(weight, bias))
+        gemm = Gemm(Operand("x", x), linear, "out", 512, gpu, 2, act, tail=True)
+        yield from _planned(f"mixed act={act}", *grouped_gemm.plan(gemm), torch.bfloat16)
+        gemm = replace(gemm, num_slots=256, top_k=None, activation=None)
+        yield from _planned("mixed, in order", *grouped_gemm.plan(gemm), torch.bfloat16)
+
+
 def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows set aside for each expert: the block sizes of few and of many, by TMA and not."""
     depths = (2048, 2040, 511) if size is Range.WIDE else (2048,)
@@ -302,6 +314,7 @@ FAMILIES = {
     for function in (
         decode,
         products,
+        mixed,
         batches,
         few_tokens,
         gradients,

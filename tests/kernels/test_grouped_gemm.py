@@ -1,13 +1,17 @@
 """The grouped product on both paths, every weight layout, and the weight gradient."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
 from moe_ops.kernels import gemm_config, grouped_gemm
+from moe_ops.kernels.gemm import Gemm, Operand
+from moe_ops.kernels.gemm_mixed import grouped_gemm_mixed_kernel
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.program import Program
+from moe_ops.kernels.program import Program, describe
+from moe_ops.types import Activation
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta, product
@@ -89,6 +93,54 @@ def test_offsets_that_make_no_sense_touch_nothing(device: str) -> None:
     offsets = torch.tensor([0, 5, 9, 20], dtype=torch.int32).to(device)
     out = launch("grouped_gemm", x, weight, offsets, None)
     assert_close(out, oracles.grouped_gemm(x, weight, offsets.tolist()))
+
+
+def _mixed(weight: torch.Tensor, rows: int, activation: Activation | None = None) -> Gemm:
+    gemm = product(weight, rows, activation)
+    x = Operand("x", describe(meta(rows // 2, weight.shape[2])))
+    return replace(gemm, x=x, top_k=2, tail=True)
+
+
+@pytest.mark.parametrize("activation", [None, Activation(), Activation("swiglu_oai", interleaved=True)])
+@pytest.mark.parametrize(
+    "counts", [(0, 16, 17, 64, 65, 128, 129, 144, 193, 0, 20), (0, 600, 0, 3, 0, 0, 257, 1, 0)]
+)
+def test_tiles_of_mixed_heights(
+    activation: Activation | None, counts: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows up to and past each height, experts of one tile and of several, and rows of none, which are zeros."""
+    monkeypatch.setattr(gemm_config, "_MIXED_FEATURES", 32)
+    offsets = [0, *itertools.accumulate(counts)]
+    rows = offsets[-1] + 74 + offsets[-1] % 2
+    weight, x = torch.randn(len(counts), 80, 80).bfloat16(), torch.randn(rows // 2, 80).bfloat16()
+    slots, gemm = torch.randperm(rows).int(), _mixed(weight, rows, activation)
+    buffers, launches = grouped_gemm.plan(gemm)
+    assert launches[-1].kernel is grouped_gemm_mixed_kernel
+    tensors = {"x": x, "weight": weight, "sorted_slots": slots}
+    tensors["expert_offsets"] = torch.tensor(offsets, dtype=torch.int32)
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    (out,) = Program(buffers, launches, ("out",)).filled.run(moved)
+    expected = oracles.grouped_gemm(x[slots.long() // 2], weight, offsets)
+    assert_close(out, expected if activation is None else oracles.activate(expected, activation))
+
+
+def test_which_products_have_tiles_of_mixed_heights() -> None:
+    wide, narrow = meta(4, 4096, 2048), meta(4, 4096, 2032)
+    mixes = [rows for rows in (80, 81, 512, 513) if gemm_config.mixes_heights(_mixed(wide, rows))]
+    assert mixes == [81, 512]
+    assert gemm_config.mixes_heights(_mixed(wide, 256, Activation()))
+    gemm = _mixed(wide, 256)
+    others = [
+        _mixed(narrow, 256),
+        _mixed(meta(4, 2048, 2048), 256, Activation()),
+        _mixed(meta(4, 2048, 4096).transpose(1, 2), 256),
+        _mixed(meta(4, 4096, 2048, dtype=torch.float32), 256),
+        replace(gemm, gpu=Gpu(80, 108, 163 * 1024)),
+        replace(gemm, rows_per_tile=64),
+        replace(gemm, max_tokens=64),
+        replace(gemm, x=Operand("x", describe(meta(128, 2050)[:, :2048]))),
+    ]
+    assert not any(map(gemm_config.mixes_heights, others))
 
 
 @pytest.mark.parametrize("config", gemm_config.candidates(product(meta(1, 8, 8))))

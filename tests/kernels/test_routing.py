@@ -80,6 +80,13 @@ def test_ties_go_to_the_lowest_id(device: str) -> None:
     assert ids.cpu().tolist() == [[0, 1, 2, 3], [3, 7, 0, 1], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_of_both_signs_are_one_score(dtype: torch.dtype, device: str) -> None:
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -0.0, -2.0, 0.0]], dtype=dtype, device=device)
+    _, ids = launch("topk_routing", logits, None, RoutingConfig(6, order="topk_then_score"))
+    assert ids.tolist() == [[1, 2, 3, 5, 0, 4]]
+
+
 @pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
 @pytest.mark.parametrize("score_fn", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_non_finite_scores_rank_last_with_weight_zero(score_fn: str, order: str, device: str) -> None:
