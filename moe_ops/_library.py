@@ -6,6 +6,7 @@ direct `torch.ops.moe.*` call is as safe as a public function.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ def define(arguments: type, returns: str, *, check: Op, cpu: Op, cuda: Op, fake:
     schema = ", ".join(leaf.schema for leaf in leaves)
     LIBRARY.define(f"{name}({schema}) -> {returns}", tags=_TAGS)
     LIBRARY.impl(name, _checked(build, check, _plain(cpu)), "CPU")
-    LIBRARY.impl(name, _checked(build, check, cuda), "CUDA")
+    LIBRARY.impl(name, _launching(arguments, _checked(build, check, cuda)), "CUDA")
     traced = _traced(_checked(build, check, fake))
     torch.library.register_fake(f"{NAMESPACE}::{name}", traced, lib=LIBRARY)
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -87,6 +88,24 @@ def _checked(build: Op, check: Op, implementation: Op) -> Op:
         return implementation(arguments)
 
     return checked
+
+
+def _launching(record: type, checked: Op) -> Op:
+    """What passed the checks once and was launched is launched again for arguments of the same metadata."""
+
+    def launching(*leaves: Any) -> Any:
+        outputs = _plans().launch_known(record, leaves)
+        return checked(*leaves) if outputs is None else outputs
+
+    return launching
+
+
+@lru_cache(maxsize=None)
+def _plans() -> Any:
+    """Imported with the first launch, for Triton comes with it."""
+    from moe_ops.kernels import plans
+
+    return plans
 
 
 def _traced(fake: Op) -> Op:
@@ -192,10 +211,12 @@ def has_backward(arguments: Any) -> bool:
 
 
 def launch(arguments: Any) -> Any:
-    """Runs the Triton launches of the operator that takes `arguments`, on a GPU."""
-    from moe_ops.kernels import plans
+    """Runs the Triton launches of the operator that takes `arguments`, on a GPU.
 
-    return plans.launch(arguments)
+    To be called by the operator, with its arguments or what it always makes of those with this metadata: from then on
+    they go straight to the launches.
+    """
+    return _plans().launch_checked(arguments)
 
 
 def exchange(arguments: Any, peers: Any) -> dict[str, Tensor]:
@@ -207,16 +228,12 @@ def exchange(arguments: Any, peers: Any) -> dict[str, Tensor]:
 
 def has_launches(arguments: Any) -> bool:
     """Whether kernels of ours are for such arguments of an operator that also runs a library's."""
-    from moe_ops.kernels import plans
-
-    return plans.is_taken(arguments)
+    return _plans().is_taken(arguments)
 
 
 def launch_with_shared(routed: Any, alone: Any, products: Callable[[Any], Tensor]) -> Tensor:
     """Runs a `FusedExperts` and, on a second stream where that is faster, the `SharedAlone` that joins its sum."""
-    from moe_ops.kernels import plans
-
-    return plans.launch_with_shared(routed, alone, products)
+    return _plans().launch_with_shared(routed, alone, products)
 
 
 def autocast(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Launches that other ranks take part in: made once per metadata, and the memory of ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -35,8 +35,10 @@ def launch(arguments: Any, peers: Peers) -> dict[str, torch.Tensor]:
     """Runs them on the current stream: outputs by name."""
     device = peers.addresses.device
     plan = program(arguments, peers.layout, peers.rank, gpu_of(device))
-    tensors = {**records.named(arguments), "addresses": peers.addresses, "turns": peers.turns}
-    with torch.cuda.device(device):
-        values = plan.filled.allocate(tensors, device)
-        plan.filled.launch(values)
-    return {name: values[name] for name in plan.outputs}
+    tensors = tensors_of({**records.named(arguments), "addresses": peers.addresses, "turns": peers.turns})
+    return dict(zip(plan.outputs, plan.filled.run(tensors), strict=True))
+
+
+def tensors_of(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor | None]:
+    """Those arguments that are tensors, or missing."""
+    return {name: each for name, each in arguments.items() if each is None or isinstance(each, torch.Tensor)}

@@ -1,11 +1,14 @@
 """What a launch plan may know of the GPU it is made for."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 KIB = 1024
+_AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +37,10 @@ def gpu_of(device: torch.device) -> Gpu:
     found = torch.cuda.get_device_properties(device)
     capability = 10 * found.major + found.minor
     return Gpu(capability, found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it launches go to `device`."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)

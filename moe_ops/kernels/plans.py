@@ -1,6 +1,6 @@
 """Launch plans by the record of an operator's arguments: made once per metadata, then run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -93,6 +93,7 @@ _TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
     of.DenseGemm: dense.takes_product,
 }
 _SEEN: list[list[Planned]] = []  # of those who watch
+_MOST_KNOWN = 1024
 
 
 @contextmanager
@@ -116,6 +117,8 @@ class _Plan(NamedTuple):
     indices: tuple[int, ...]
     make: Callable[..., Program]
     fill: Callable[..., Filled]
+    key: Callable[..., Hashable]
+    known: dict[Hashable, Filled]
 
     def program(self, leaves: Any, gpu: Gpu | None) -> Program:
         """The plan for leaves with this metadata."""
@@ -150,7 +153,22 @@ def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
         tuple(index for index, leaf in enumerate(leaves) if Role.INDEX in leaf.roles),
         lru_cache(maxsize=1024)(planned),
         lru_cache(maxsize=1024)(Templates(planned).plan),
+        _key_of(leaves),
+        {},
     )
+
+
+def _key_of(leaves: Sequence[records.Leaf]) -> Callable[..., Hashable]:
+    """The function of leaves that says all that checks and plans read of them; written out, as it runs in every call.
+
+    But for where tensors start: a run that finds one elsewhere does not launch what was kept.
+    """
+    names = [f"leaf{index}" for index in range(len(leaves))]
+    described = "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.device)"
+    parts = [
+        described.format(name) if leaf.is_tensor else name for name, leaf in zip(names, leaves, strict=True)
+    ]
+    return eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)")
 
 
 _PLANS = {record: _plan(record, make) for record, make in _PROGRAMS.items()}
@@ -174,11 +192,35 @@ def _expect_contiguous(name: str, index: Any) -> None:
         raise ValueError(f"{name} has stride {index.stride()[0]}: expected a contiguous tensor")
 
 
-def launch(arguments: Any) -> Any:
+def launch(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Runs the launches of the operator that takes `arguments`: what the operator returns."""
     filled, tensors = _bound(arguments)
-    outputs = filled.run(tensors)
-    return outputs[0] if len(outputs) == 1 else outputs
+    return _results(filled.run(tensors))
+
+
+def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The same for an operator that has checked them, and would launch this for any arguments with this metadata."""
+    filled, tensors = _bound(arguments)
+    results = filled.run_packed(tensors)
+    if results is None:
+        return _results(filled.run(tensors))
+    plan = _PLANS[type(arguments)]
+    if len(plan.known) >= _MOST_KNOWN:
+        plan.known.clear()
+    plan.known[plan.key(*tensors.values(), *plan.flatten(arguments)[len(tensors) :])] = filled
+    return _results(results)
+
+
+def launch_known(record: type, leaves: tuple[Any, ...]) -> Any:
+    """What the operator of `record` returns, if it has launched for such leaves; None if they are to be checked."""
+    plan = _PLANS.get(record)
+    filled = None if plan is None or _SEEN else plan.known.get(plan.key(*leaves))
+    results = None if filled is None else filled.run_packed(dict(zip(plan.names, leaves)))
+    return None if results is None else _results(results)
+
+
+def _results(results: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return results[0] if len(results) == 1 else results
 
 
 def _bound(arguments: Any) -> tuple[Filled, dict[str, Any]]:
@@ -216,12 +258,11 @@ def launch_with_shared(
             output = shared()
         output.record_stream(current)
         filled, tensors = _bound(routed._replace(shared=output))
-        values = filled.allocate(tensors, device)
-        before, after = filled.split("shared")
-        filled.launch(values, before)
+        bound, first = filled.bind(tensors, device), filled.first_reader("shared")
+        bound.launch(0, first)
         current.wait_stream(second)
-        filled.launch(values, after)
-    return values[filled.outputs[0]]
+        bound.launch(first)
+    return bound.results[0]
 
 
 def _described(leaf: Any) -> Any:

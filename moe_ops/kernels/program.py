@@ -5,7 +5,7 @@ or written into a compiled graph by a pass. Tensors are named: the caller's afte
 buffers after what they hold.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 16
-"""Bytes on which a tensor must start for TMA, and does if an allocator placed it."""
+from moe_ops.kernels._compat import Code, code_of, has_hooks
+from moe_ops.kernels.gpu import on_device
+from moe_ops.kernels.packed import ALIGNMENT, Bound, Packed, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,48 +137,89 @@ class Program:
     def __post_init__(self) -> None:
         launches = tuple(launch for launch in self.launches if all(launch.grid))
         object.__setattr__(self, "launches", launches)
-        object.__setattr__(self, "filled", Filled(self.buffers, tuple(map(_step, launches)), self.outputs))
+        object.__setattr__(
+            self, "filled", Filled(self.buffers, tuple(map(_step, launches)), self.outputs, {})
+        )
 
 
 class Filled(NamedTuple):
-    """A program with its launches laid out to be run again and again."""
+    """A program with its launches laid out to be run again and again; `packed` has those of devices it has run on."""
 
     buffers: tuple[Buffer, ...]
     steps: tuple["Step", ...]
     outputs: tuple[str, ...]
+    packed: dict[int, Packed]
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-        """Runs eagerly. `tensors` holds the operator's arguments by name; entries that are None are ignored."""
-        device = next(t.device for t in tensors.values() if t is not None)
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self._run(tensors, device)
-        return self._run(tensors, device)
+        """Runs eagerly. `tensors` holds the operator's arguments by name; entries that are None are ignored.
 
-    def _run(
+        They are the same names in the same order in every run, those that are None too.
+        """
+        results = self.run_packed(tensors)
+        if results is not None:
+            return results
+        device = _device_of(tensors)
+        with on_device(device):
+            bound = self._bind_by_name(tensors, device)
+            bound.launch()
+        return bound.results
+
+    def run_packed(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
+        """The same, if there is nothing left for Triton to look up; else None, and nothing was launched."""
+        device = _device_of(tensors)
+        with on_device(device):
+            bound = self._bind_packed(tensors, device)
+            if bound is None:
+                return None
+            bound.launch()
+        return bound.results
+
+    def bind(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> "Bound | BoundByName":
+        """Allocates buffers on the current stream. What comes back launches on the stream that is current then."""
+        return self._bind_packed(tensors, device) or self._bind_by_name(tensors, device)
+
+    def _bind_packed(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> Bound | None:
+        index = -1 if device.index is None else device.index
+        packed = self.packed.get(index) or pack(self, tensors, index)
+        if packed is None or has_hooks():
+            return None
+        self.packed[index] = packed
+        return packed.bind(tensors.values(), device)
+
+    def _bind_by_name(
         self, tensors: Mapping[str, torch.Tensor | None], device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
-        values = self.allocate(tensors, device)
-        self.launch(values)
-        return tuple([values[name] for name in self.outputs])
-
-    def allocate(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> dict[str, Any]:
-        """`tensors`, and buffers of the current stream, by name."""
+    ) -> "BoundByName":
         values: dict[str, Any] = dict(tensors)
         for name, shape, dtype in self.buffers:
             values[name] = torch.empty(shape, dtype=dtype, device=device)
-        return values
+        return BoundByName(self.steps, values, self.outputs)
 
-    def launch(self, values: Mapping[str, Any], steps: tuple["Step", ...] | None = None) -> None:
-        """Launches `steps`, or all, on the current stream; `values` are what `allocate` returned."""
-        for step in self.steps if steps is None else steps:
-            step.run(values)
-
-    def split(self, name: str) -> tuple[tuple["Step", ...], tuple["Step", ...]]:
-        """The launches before the first one that reads the tensor called `name`, and the others."""
+    def first_reader(self, name: str) -> int:
+        """Which launch is the first that reads the tensor called `name`; as many as there are if none does."""
         readers = (index for index, step in enumerate(self.steps) if step.reads(name))
-        first = next(readers, len(self.steps))
-        return self.steps[:first], self.steps[first:]
+        return next(readers, len(self.steps))
+
+
+def _device_of(tensors: Mapping[str, torch.Tensor | None]) -> torch.device:
+    return next(each.device for each in tensors.values() if each is not None)
+
+
+class BoundByName(NamedTuple):
+    """A program's launches and the tensors of one run, by name."""
+
+    steps: tuple["Step", ...]
+    values: dict[str, Any]
+    outputs: tuple[str, ...]
+
+    def launch(self, first: int = 0, last: int | None = None) -> None:
+        """Launches those from `first` until `last`, or all, on the current stream."""
+        for step in self.steps[first:last]:
+            step.run(self.values)
+
+    @property
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """What the operator returns."""
+        return tuple([self.values[name] for name in self.outputs])
 
 
 class Step(NamedTuple):
@@ -185,8 +227,9 @@ class Step(NamedTuple):
 
     Triton looks up which machine code a call needs by every one of its arguments, which takes most of a launch's time
     on the host. Here that follows from the plan, but for the alignment of tensors: so the code of the first run whose
-    tensors all start on 16 bytes is kept, for each device, and such runs call it. Steps that differ in numbers alone
-    have `codes` together, where `kinds` tells which of them are compiled alike.
+    tensors all start on 16 bytes is kept, for each device, and such runs call it: by addresses alone where that is
+    possible. Steps that differ in numbers alone have `codes` together, where `kinds` tells which of them are compiled
+    alike.
     """
 
     kernel: Any
@@ -196,9 +239,8 @@ class Step(NamedTuple):
     views: tuple[tuple[int, View | Descriptor], ...]
     num_warps: int
     num_stages: int
-    codes: dict[Hashable, Any]
+    codes: dict[Hashable, "Known"]
     kinds: tuple[Hashable, ...]
-    loaded: dict[int, Callable[..., None]]
 
     def reads(self, name: str) -> bool:
         """Whether a tensor is among its arguments."""
@@ -218,26 +260,29 @@ class Step(NamedTuple):
             device = source.get_device()
         if addresses % ALIGNMENT:
             self._look_up(args)
-        elif device in self.loaded:
-            self.loaded[device](*args)
-        else:
-            self._run_first(device, args)
-
-    def _run_first(self, device: int, args: list[Any]) -> None:
-        code = self.codes.get((device, self.kinds))
-        if code is None:
-            code = self.codes[device, self.kinds] = self._look_up(args)
-            if code is not None:  # the interpreter compiles none
-                self.loaded[device] = code[self._grid()]
-        else:
-            run = self.loaded[device] = code[self._grid()]
-            run(*args)
+            return
+        known = self.codes.get((device, self.kinds))
+        if known is not None:
+            known.compiled[(*self.grid, 1, 1)[:3]](*args)
+            return
+        compiled = self._look_up(args)
+        if compiled is not None:  # the interpreter compiles none
+            self.codes[device, self.kinds] = Known(compiled, code_of(compiled))
 
     def _look_up(self, args: list[Any]) -> Any:
         return self.kernel[self.grid](*args, num_warps=self.num_warps, num_stages=self.num_stages)
 
-    def _grid(self) -> tuple[int, ...]:
-        return (*self.grid, 1, 1)[:3]
+    def code(self, device: int) -> Code | None:
+        """What to launch by addresses, if Triton has compiled it."""
+        known = self.codes.get((device, self.kinds))
+        return None if known is None else known.code
+
+
+class Known(NamedTuple):
+    """What Triton compiled for a launch, and what can be launched of it by addresses."""
+
+    compiled: Any
+    code: Code | None
 
 
 def _step(launch: Launch) -> Step:
@@ -249,7 +294,7 @@ def _step(launch: Launch) -> Step:
     refs = tuple([(i, a.name) for i, a in filled if type(a) is Ref])
     views = tuple([(i, a) for i, a in filled if type(a) is not Ref])
     options = launch.num_warps, launch.num_stages
-    return Step(launch.kernel, launch.grid, template, refs, views, *options, {}, (), {})
+    return Step(launch.kernel, launch.grid, template, refs, views, *options, {}, ())
 
 
 _FILLED_IN = frozenset({Ref, View, Descriptor})

@@ -61,11 +61,12 @@ class _Template(NamedTuple):
 
     def fill(self, counts: Sequence[int]) -> Filled:
         shapes, numbers = self.numbers(*counts)
-        buffers, steps, outputs = self.planned
+        buffers, steps, outputs, _ = self.planned
         return Filled(
             tuple([Buffer(buffer.name, shape, buffer.dtype) for buffer, shape in zip(buffers, shapes)]),
             tuple([_filled(*each) for each in zip(steps, self.places, numbers)]),
             outputs,
+            {},
         )
 
 
@@ -82,8 +83,8 @@ def _filled(step: Step, places: tuple[int, ...], numbers: _Numbers | None) -> St
         template[place] = value
     offsets = [view.offset for _, view in views if type(view) is View]
     kinds = tuple([(value == 1, value % 16 == 0, value >> 31) for value in (*values, *offsets)])
-    kernel, _, _, refs, _, num_warps, num_stages, codes, _, _ = step
-    return Step(kernel, grid, template, refs, views, num_warps, num_stages, codes, kinds, {})
+    kernel, _, _, refs, _, num_warps, num_stages, codes, _ = step
+    return Step(kernel, grid, template, refs, views, num_warps, num_stages, codes, kinds)
 
 
 def _is_sized(leaf: Any) -> bool:
@@ -126,14 +127,14 @@ def _counted(leaves: Sequence[Any], decided: dict[str, None]) -> tuple[list[Any]
 def _template(make: Make, gpu: Gpu, leaves: Sequence[Any]) -> _Template:
     decided: dict[str, None] = {}
     given, names = _counted(leaves, decided)
-    buffers, steps, outputs = make(gpu, *given).filled
+    buffers, steps, outputs, _ = make(gpu, *given).filled
     steps = tuple(map(_settled, steps))
     places = tuple([_counted_places(step) for step in steps])
     numbers = tuple([_numbers(*each) for each in zip(steps, places)])
     shapes = tuple(tuple(buffer.shape) for buffer in buffers)
     fill = _function(names, _text((shapes, numbers)))
     is_for = _function(names, " and ".join(decided) or "True")
-    return _Template(is_for, fill, Filled(buffers, steps, outputs), places)
+    return _Template(is_for, fill, Filled(buffers, steps, outputs, {}), places)
 
 
 def _settled(step: Step) -> Step:

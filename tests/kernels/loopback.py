@@ -52,12 +52,14 @@ class Loopback:
     def _run(self, given: list[Any]) -> list[dict[str, Tensor]]:
         programs = [exchange_plans.program(each, self.layout, rank, FEW) for rank, each in enumerate(given)]
         shared = [{"addresses": self.addresses, "turns": turns} for turns in self.turns]
-        values = [
-            program.filled.allocate({**records.named(each), **own}, torch.device(self.device))
+        bound = [
+            program.filled.bind(
+                exchange_plans.tensors_of({**records.named(each), **own}), torch.device(self.device)
+            )
             for program, each, own in zip(programs, given, shared, strict=True)
         ]
         with memory.reachable(self.buffers):
             for step in range(len(programs[0].filled.steps)):
-                for program, tensors in zip(programs, values, strict=True):
-                    program.filled.launch(tensors, (program.filled.steps[step],))
-        return [{name: tensors[name] for name in programs[0].outputs} for tensors in values]
+                for each in bound:
+                    each.launch(step, step + 1)
+        return [dict(zip(programs[0].outputs, each.results, strict=True)) for each in bound]

@@ -156,13 +156,13 @@ def test_a_program_is_split_before_the_first_reader(device: str) -> None:
     late = View("late", (4, 4), (4, 1))
     launches = shift(Ref("early"), "a"), shift(late, "b"), shift(Ref("a"), "c")
     program = Program(tuple(Buffer(name, (4, 4), torch.float32) for name in "abc"), launches, ("b", "c"))
-    assert [len(part) for part in program.filled.split("late")] == [1, 2]
-    assert [len(part) for part in program.filled.split("a")] == [0, 3]
-    assert [len(part) for part in program.filled.split("nowhere")] == [3, 0]
+    assert [program.filled.first_reader(name) for name in ("late", "a", "nowhere")] == [1, 0, 3]
     early, slots = torch.arange(16.0, device=device).view(4, 4), torch.tensor([1, 0, 3, 2], dtype=torch.int32)
-    values = program.filled.allocate({"early": early, "slots": slots.to(device)}, early.device)
-    before, after = program.filled.split("late")
-    program.filled.launch(values, before)
-    values["late"] = values["a"] * 2
-    program.filled.launch(values, after)
-    assert torch.equal(values["b"], 2 * early) and torch.equal(values["c"], early)
+    late = torch.zeros(4, 4, device=device)
+    for _ in range(3):  # by name, and on a GPU then by address
+        bound = program.filled.bind({"early": early, "slots": slots.to(device), "late": late}, early.device)
+        bound.launch(0, 1)
+        late.copy_(early[[1, 0, 3, 2]] * 2)
+        bound.launch(1)
+        assert torch.equal(bound.results[0], 2 * early) and torch.equal(bound.results[1], early)
+        late.zero_()

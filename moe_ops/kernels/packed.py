@@ -1,0 +1,170 @@
+"""Launches by addresses: what a plan that runs again does, once Triton has compiled all of it for a device.
+
+Arguments lie ready but for the addresses. Buffers that no caller sees are parts of one workspace. A TMA descriptor is a
+function of an address and what the plan says, so it is kept by address and never stale: another tensor there has the
+same metadata, or it had another plan.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_ops.kernels._compat import Code, stream_of
+
+ALIGNMENT = 16
+"""Bytes on which a tensor must start for TMA, and does if an allocator placed it."""
+_APART = 256  # bytes from which buffers start, as an allocator would place them
+_MOST_MAPS = 64  # of a descriptor
+
+
+class Placed(NamedTuple):
+    """A tensor as a TMA descriptor needs it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self.address
+
+
+class Boxes(NamedTuple):
+    """A descriptor among the arguments: its place, which tensor it is of, and those made so far, by address."""
+
+    place: int
+    tensor: int
+    make: Callable[[int], Any]
+    made: dict[int, Any]
+
+    def at(self, address: int) -> Any:
+        """The one for a tensor that starts there."""
+        found = self.made.get(address)
+        if found is None:
+            if len(self.made) >= _MOST_MAPS:
+                self.made.clear()
+            found = self.made[address] = self.make(address)
+        return found
+
+
+class PackedLaunch(NamedTuple):
+    """A launch whose `arguments` want tensors' addresses: each place, which tensor, and how many bytes into it."""
+
+    launch: Callable[[tuple[int, ...], int, Sequence[Any]], Any]
+    grid: tuple[int, ...]
+    arguments: list[Any]
+    places: tuple[tuple[int, int, int], ...]
+    boxes: tuple[Boxes, ...]
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        """Launches it."""
+        arguments = self.arguments.copy()
+        for place, tensor, offset in self.places:
+            arguments[place] = addresses[tensor] + offset
+        for boxes in self.boxes:
+            arguments[boxes.place] = boxes.at(addresses[boxes.tensor])
+        self.launch(self.grid, stream, arguments)
+
+
+class Bound(NamedTuple):
+    """A packed program and the tensors of one run; `kept` must live until everything is launched."""
+
+    launches: tuple[PackedLaunch, ...]
+    device: int
+    addresses: list[int]
+    results: tuple[torch.Tensor, ...]
+    kept: torch.Tensor | None
+
+    def launch(self, first: int = 0, last: int | None = None) -> None:
+        """Launches those from `first` until `last`, or all, on the current stream."""
+        stream, addresses = stream_of(self.device), self.addresses
+        for launch in self.launches[first:last]:
+            launch.run(stream, addresses)
+
+
+class Packed(NamedTuple):
+    """A program on one device. Tensors are numbered: those given, then `outputs`, then parts of a workspace.
+
+    outputs: shape and dtype. size: bytes of the workspace, in which parts start at `parts`. results: numbers of the
+    tensors that are returned.
+    """
+
+    device: int
+    launches: tuple[PackedLaunch, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    size: int
+    parts: tuple[int, ...]
+    results: tuple[int, ...]
+
+    def bind(self, given: Iterable[torch.Tensor | None], device: torch.device) -> Bound | None:
+        """What to launch with these tensors; None if one does not start where the compiled code wants it."""
+        tensors, bits = [*given], 0
+        for shape, dtype in self.outputs:
+            tensors.append(torch.empty(shape, dtype=dtype, device=device))
+        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        for address in addresses:
+            bits |= address
+        if bits % ALIGNMENT:
+            return None
+        workspace = None
+        if self.size:
+            workspace = torch.empty(self.size, dtype=torch.uint8, device=device)
+            start = workspace.data_ptr()
+            addresses += [start + part for part in self.parts]
+        results: Any = tuple([tensors[number] for number in self.results])
+        return Bound(self.launches, self.device, addresses, results, workspace)
+
+
+def pack(program: Any, tensors: Mapping[str, torch.Tensor | None], device: int) -> Packed | None:
+    """A `Filled` by addresses, given `tensors` by name; None as long as Triton has not compiled all of it."""
+    codes = [step.code(device) for step in program.steps]
+    if None in codes:
+        return None
+    made = [buffer for buffer in program.buffers if buffer.name in program.outputs]
+    inner = [buffer for buffer in program.buffers if buffer.name not in program.outputs]
+    dtypes = {name: None if each is None else each.dtype for name, each in tensors.items()}
+    dtypes |= {buffer.name: buffer.dtype for buffer in (*made, *inner)}
+    numbered = {name: (number, dtype) for number, (name, dtype) in enumerate(dtypes.items())}
+    size, parts = _parts(prod(buffer.shape) * buffer.dtype.itemsize for buffer in inner)
+    return Packed(
+        device,
+        tuple([_pack_launch(step, code, numbered) for step, code in zip(program.steps, codes, strict=True)]),
+        tuple([(buffer.shape, buffer.dtype) for buffer in made]),
+        size,
+        parts,
+        tuple([numbered[name][0] for name in program.outputs]),
+    )
+
+
+def _parts(sizes: Iterable[int]) -> tuple[int, tuple[int, ...]]:
+    """Bytes of a workspace with parts of these sizes, and where they start."""
+    total, starts = 0, []
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // _APART) * _APART
+    return total, tuple(starts)
+
+
+def _pack_launch(step: Any, code: Code, numbered: Mapping[str, tuple[int, Any]]) -> PackedLaunch:
+    starts, arguments = [], []
+    for value, length in zip(step.template, code.parameters, strict=True):
+        starts.append(len(arguments))
+        arguments += [value] * length
+    places = [(starts[place], numbered[name][0], 0) for place, name in step.refs]
+    boxes = []
+    for place, view in step.views:
+        (number, dtype), start = numbered[view.source], starts[place]
+        if hasattr(view, "block"):
+            arguments[start : start + code.parameters[place]] = (None, *view.shape, *view.strides)
+            boxes.append(Boxes(start, number, partial(_tensor_map, code, place, view, dtype), {}))
+        else:
+            places.append((start, number, view.offset * dtype.itemsize))
+    return PackedLaunch(code.launch, (*step.grid, 1, 1)[:3], arguments, tuple(places), tuple(boxes))
+
+
+def _tensor_map(code: Code, place: int, view: Any, dtype: torch.dtype, address: int) -> Any:
+    box = list(view.shape), list(view.strides), list(view.block)
+    return code.tensor_map(place, TensorDescriptor(Placed(address, dtype), *box))
