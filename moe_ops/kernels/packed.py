@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels._compat import Code, stream_of
+from moe_ops.kernels._compat import Code, has_hooks, stream_of
+from moe_ops.kernels.gpu import on_device
 
 ALIGNMENT = 16
 """Bytes on which a tensor must start for TMA, and does if an allocator placed it."""
@@ -73,14 +74,14 @@ class Bound(NamedTuple):
     """A packed program and the tensors of one run; `kept` must live until everything is launched."""
 
     launches: tuple[PackedLaunch, ...]
-    device: int
+    device: torch.device
     addresses: list[int]
     results: tuple[torch.Tensor, ...]
     kept: torch.Tensor | None
 
     def launch(self, first: int = 0, last: int | None = None) -> None:
         """Launches those from `first` until `last`, or all, on the current stream."""
-        stream, addresses = stream_of(self.device), self.addresses
+        stream, addresses = stream_of(self.device.index), self.addresses
         for launch in self.launches[first:last]:
             launch.run(stream, addresses)
 
@@ -92,16 +93,30 @@ class Packed(NamedTuple):
     tensors that are returned.
     """
 
-    device: int
+    device: torch.device
     launches: tuple[PackedLaunch, ...]
     outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     size: int
     parts: tuple[int, ...]
     results: tuple[int, ...]
 
-    def bind(self, given: Iterable[torch.Tensor | None], device: torch.device) -> Bound | None:
-        """What to launch with these tensors; None if one does not start where the compiled code wants it."""
-        tensors, bits = [*given], 0
+    def run(self, given: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
+        """What the program returns; None if Triton has to launch it, and nothing was launched."""
+        with on_device(self.device):
+            bound = self.bind(given)
+            if bound is None:
+                return None
+            bound.launch()
+        return bound.results
+
+    def bind(self, given: Iterable[torch.Tensor | None]) -> Bound | None:
+        """What to launch with these tensors.
+
+        None if one does not start where the compiled code wants it, or somebody watches what Triton launches.
+        """
+        if has_hooks():
+            return None
+        tensors, device, bits = [*given], self.device, 0
         for shape, dtype in self.outputs:
             tensors.append(torch.empty(shape, dtype=dtype, device=device))
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
@@ -115,12 +130,12 @@ class Packed(NamedTuple):
             start = workspace.data_ptr()
             addresses += [start + part for part in self.parts]
         results: Any = tuple([tensors[number] for number in self.results])
-        return Bound(self.launches, self.device, addresses, results, workspace)
+        return Bound(self.launches, device, addresses, results, workspace)
 
 
-def pack(program: Any, tensors: Mapping[str, torch.Tensor | None], device: int) -> Packed | None:
+def pack(program: Any, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> Packed | None:
     """A `Filled` by addresses, given `tensors` by name; None as long as Triton has not compiled all of it."""
-    codes = [step.code(device) for step in program.steps]
+    codes = [step.code(-1 if device.index is None else device.index) for step in program.steps]
     if None in codes:
         return None
     made = [buffer for buffer in program.buffers if buffer.name in program.outputs]

@@ -23,6 +23,7 @@ from moe_ops.kernels import (
     weight_gradient,
 )
 from moe_ops.kernels.gpu import Gpu, gpu_of
+from moe_ops.kernels.packed import Packed
 from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, describe_index
 from moe_ops.kernels.templates import Templates
 from moe_ops.records import Role
@@ -118,7 +119,7 @@ class _Plan(NamedTuple):
     make: Callable[..., Program]
     fill: Callable[..., Filled]
     key: Callable[..., Hashable]
-    known: dict[Hashable, Filled]
+    known: dict[Hashable, Packed]
 
     def program(self, leaves: Any, gpu: Gpu | None) -> Program:
         """The plan for leaves with this metadata."""
@@ -201,21 +202,22 @@ def launch(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
 def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same for an operator that has checked them, and would launch this for any arguments with this metadata."""
     filled, tensors = _bound(arguments)
-    results = filled.run_packed(tensors)
-    if results is None:
+    packed = filled.pack(tensors)
+    results = None if packed is None else packed.run(tensors.values())
+    if packed is None or results is None:
         return _results(filled.run(tensors))
     plan = _PLANS[type(arguments)]
     if len(plan.known) >= _MOST_KNOWN:
         plan.known.clear()
-    plan.known[plan.key(*tensors.values(), *plan.flatten(arguments)[len(tensors) :])] = filled
+    plan.known[plan.key(*tensors.values(), *plan.flatten(arguments)[len(tensors) :])] = packed
     return _results(results)
 
 
 def launch_known(record: type, leaves: tuple[Any, ...]) -> Any:
     """What the operator of `record` returns, if it has launched for such leaves; None if they are to be checked."""
     plan = _PLANS.get(record)
-    filled = None if plan is None or _SEEN else plan.known.get(plan.key(*leaves))
-    results = None if filled is None else filled.run_packed(dict(zip(plan.names, leaves)))
+    packed = None if plan is None or _SEEN else plan.known.get(plan.key(*leaves))
+    results = None if packed is None else packed.run(leaves[: len(plan.names)])
     return None if results is None else _results(results)
 
 

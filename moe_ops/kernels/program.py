@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_ops.kernels._compat import Code, code_of, has_hooks
+from moe_ops.kernels._compat import Code, code_of
 from moe_ops.kernels.gpu import on_device
 from moe_ops.kernels.packed import ALIGNMENT, Bound, Packed, pack
 
@@ -148,43 +148,34 @@ class Filled(NamedTuple):
     buffers: tuple[Buffer, ...]
     steps: tuple["Step", ...]
     outputs: tuple[str, ...]
-    packed: dict[int, Packed]
+    packed: dict[torch.device, Packed]
 
     def run(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
         """Runs eagerly. `tensors` holds the operator's arguments by name; entries that are None are ignored.
 
         They are the same names in the same order in every run, those that are None too.
         """
-        results = self.run_packed(tensors)
-        if results is not None:
-            return results
         device = _device_of(tensors)
         with on_device(device):
-            bound = self._bind_by_name(tensors, device)
-            bound.launch()
-        return bound.results
-
-    def run_packed(self, tensors: Mapping[str, torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
-        """The same, if there is nothing left for Triton to look up; else None, and nothing was launched."""
-        device = _device_of(tensors)
-        with on_device(device):
-            bound = self._bind_packed(tensors, device)
-            if bound is None:
-                return None
+            bound = self.bind(tensors, device)
             bound.launch()
         return bound.results
 
     def bind(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> "Bound | BoundByName":
         """Allocates buffers on the current stream. What comes back launches on the stream that is current then."""
-        return self._bind_packed(tensors, device) or self._bind_by_name(tensors, device)
+        packed = self.pack(tensors, device)
+        bound = None if packed is None else packed.bind(tensors.values())
+        return bound or self._bind_by_name(tensors, device)
 
-    def _bind_packed(self, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> Bound | None:
-        index = -1 if device.index is None else device.index
-        packed = self.packed.get(index) or pack(self, tensors, index)
-        if packed is None or has_hooks():
-            return None
-        self.packed[index] = packed
-        return packed.bind(tensors.values(), device)
+    def pack(
+        self, tensors: Mapping[str, torch.Tensor | None], device: torch.device | None = None
+    ) -> Packed | None:
+        """The same by addresses, for tensors with the metadata of these; None if Triton has not compiled all of it."""
+        device = device or _device_of(tensors)
+        packed = self.packed.get(device) or pack(self, tensors, device)
+        if packed is not None:
+            self.packed[device] = packed
+        return packed
 
     def _bind_by_name(
         self, tensors: Mapping[str, torch.Tensor | None], device: torch.device
