@@ -1,0 +1,278 @@
+"""Checks that `test_by_address` runs, all in one process: `python -m tests.kernels.by_address`.
+
+A layer of few tokens (decode kernels) and one of more (TMA) launch on the stand-in driver: first as Triton does it,
+then by address, and the machine must get the same.
+"""
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import stand_in_driver
+
+DRIVER = stand_in_driver.Driver()
+
+import triton  # noqa: E402
+
+import moe_ops  # noqa: E402
+from moe_ops import _library  # noqa: E402
+from moe_ops.arguments import ExpertWeights, FusedMoe, GroupedLinear, Placement, Router  # noqa: E402
+from moe_ops.kernels import packed, plans  # noqa: E402
+
+E, K, H, I = 4, 2, 64, 64
+ROUTING = moe_ops.RoutingConfig(top_k=K)
+FEW, MANY = 1, 70
+WEIGHTS = 3  # number of the last one, in the order of the operator's arguments
+
+
+class Layer:
+    """Weights, and calls of T tokens."""
+
+    def __init__(self, num_experts: int = E) -> None:
+        self.w13 = aligned(num_experts, 2 * I, H)
+        self.w2 = aligned(num_experts, H, I)
+
+    def __call__(self, tokens: int, **changed: Any) -> Tensor:
+        given = {"hidden_states": aligned(tokens, H), "router_logits": aligned(tokens, self.w13.shape[0])}
+        with torch.no_grad():
+            return moe_ops.fused_moe(
+                **{**given, "w13": self.w13, "w2": self.w2, "routing": ROUTING, **changed}
+            )
+
+    def ready(self, tokens: int) -> "Layer":
+        """Itself, after calls from which on it launches by address."""
+        for _ in range(3):
+            self(tokens)
+        know_all()
+        DRIVER.launched()
+        return self
+
+
+def aligned(*shape: int) -> Tensor:
+    """bfloat16 on 16 bytes, as a GPU's allocator places it."""
+    size = torch.Size(shape).numel()
+    memory = torch.zeros(size + 8, dtype=torch.bfloat16)
+    start = -memory.data_ptr() % 16 // 2
+    return memory[start : start + size].view(shape)
+
+
+def know_all() -> None:
+    """Tells the driver of every kernel that Triton has loaded."""
+    for each in gc.get_objects():
+        if type(each) is triton.compiler.CompiledKernel and each.function is not None:
+            DRIVER.know(each)
+
+
+def of_plan(layer: Layer, tokens: int) -> packed.Packed:
+    """What is kept for calls of so many tokens."""
+    known = plans._PLANS[FusedMoe].known
+    return next(each for key, each in known.items() if key[0][0] == (tokens, H))
+
+
+def the_machine_gets_what_triton_gives_it() -> None:
+    for tokens, least in ((FEW, 3), (MANY, 5)):
+        layer = Layer().ready(tokens)
+        layer(tokens)
+        ours = DRIVER.launched()
+        with watched([]):
+            layer(tokens)
+        theirs = DRIVER.launched()
+        assert len(ours) == len(theirs) >= least
+        seen: dict[int, int] = {}
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine[:3] == other[:3] and mine.name
+            assert mine.others() == other.others() and len(mine.parameters) > 4
+            for here, there in zip(mine.addresses(), other.addresses(), strict=True):
+                assert seen.setdefault(here, there) == there, "one tensor is two"
+        assert len(set(seen.values())) == len(seen), "two tensors are one"
+        weights = {layer.w13.data_ptr(), layer.w2.data_ptr()}
+        assert weights <= seen.keys() and all(seen[weight] == weight for weight in weights)
+
+
+def nothing_else_is_asked_of_the_driver() -> None:
+    for tokens in (FEW, MANY):
+        layer = Layer().ready(tokens)
+        outputs = [layer(tokens)]  # it lives, so that the next is elsewhere
+        launches = of_plan(layer, tokens).launches
+        DRIVER.launched()
+        outputs.append(layer(tokens))
+        of_buffers = [each for launch in launches for each in launch.boxes if each.tensor > WEIGHTS]
+        assert DRIVER.other_calls() <= len(of_buffers) < 2
+        assert len(DRIVER.launched()) == len(launches)
+        assert outputs[0].data_ptr() != outputs[1].data_ptr()
+
+
+def buffers_are_apart() -> None:
+    layer = Layer().ready(MANY)
+    plan, arguments = of_plan(layer, MANY), _arguments(layer, MANY)
+    leaves = _library.OPERATORS[FusedMoe].flatten(arguments)
+    bound = plan.bind([each for each in leaves if not isinstance(each, str)])
+    assert bound is not None and bound.kept is not None
+    starts = bound.addresses[-len(plan.parts) :]
+    end = bound.kept.data_ptr() + bound.kept.numel()
+    program = plans.program(arguments)
+    inner = [each for each in program.buffers if each.name not in program.outputs]
+    assert starts[0] >= bound.kept.data_ptr() and len(starts) == len(inner) > 3
+    for buffer, start, after in zip(inner, starts, [*starts[1:], end], strict=True):
+        assert start + torch.Size(buffer.shape).numel() * buffer.dtype.itemsize <= after
+
+
+def descriptors_are_of_the_weights_that_are_given() -> None:
+    """Of new weights, of weights in the memory of old ones, and of more than are kept."""
+    first = Layer().ready(MANY)
+    for turn in range(packed._MOST_MAPS + 3):
+        layer = Layer()
+        layer(MANY)
+        assert {layer.w13.data_ptr(), layer.w2.data_ptr()} <= maps_of(DRIVER.launched()), turn
+    boxes = [each for launch in of_plan(first, MANY).launches for each in launch.boxes]
+    assert boxes and all(len(each.made) <= packed._MOST_MAPS for each in boxes)
+    memory = aligned(2 * E, 2 * I, H)
+    for shape in ((E, 2 * I, H), (2 * E, 2 * I, H), (E, 2 * I, H)):
+        layer = Layer(shape[0])
+        layer.w13 = memory.view(-1)[: torch.Size(shape).numel()].view(shape)
+        layer.ready(MANY)(MANY)
+        for launch in DRIVER.launched():
+            for name, value in launch.parameters:
+                if len(value) == 128 and value[:8] == memory.data_ptr().to_bytes(8, "little"):
+                    assert shape[0] in memoryview(value).cast("Q").tolist()[2::3], name
+                    break
+
+
+def maps_of(launches: list[stand_in_driver.Launched]) -> set[int]:
+    """Addresses in descriptors."""
+    return {
+        int.from_bytes(value[:8], "little")
+        for launch in launches
+        for _, value in launch.parameters
+        if len(value) == 128
+    }
+
+
+def a_tensor_elsewhere_is_planned_for_itself() -> None:
+    layer = Layer().ready(MANY)
+    layer(MANY)
+    names = [each.name for each in DRIVER.launched()]
+    shifted = aligned(MANY * H + 1)[1:].view(MANY, H)
+    for _ in range(4):
+        layer(MANY, hidden_states=shifted)
+        found = DRIVER.launched()
+        assert [each.name for each in found] != names
+        assert shifted.data_ptr() not in maps_of(found)
+        layer(MANY)
+        assert [each.name for each in DRIVER.launched()] == names
+
+
+def hooks_are_told() -> None:
+    told: list[Any] = []
+    layer = Layer().ready(FEW)
+    with watched(told):
+        layer(FEW)
+    assert len(told) == 3
+    layer(FEW)
+    assert len(told) == 3 and len(DRIVER.launched()) == 6
+
+
+class watched:
+    """Triton tells of launches within."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def __enter__(self) -> None:
+        triton.knobs.runtime.launch_enter_hook.add(self.told.append)
+
+    def __exit__(self, *error: object) -> None:
+        triton.knobs.runtime.launch_enter_hook.remove(self.told.append)
+
+
+def launches_go_to_the_current_stream() -> None:
+    layer = Layer().ready(FEW)
+    for stream in (11, 12, 7):
+        stand_in_driver.STREAM[0] = stream
+        layer(FEW)
+        assert {each.stream for each in DRIVER.launched()} == {stream}
+
+
+def other_metadata_is_checked() -> None:
+    layer = Layer().ready(FEW)
+    for changed, text in (
+        ({"w2": aligned(E, H, I + 16)}, "w2 has shape"),
+        ({"w13": layer.w13.float()}, "w13 has dtype"),
+        ({"router_logits": aligned(FEW + 1, E)}, "router_logits has shape"),
+        ({"w2": layer.w2.to("meta")}, "meta"),
+        ({"w13": aligned(E, 2 * I, 2 * H)[..., ::2]}, "w13 has strides"),
+        ({"w13_bias": aligned(E, 2 * I + 2)}, "w13_bias has shape"),
+    ):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
+                layer(FEW, **changed)
+    layer(FEW, w13_bias=aligned(E, 2 * I))
+    layer(FEW)
+    assert len(DRIVER.launched()) == 6
+
+
+def gradients_are_asked_for_as_ever() -> None:
+    layer = Layer().ready(FEW)
+    x = aligned(FEW, H).requires_grad_()
+    out = moe_ops.fused_moe(x, aligned(FEW, E), layer.w13, layer.w2, ROUTING)
+    assert out.requires_grad and out.grad_fn is not None
+    with torch.no_grad():
+        assert not moe_ops.fused_moe(x, aligned(FEW, E), layer.w13, layer.w2, ROUTING).requires_grad
+
+
+def watchers_see_calls_that_are_known() -> None:
+    layer = Layer().ready(FEW)
+    with plans.watched() as seen:
+        layer(FEW)
+    assert [each.record.__name__ for each in seen] == ["FusedMoe"]
+
+
+def few_are_kept() -> None:
+    layer, plan = Layer(), plans._PLANS[FusedMoe]
+    plans._MOST_KNOWN = 3
+    for tokens in (1, 2, 3, 4, 1, 2):
+        layer.ready(tokens)
+        assert of_plan(layer, tokens) and len(plan.known) <= 3
+
+
+def _arguments(layer: Layer, tokens: int) -> Any:
+    experts = ExpertWeights(GroupedLinear(layer.w13, None), GroupedLinear(layer.w2, None))
+    router = Router(aligned(tokens, E), None, ROUTING.spec)
+    return FusedMoe(aligned(tokens, H), router, experts, Placement(None), "silu")
+
+
+CHECKS: tuple[Callable[[], None], ...] = (
+    the_machine_gets_what_triton_gives_it,
+    nothing_else_is_asked_of_the_driver,
+    buffers_are_apart,
+    descriptors_are_of_the_weights_that_are_given,
+    a_tensor_elsewhere_is_planned_for_itself,
+    hooks_are_told,
+    launches_go_to_the_current_stream,
+    other_metadata_is_checked,
+    gradients_are_asked_for_as_ever,
+    watchers_see_calls_that_are_known,
+    few_are_kept,
+)
+
+
+def main() -> int:
+    """Runs every check; prints those that hold, and what is wrong with the others."""
+    for check in CHECKS:
+        try:
+            check()
+            print(f"holds: {check.__name__}")
+        except Exception:
+            print(f"fails: {check.__name__}\n{traceback.format_exc()}")
+        DRIVER.launched()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

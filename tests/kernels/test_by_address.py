@@ -1,0 +1,28 @@
+"""Plans that run again launch by address: checked with Triton's launchers, on a driver that stands in for CUDA's."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.conftest import INTERPRETED
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter launches nothing")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs a C compiler")
+def test_launches_by_address() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.by_address"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "CC": "gcc"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = result.stdout.splitlines()
+    assert "fails: " not in result.stdout, result.stdout
+    assert sum(line.startswith("holds: ") for line in lines) == 11, result.stdout
