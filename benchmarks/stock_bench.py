@@ -133,11 +133,11 @@ def measure(block: nn.Module, tokens: int, budget_ms: float) -> Iterator[dict[st
     inputs = [torch.randn(1, tokens, hidden, device=device).bfloat16() for _ in range(NUM_INPUTS)]
     found: dict[str, tuple[Callable[[], object], float, float]] = {}
     with torch.no_grad():
-        expected = _in_float32(block, inputs[0])
+        expected = in_float32(block, inputs[0])
         for name, call in ways(block, tokens):
             torch.compiler.reset()
             start = time.perf_counter()
-            first = _output(call(inputs[0]))
+            first = output(call(inputs[0]))
             seconds = time.perf_counter() - start
             error = ((first.double() - expected).norm() / expected.norm()).item()
             found[name] = capture([partial(call, each) for each in inputs]), error, seconds
@@ -162,7 +162,7 @@ def ways(block: nn.Module, tokens: int) -> Iterator[tuple[str, Call]]:
     implementations = ("grouped_mm", "batched_mm") if tokens <= 32 else ("grouped_mm",)
     for implementation in implementations:
         stock = sharing(block)
-        _set_implementation(stock, implementation)
+        set_implementation(stock, implementation)
         yield f"stock eager {implementation}", stock
         yield f"stock compile {implementation}", torch.compile(stock, fullgraph=True, dynamic=False)
         options = inductor_passes.options()
@@ -180,17 +180,20 @@ def sharing(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
 
 
-def _set_implementation(block: nn.Module, implementation: str) -> None:
+def set_implementation(block: nn.Module, implementation: str) -> None:
+    """Names what runs the experts."""
     for module in block.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = implementation
 
 
-def _in_float32(block: nn.Module, x: Tensor) -> Tensor:
+def in_float32(block: nn.Module, x: Tensor) -> Tensor:
+    """What the block should give."""
     exact = copy.deepcopy(block).float()
-    _set_implementation(exact, "eager")
-    return _output(exact(x.float())).double()
+    set_implementation(exact, "eager")
+    return output(exact(x.float())).double()
 
 
-def _output(result: Any) -> Tensor:
+def output(result: Any) -> Tensor:
+    """A block's output, beside which it may give logits."""
     return result if isinstance(result, Tensor) else result[0]

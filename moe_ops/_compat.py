@@ -43,6 +43,18 @@ def all_modes_recorded() -> Iterator[None]:
         yield
 
 
+def is_past_autograd(tensors: Iterable[Tensor]) -> bool:
+    """Whether nothing above its kernels has anything to do with an operator on `tensors` of torch's own types.
+
+    No gradient is recorded, no transform of `torch.func` is active and no mode wants to see functions of torch.
+    """
+    if forward_ad._current_level >= 0 or _functorch.maybe_current_level() is not None:
+        return False
+    if torch._C._len_torch_function_stack():
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
 def may_be_dual(tensors: Iterable[Tensor]) -> bool:
     """Whether any of `tensors` could carry a tangent: cheap, false in everyday eager code, and leaves no trace.
 

@@ -186,19 +186,26 @@ def call(arguments: Any) -> Any:
     """
     operator = OPERATORS[type(arguments)]
     values = operator.flatten(arguments)
-    if not torch.compiler.is_compiling():
-        errors.forget()
-        for index, name, is_optional in operator.tensors:
-            value = values[index]
-            if type(value) not in _ORDINARY and not (is_optional and value is None):
-                _expect_tensor(name, value)
-        try:
-            return errors.invoke(operator.overload, *values)
-        except NotImplementedError:
-            for index, name, _ in operator.tensors:
-                _checks.expect_dense(name, values[index])
-            raise
-    return errors.invoke(operator.overload, *values)
+    if torch.compiler.is_compiling():
+        return errors.invoke(operator.overload, *values)
+    errors.forget()
+    tensors = []
+    for index, name, is_optional in operator.tensors:
+        value = values[index]
+        if value is None and is_optional:
+            continue
+        if type(value) not in _ORDINARY:
+            _expect_tensor(name, value)
+        tensors.append(value)
+    try:
+        if _compat.is_past_autograd(tensors) and _ORDINARY.issuperset(map(type, tensors)):
+            with _compat.below_autograd():  # where its kernel would call the operator again
+                return operator.overload(*values)
+        return errors.invoke(operator.overload, *values)
+    except NotImplementedError:
+        for index, name, _ in operator.tensors:
+            _checks.expect_dense(name, values[index])
+        raise
 
 
 def has_backward(arguments: Any) -> bool:
