@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref, View
+from moe_ops.kernels import _compat, packed
+from moe_ops.kernels._compat import Code
+from moe_ops.kernels.program import Buffer, Known, Launch, Program, Ref, View
 
 
 class Kernel:
@@ -94,3 +96,48 @@ def test_the_interpreter_compiles_nothing():
     for _ in range(2):
         program.filled.run({"x": aligned(4), "rows": aligned(8)})
     assert len(kernel.looked_up) == 2
+
+
+def test_a_view_starts_so_many_bytes_into_its_tensor(monkeypatch):
+    """By address, on a stand-in for machine code; buffers that are returned are tensors of their own."""
+    monkeypatch.setattr(packed, "stream_of", lambda device: 7)
+    monkeypatch.setattr(packed, "has_hooks", lambda: False)
+    launched = []
+    program = program_of(Kernel())
+    code = Code(lambda *given: launched.append(given), (1, 1, 1, 1), lambda *_: None)
+    program.filled.steps[0].codes[-1, ()] = Known(None, code)
+    x, rows = aligned(4), aligned(8)
+    (out,) = program.filled.run({"x": x, "rows": rows})
+    assert launched[-1] == ((2, 1, 1), 7, [x.data_ptr(), rows.data_ptr() + 4, out.data_ptr(), 4])
+    assert program.filled.steps[0].template == [None, None, None, 4]
+
+
+def compiled(**changed):
+    """Stands for what Triton compiled for a GPU: a pointer, a descriptor of two dimensions, a constant."""
+    launcher = type("CudaLauncher", (), {"global_scratch_size": 0, "profile_scratch_size": 0})()
+    for name, value in changed.items():
+        setattr(launcher, name, value)
+    signature = {"x_ptr": "*bf16", "weight": "tensordesc<bf16[64,64]>", "BLOCK": "constexpr"}
+    maps = changed.get("maps", [{"swizzle": 3}])
+    return SimpleNamespace(
+        run=launcher, src=SimpleNamespace(signature=signature), metadata=SimpleNamespace(tensordesc_meta=maps)
+    )
+
+
+def test_what_triton_must_launch_itself(monkeypatch):
+    """Where memory of its own is needed, descriptors are no tensor maps, or the version or backend is another."""
+    monkeypatch.setattr(_compat, "_LAUNCHES", {_compat._VERSION: lambda *_: "launch"})
+    code = _compat.code_of(compiled())
+    assert (code.launch, code.parameters) == ("launch", (1, 5, 1))
+    for changed in (
+        {"global_scratch_size": 16},
+        {"profile_scratch_size": 16},
+        {"gsan_enabled": True},
+        {"maps": []},
+        {"maps": [None]},
+    ):
+        assert _compat.code_of(compiled(**changed)) is None
+    assert _compat.code_of(SimpleNamespace(run=object())) is None
+    assert _compat.code_of(SimpleNamespace()) is None
+    monkeypatch.setattr(_compat, "_LAUNCHES", {})
+    assert _compat.code_of(compiled()) is None

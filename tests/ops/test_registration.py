@@ -183,3 +183,19 @@ print(moe_ops.fused_moe(x, torch.randn(3, 4), w13, w2, moe_ops.RoutingConfig()).
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_modes_see_calls_with_gradients_on():
+    """A mode may compute what it likes in the place of an operator that records nothing itself."""
+    factor, seen = torch.ones((), requires_grad=True), []
+
+    class Scaled(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is OPS.permute.default:
+                seen.append(result * factor)
+            return result
+
+    with Scaled():
+        moe_ops.permute(torch.ones(2, 4), torch.tensor([1, 0], dtype=torch.int32))
+    assert [each.requires_grad for each in seen] == [True]
