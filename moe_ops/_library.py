@@ -198,7 +198,7 @@ def call(arguments: Any) -> Any:
             _expect_tensor(name, value)
         tensors.append(value)
     try:
-        if _compat.is_past_autograd(tensors) and _ORDINARY.issuperset(map(type, tensors)):
+        if _ORDINARY.issuperset(map(type, tensors)) and _compat.is_past_autograd(tensors):
             with _compat.below_autograd():  # where its kernel would call the operator again
                 return operator.overload(*values)
         return errors.invoke(operator.overload, *values)

@@ -126,7 +126,7 @@ class Packed(NamedTuple):
             return None
         workspace = None
         if self.size:
-            workspace = torch.empty(self.size, dtype=torch.uint8, device=device)
+            workspace = torch.empty(self.size // 4, dtype=torch.int32, device=device)
             start = workspace.data_ptr()
             addresses += [start + part for part in self.parts]
         results: Any = tuple([tensors[number] for number in self.results])

@@ -115,7 +115,7 @@ def buffers_are_apart() -> None:
     bound = plan.bind([each for each in leaves if not isinstance(each, str)])
     assert bound is not None and bound.kept is not None
     starts = bound.addresses[-len(plan.parts) :]
-    end = bound.kept.data_ptr() + bound.kept.numel()
+    end = bound.kept.data_ptr() + bound.kept.nbytes
     program = plans.program(arguments)
     inner = [each for each in program.buffers if each.name not in program.outputs]
     assert starts[0] >= bound.kept.data_ptr() and len(starts) == len(inner) > 3
