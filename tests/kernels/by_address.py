@@ -126,8 +126,10 @@ def buffers_are_apart() -> None:
 def descriptors_are_of_the_weights_that_are_given() -> None:
     """Of new weights, of weights in the memory of old ones, and of more than are kept."""
     first = Layer().ready(MANY)
+    kept = []  # so that each has memory of its own
     for turn in range(packed._MOST_MAPS + 3):
         layer = Layer()
+        kept.append(layer)
         layer(MANY)
         assert {layer.w13.data_ptr(), layer.w2.data_ptr()} <= maps_of(DRIVER.launched()), turn
     boxes = [each for launch in of_plan(first, MANY).launches for each in launch.boxes]

@@ -106,9 +106,13 @@ def test_a_view_starts_so_many_bytes_into_its_tensor(monkeypatch):
     program = program_of(Kernel())
     code = Code(lambda *given: launched.append(given), (1, 1, 1, 1), lambda *_: None)
     program.filled.steps[0].codes[-1, ()] = Known(None, code)
-    x, rows = aligned(4), aligned(8)
-    (out,) = program.filled.run({"x": x, "rows": rows})
-    assert launched[-1] == ((2, 1, 1), 7, [x.data_ptr(), rows.data_ptr() + 4, out.data_ptr(), 4])
+    runs = []
+    for x, rows in ((aligned(4), aligned(8)), (aligned(4), aligned(8))):
+        (out,) = program.filled.run({"x": x, "rows": rows})
+        runs.append((x, rows, out))
+    assert launched == [
+        ((2, 1, 1), 7, [x.data_ptr(), rows.data_ptr() + 4, out.data_ptr(), 4]) for x, rows, out in runs
+    ]
     assert program.filled.steps[0].template == [None, None, None, 4]
 
 
