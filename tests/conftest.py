@@ -1,4 +1,5 @@
 import os
+import shutil
 
 import pytest
 import torch
@@ -6,8 +7,19 @@ import torch
 from tests.helpers import nan_in_empty_memory
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Or every process with a compile cache of its own asks g++ for ten seconds which vectors it knows.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:  # several workers, each with a thread per core, wait for each other
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def faster_linker(tmp_path_factory):
+    """Of a second that g++ takes for a kernel a third is binutils' older linker, which reads all of libtorch."""
+    if gold := shutil.which("ld.gold"):
+        folder = tmp_path_factory.mktemp("linker")
+        (folder / "ld").symlink_to(gold)
+        os.environ.setdefault("COMPILER_PATH", str(folder))
 
 
 @pytest.fixture(autouse=True)

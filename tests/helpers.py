@@ -1,6 +1,7 @@
 """Comparisons every test uses."""
 
-from contextlib import contextmanager
+import itertools
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -25,6 +26,40 @@ def usually(values, often):
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks[value])
         for value in values
     ]
+
+
+def mixed(*axes, rounds=1):
+    """One value from each of `axes`, to parametrise over: not each with each, but each as often as it is in `rounds`.
+
+    So there are `rounds` times as many as the longest axis has; the other combinations are in `make exhaustive`.
+    """
+    axes = [tuple(axis) for axis in axes]
+    sizes = [len(axis) for axis in axes]
+    numbers = range(rounds * max(sizes))
+    often = {tuple((number + number // size) % size for size in sizes) for number in numbers}
+    return [
+        pytest.param(
+            *(axis[index] for axis, index in zip(axes, indices, strict=True)),
+            marks=[] if indices in often else [pytest.mark.exhaustive],
+        )
+        for indices in itertools.product(*map(range, sizes))
+    ]
+
+
+@contextmanager
+def fresh_graphs():
+    """Inductor knows no graph, as in a new process; C++ of the same source and flags stays compiled.
+
+    Each kernel takes the compiler a second, and what it makes of a text is not what any test asks.
+    """
+    from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache  # seconds to import
+    from torch._inductor.utils import fresh_cache
+
+    with ExitStack() as stack:
+        for cache in (CppCodeCache, CppPythonBindingsCodeCache):
+            stack.enter_context(mock.patch.object(cache, "cache_clear", staticmethod(lambda: None)))
+        stack.enter_context(fresh_cache())
+        yield
 
 
 def relative_error(actual, expected):

@@ -1,12 +1,11 @@
 """The backend's name is found without importing anything of ours, and private torch names stay in one file."""
 
 import ast
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import inductor_passes
+from tests.forked import run_python
 
 ROOT = Path(inductor_passes.__file__).parents[1]
 PRIVATE = (
@@ -35,7 +34,7 @@ def test_the_name_needs_no_import(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moe-backend-probe\nVersion: 0\n")
     (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{name} = {target}\n")
     paths = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
-    done = subprocess.run([sys.executable, "-c", paths + PROBE], capture_output=True, text=True, cwd=tmp_path)
+    done = run_python(paths + PROBE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -48,7 +47,7 @@ def test_importing_the_passes_changes_no_compile():
         "inductor_passes.options()\n"
         "assert (len(l.lowerings), c.post_grad_custom_pre_pass) == before\n"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, cwd=ROOT)
+    done = run_python(probe, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

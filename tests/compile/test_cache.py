@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_python
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("moe_ops", "inductor_passes")
 
@@ -86,6 +88,12 @@ print(json.dumps({
 """
 
 
+def run_anew(code, *flags, **options):
+    """A process with a hash seed of its own, of which no key may be made."""
+    command = [sys.executable, "-c", code, *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A copy of the packages and an empty compile cache."""
@@ -114,17 +122,14 @@ class Workspace:
         (self.root / "user_pass.py").write_text(USER_PASS)
         (self.root / "user_helpers.py").write_text(USER_HELPERS)
 
-    def run(self, *flags, probe=PROBE):
+    def run(self, *flags, probe=PROBE, run=run_python):
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.root),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.root / "cache"),
         }
-        command = [sys.executable, "-c", probe, *flags]
-        done = subprocess.run(
-            command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=300
-        )
+        done = run(probe, *flags, cwd=self.root, env=environment)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -153,7 +158,7 @@ def test_first_process_misses(filled):
 
 
 def test_unchanged_sources_hit(filled, workspace):
-    again = workspace.run("passes")
+    again = workspace.run("passes", run=run_anew)
     for kind in ("lowered_caches", "plain_caches"):
         assert again[kind]["fxgraph_cache_hit"] >= 1 and not again[kind].get("fxgraph_cache_miss")
         assert not any("bypass" in name and count for name, count in again[kind].items() if "fxgraph" in name)
@@ -222,7 +227,7 @@ def scaled(filled):
 
 
 def test_a_users_pass_is_cached(scaled, workspace):
-    again = workspace.run(IMPORT_SCALE, probe=USER_PROBE)
+    again = workspace.run(IMPORT_SCALE, probe=USER_PROBE, run=run_anew)
     assert _missed(scaled["caches"]) and again["caches"]["fxgraph_cache_hit"] >= 1
     assert scaled["factor"] == again["factor"] == 2
 

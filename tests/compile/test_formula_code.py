@@ -4,14 +4,14 @@ import re
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import inductor_passes
 import moe_ops
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.gates import CASES, oracle, tensors
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, fresh_graphs
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 64, 32, 2
 ROUTING = moe_ops.RoutingConfig(TOP_K)
@@ -95,7 +95,7 @@ def test_on_a_cpu_it_melts_into_loops(name, tokens):
 def test_what_was_compiled_for_one_gate_serves_no_other():
     """One cache, two gates that differ in a number."""
     given = tensors(CASES["gpt_oss"], 5)
-    with fresh_cache():
+    with fresh_graphs():
         for limit in (0.2, 0.3):
             torch._dynamo.reset()
 

@@ -1,8 +1,6 @@
 """AOTInductor: what an exported model becomes with our passes loads where this library is not."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 import inductor_passes
 from inductor_passes import _compat
 from layers import FusedMoE, MoEConfig
+from tests.forked import run_python
 from tests.helpers import assert_matches_oracle
 from tests.huggingface.blocks import block
 from tests.passes import stock
@@ -78,9 +77,7 @@ def run_elsewhere(package, calls, tmp_path, ours="os"):
     )
     paths = {"PYTHONPATH": str(Path(__file__).parents[2])} if ours != "os" else {}
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=kept | paths, capture_output=True, text=True
-    )
+    done = run_python(code, cwd=tmp_path, env=kept | paths)
     if done.returncode:
         raise RuntimeError(f"exit status {done.returncode}: {done.stderr}")
     return torch.load(outputs)

@@ -4,22 +4,22 @@ import re
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch._inductor.utils import run_and_get_code
 
 import inductor_passes
 import moe_ops
 from tests.compile.fake_cuda import compile_for_h200
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, fresh_graphs
 from tests.passes.moe import ROUTING
 from tests.passes.stacks import exact, stack, tokens, weights
 
-LAYERS = 6
+LAYERS = 4
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-    with fresh_cache():
+    with fresh_graphs():
         yield
 
 
@@ -72,7 +72,7 @@ def test_models_without_experts_and_training_are_left():
     for function, x in ((dense, tokens()), (stack, tokens().requires_grad_())):
         with torch.set_grad_enabled(x.requires_grad):
             compiled = torch.compile(function, options=inductor_passes.options(), fullgraph=True)
-            _, codes = run_and_get_code(compiled, x, weights(5))
+            _, codes = run_and_get_code(compiled, x, weights(LAYERS))
         assert not any("repeated_layer" in code for code in codes)
 
 

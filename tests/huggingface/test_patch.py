@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 from inspect import unwrap
 from types import FunctionType, MethodType
 
@@ -16,6 +14,7 @@ from torch import nn
 from layers import huggingface
 from layers.huggingface.recognise import Recogniser
 from moe_ops import RoutingConfig
+from tests.forked import run_python
 from tests.huggingface.families import (
     CONFIGS,
     EXPERTS,
@@ -225,7 +224,7 @@ try:
 except ImportError:
     print("refused")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python(code)
     assert done.stdout.strip() == "refused", done.stderr
 
 

@@ -9,12 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from inductor_passes import _compat
 from inductor_passes.backend import moe_inductor
 from inductor_passes.training import RaiseForTraining
-from tests.helpers import relative_error
+from tests.helpers import mixed, relative_error
 from tests.huggingface.blocks import BLOCKS, HIDDEN, block
 from tests.huggingface.families import FAMILIES, tiny_model, tokens
 
 CASES = [("grouped_mm", torch.float32), ("batched_mm", torch.bfloat16)]
-IDS = ["grouped float32", "batched bfloat16"]
 ALLOWED_FLOAT32, TIMES_STOCK = 1e-5, 2.0
 RAISED = ["experts", "topk_routing"]
 
@@ -67,16 +66,16 @@ def check(module, inputs, dtype):
         assert relative_error(gradient, expected[name].double()) <= allowed, name
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), CASES, ids=IDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models(family, implementation, dtype):
+@pytest.mark.parametrize(("family", "case"), mixed(FAMILIES, CASES), ids=str)
+def test_models(family, case):
+    implementation, dtype = case
     model = tiny_model(family, torch.float32, implementation, use_cache=False, num_hidden_layers=1)
     check(model, tokens(2, 9), dtype)
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), CASES, ids=IDS)
-@pytest.mark.parametrize("family", BLOCKS)
-def test_blocks(family, implementation, dtype):
+@pytest.mark.parametrize(("family", "case"), mixed(BLOCKS, CASES), ids=str)
+def test_blocks(family, case):
+    implementation, dtype = case
     inputs = torch.randn(2, 32, HIDDEN, generator=torch.Generator().manual_seed(0))
     check(block(family, implementation), inputs, dtype)
 

@@ -1,11 +1,10 @@
 """`import layers.huggingface` is enough for the name "moe_ops", imports no transformers, and disturbs no import."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_python
 from tests.helpers import usually
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +21,7 @@ assert not [finder for finder in sys.meta_path if type(finder).__module__.starts
 
 
 def run(code: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys\n" + code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = run_python("import sys\n" + code, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

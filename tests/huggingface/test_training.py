@@ -7,6 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from layers import huggingface, weight_decay_groups
+from tests.helpers import mixed, usually
 from tests.huggingface.families import pair, tiny_model, tokens
 from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
 
@@ -23,8 +24,9 @@ def train(model, folder, **options) -> float:
     return Trainer(model, arguments, train_dataset=DATASET).train().training_loss
 
 
-@pytest.mark.parametrize("save_for_backward", ["auto", "activations"])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("save_for_backward", "gradient_checkpointing"), mixed(("auto", "activations"), (False, True))
+)
 def test_trainer_reaches_the_same_weights(save_for_backward, gradient_checkpointing, tmp_path):
     stock, ours = pair("mixtral")
     huggingface.patch(ours, save_for_backward=save_for_backward)
@@ -56,8 +58,7 @@ def test_trainer_trains_a_model_compiled_before(tmp_path):
     assert ran == [True] * 3
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize(("family", "patched"), mixed(("mixtral", "gpt_oss"), (False, True)))
 def test_recording_router_logits_needs_an_eager_forward_first(family, patched):
     """transformers installs its hooks at the first one, which Dynamo cannot trace in stock models either."""
     model = tiny_model(family, implementation="grouped_mm", num_hidden_layers=1, use_cache=False)
@@ -72,7 +73,7 @@ def test_recording_router_logits_needs_an_eager_forward_first(family, patched):
     torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
 
 
-@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("patched", usually([False, True], [True]))
 def test_adapters_on_expert_weights_break_the_graph_in_stock_models_too(patched):
     peft = pytest.importorskip("peft")
     model = tiny_model("mixtral", implementation="grouped_mm", num_hidden_layers=1, use_cache=False)

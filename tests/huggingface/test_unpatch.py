@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from layers import huggingface
 from layers.huggingface import patching, routers
 from tests.counting import Calls
+from tests.helpers import mixed
 from tests.huggingface.families import FAMILIES, HIDDEN, pair, tiny_config, tiny_model, tokens
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
@@ -33,8 +34,7 @@ def _by_value(value):
     return value if isinstance(value, (str, int, float, bool, type(None))) else type(value)
 
 
-@pytest.mark.parametrize("implementation", [*STOCK, "moe_ops"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "implementation"), mixed(FAMILIES, (*STOCK, "moe_ops")))
 @torch.no_grad()
 def test_the_stock_model_is_back(family, implementation):
     huggingface.register()

@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from layers import huggingface
 from tests.counting import Calls
+from tests.helpers import mixed
 from tests.huggingface.families import pair, tiny_model, tokens
 
 peft = pytest.importorskip("peft")  # this module is also collected where only GPU tests run
@@ -51,9 +52,9 @@ def stock_and_ours(family, trained, patch_first):
     return stock, ours, huggingface.patch(ours)
 
 
-@pytest.mark.parametrize("patch_first", [False, True], ids=["peft_then_patch", "patch_then_peft"])
-@pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("trained", "family", "patch_first"), mixed(TRAINED, FAMILIES, (False, True), rounds=2)
+)
 def test_adapters_train_as_in_the_stock_model(family, trained, patch_first):
     stock, ours, report = stock_and_ours(family, trained, patch_first)
     _, experts, routers = TRAINED[trained]

@@ -281,7 +281,7 @@ def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """A shared expert for a token or two."""
-    depths = (37, 512, 1000, 2048, 4096, 7168) if size is Range.WIDE else (37, 4096, 7168)
+    depths = (37, 512, 1000, 2048, 4096, 7168) if size is Range.WIDE else (37, 7168)
     acts = ACTIVATIONS if size is Range.WIDE else (SITU, GPT_OSS)
     for dtype, depth, act, tokens in itertools.product(FLOATS, depths, acts, (1, 2)):
         w13 = meta(2 * 104 if act.is_gated else 104, depth, dtype=dtype)
@@ -294,7 +294,8 @@ def exchanges(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows between ranks: few and many columns, of whole 16 bytes and not, in one part and in several."""
     columns = (511, 2048, 7168, 16384) if size is Range.WIDE else (511, 7168)
     ranks = (2, 4, 8) if size is Range.WIDE else (2,)
-    for dtype, width, num_ranks, most in itertools.product(FLOATS, columns, ranks, (1, 128, 4096)):
+    rows = (1, 128, 4096) if size is Range.WIDE else (1, 4096)
+    for dtype, width, num_ranks, most in itertools.product(FLOATS, columns, ranks, rows):
         for program in catalogue.exchanges(dtype, (num_ranks, most, width), 1 + 3 * (most == 4096), gpu):
             name = f"{dtype} H={width} W={num_ranks} M={most}"
             for planned in _programs(name, dtype, program):

@@ -15,7 +15,7 @@ from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.grouped_gemm import plan
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation, RoutingConfig
-from tests.helpers import usually
+from tests.helpers import mixed, usually
 from tests.kernels import aot, catalogue
 from tests.kernels.by_name import program_of
 
@@ -66,8 +66,7 @@ def test_fused_moe(workload: str, tokens: int) -> None:
             assert "wgmma.mma_async" in kernel.ptx
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize(("tokens", "transposed"), mixed(TOKENS, (False, True)))
 def test_gpt_oss_layout(tokens: int, transposed: bool) -> None:
     experts, top_k, hidden, features = WORKLOADS["W4"]
     weights = _meta(experts, 2 * features, hidden), _meta(experts, hidden, features)
@@ -92,8 +91,7 @@ def test_transposed_halves(tokens: int) -> None:
     _assert_spill_free(aot.compile_program(program, dtypes))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("activation", [SITU, Activation("silu_no_mul")], ids=lambda act: act.name)
+@pytest.mark.parametrize(("tokens", "activation"), mixed(TOKENS, (SITU, Activation("silu_no_mul"))), ids=str)
 def test_other_activations(tokens: int, activation: Activation) -> None:
     experts, top_k, hidden, features = WORKLOADS["W5"]
     rows = 2 * features if activation.is_gated else features
@@ -103,8 +101,7 @@ def test_other_activations(tokens: int, activation: Activation) -> None:
     _assert_spill_free(aot.compile_program(program, BF16 | {"router_logits": torch.bfloat16}))
 
 
-@pytest.mark.parametrize("tokens", [1, 4096])
-@pytest.mark.parametrize("routing", DEEPSEEK, ids=lambda routing: routing.score_fn)
+@pytest.mark.parametrize(("tokens", "routing"), mixed((1, 4096), DEEPSEEK), ids=str)
 def test_deepseek_router(tokens: int, routing: RoutingConfig) -> None:
     logits, bias = _meta(tokens, 256, dtype=torch.float32), _meta(256, dtype=torch.float32)
     program = program_of("routing_dispatch", logits, bias, _meta(256, dtype=torch.int32), 32, routing)
@@ -112,8 +109,11 @@ def test_deepseek_router(tokens: int, routing: RoutingConfig) -> None:
     _assert_spill_free(aot.compile_program(program, dtypes))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [64, 1024, 16384])
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    mixed((torch.bfloat16, torch.float16, torch.float32, torch.float64), (64, 1024, 16384)),
+    ids=str,
+)
 def test_generic_gemm(dtype: torch.dtype, rows: int) -> None:
     weight, bias = _meta(16, 1022, 511, dtype=dtype), _meta(16, 1022, dtype=dtype)
     hidden = _meta(rows // 2, 511, dtype=dtype)
@@ -168,12 +168,12 @@ def test_exchanges(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     _assert_spill_free(aot.compile_program(plan, {"topk_ids": torch.int32, "owners": torch.int32}))
 
 
-def test_alternatives_worth_timing() -> None:
+@pytest.mark.parametrize("act", usually([Activation(), None], [Activation()]), ids=str)
+def test_alternatives_worth_timing(act: Activation | None) -> None:
     hidden, weight = _meta(4096, 2048), _meta(64, 2048, 2048)
     given = Operand("hidden_states", describe(hidden)), operands("w13", GroupedLinear(describe(weight)))
     dtypes = BF16 | {"sorted_slots": torch.int32, "expert_offsets": torch.int32}
-    for act in (Activation(), None):
-        gemm = Gemm(*given, "out", 8192, H200, 2, act)
-        for config in gemm_config.candidates(gemm):
-            program = Program(*plan(gemm, config), ("out",))
-            _assert_spill_free(aot.compile_program(program, dtypes))
+    gemm = Gemm(*given, "out", 8192, H200, 2, act)
+    for config in gemm_config.candidates(gemm):
+        program = Program(*plan(gemm, config), ("out",))
+        _assert_spill_free(aot.compile_program(program, dtypes))

@@ -1,5 +1,7 @@
 """Adapters of experts against dense experts with changed weights, in float64: eager, compiled, trained."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,7 +24,14 @@ from layers import (
     join_gate_up,
 )
 from moe_ops import Activation
-from tests.helpers import RELATIVE_NORM, assert_matches_oracle, assert_same, grads_of, relative_error
+from tests.helpers import (
+    RELATIVE_NORM,
+    assert_matches_oracle,
+    assert_same,
+    grads_of,
+    relative_error,
+    usually,
+)
 from tests.layers.lora import RANKS, SCALINGS, attach, draw_ids, make_adapters, oracle
 
 E, K, H, I = 13, 3, 17, 11
@@ -188,10 +197,12 @@ def test_gradients(way, compiled):
     assert_same(grads_of(lambda: run(hidden, routed), inputs), grads_of(expected, inputs))
 
 
-@ways
-@pytest.mark.parametrize("options", [None, inductor_passes.options()], ids=["plain", "passes"])
+@pytest.mark.parametrize(
+    ("way", "passes"), usually(itertools.product(WAYS, (False, True)), (("layer", True), ("batched", False)))
+)
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_one_graph_for_all_adapters(way, options):
+def test_one_graph_for_all_adapters(way, passes):
+    options = inductor_passes.options() if passes else None
     layer = make_layer()
     adapters, ids = make_adapters(layer), draw_ids(40)
     lora = attach(layer, adapters, ids)

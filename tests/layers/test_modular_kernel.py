@@ -22,7 +22,7 @@ from layers import (
 )
 from moe_ops import build_dispatch
 from moe_ops.reference import reference_experts
-from tests.helpers import assert_matches_oracle, assert_same, grads_of
+from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed
 from tests.layers import oracle
 from tests.layers.modular import (
     EXPERT_MAP,
@@ -98,8 +98,11 @@ def oracle_of_routed(layer, hidden, routed, ids=None):
     return out.reshape(hidden.shape)
 
 
-@formats
-@pytest.mark.parametrize("name", ["deepseek_v3", "llama4"])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    mixed(FORMATS.values(), ("deepseek_v3", "llama4")),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_compiled(make, name):
     block = make_block(OPTIONS[name])
     compiled = torch.compile(modular(block, make), fullgraph=True, dynamic=True)

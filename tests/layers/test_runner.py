@@ -14,7 +14,7 @@ from layers import (
     StandardExperts,
 )
 from tests.counting import Calls
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, mixed
 from tests.layers import oracle
 from tests.layers.modular import FORMATS, H, Recorded, batched, config, standard
 
@@ -30,12 +30,12 @@ def hidden() -> torch.Tensor:
     return torch.randn(2, 5, H)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("order", ["before", "beside", "after"])
-@pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
-def test_every_order(block, hidden, make, order, compiled):
+@pytest.mark.parametrize(
+    ("order", "name", "compiled"), mixed(("before", "beside", "after"), FORMATS, (False, True), rounds=2)
+)
+def test_every_order(block, hidden, name, order, compiled):
     runner = MoERunner(
-        make(block.experts), block.gate, shared_experts=block.shared_experts, shared_order=order
+        FORMATS[name](block.experts), block.gate, shared_experts=block.shared_experts, shared_order=order
     )
     run = torch.compile(runner, fullgraph=True) if compiled else runner
     assert_matches_oracle(run(hidden), oracle.block(block, hidden))

@@ -13,7 +13,7 @@ from moe_ops.push_rows import push_rows
 from moe_ops.route_and_record import route_and_record
 from moe_ops.values import ExchangePlan
 from tests.cases import MORE_ACTIVATIONS, ROUTINGS
-from tests.helpers import assert_same
+from tests.helpers import assert_same, mixed
 from tests.ops.samples import ROW_SLOTS, ROW_TOKENS, SENT
 
 OPS = torch.ops.moe
@@ -156,8 +156,7 @@ def test_first_and_second_derivatives(name):
         assert gradgradcheck(function, inputs, check_fwd_over_rev=True)
 
 
-@pytest.mark.parametrize("usable", [14, 1], ids="{} usable".format)
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.spec)
+@pytest.mark.parametrize(("routing", "usable"), mixed(ROUTINGS, (14, 1)), ids=str)
 def test_routing_with_a_correction_bias(routing, usable):
     """With fewer usable experts than are chosen some slots are constant."""
     bias = torch.randn(16, dtype=torch.float64)
@@ -207,10 +206,10 @@ def our_layer(emit):
     return lambda x, logits, w13, w2: moe_ops.fused_moe(x, logits, w13, w2, TOP2, emit=emit)
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("emit", ["auto", "stages", "fused"])
-@pytest.mark.parametrize("tokens", [1, 5, 20])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "recorded", "emit", "tokens"),
+    mixed((False, True), (True, False), ("auto", "stages", "fused"), (1, 5, 20), rounds=4),
+)
 def test_jvp_of_a_layer(tokens, emit, recorded, compiled):
     primals, tangents = problem(tokens)
     expected = jvp(plain_layer, primals, tangents)
@@ -284,7 +283,7 @@ def test_a_compiled_hessian():
 
 def test_a_layer_with_a_correction_bias():
     """It picks other experts than the logits would: every derivative has to pick them, too."""
-    primals = list(problem(2)[0])
+    primals = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 2), (2, 3), (3, 4, 2), (3, 2, 2))]
     primals[1] = torch.tensor([[2.0, 1.0, 0.5], [1.0, 2.0, 0.3]], dtype=torch.float64)
     bias = torch.tensor([-4.0, 0.0, 4.0], dtype=torch.float64)
     layer = lambda *args: moe_ops.fused_moe(*args, TOP2, correction_bias=bias, emit="fused")  # noqa: E731

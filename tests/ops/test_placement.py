@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import moe_ops
+from tests.helpers import mixed
 from tests.kernels import oracles
 
 EXPERTS = torch.tensor([[0, 5, 9], [1, -1, -1], [7, 2, -1], [3, -6, 8], [4, -7, -1]], dtype=torch.int32)
@@ -19,10 +20,11 @@ def mapped(ids, load=None, **options):
     return moe_ops.map_replicas(ids, EXPERTS, COUNTS, load=load, **options)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 33])
-@pytest.mark.parametrize("seed", [None, 5, -(1 << 40) + 3])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("tokens", "seed", "compiled", "dtype"),
+    mixed((0, 1, 7, 33), (None, 5, -(1 << 40) + 3), (False, True), (torch.int32, torch.int64), rounds=3),
+    ids=str,
+)
 def test_replicas_and_load(tokens, seed, compiled, dtype):
     run = torch.compile(mapped, fullgraph=True, backend="aot_eager") if compiled else mapped
     ids, scalar = ids_of(tokens, dtype), None if seed is None else torch.tensor(seed)

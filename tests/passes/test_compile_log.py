@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache
 
 import inductor_passes
 from inductor_passes import compile_log
 from inductor_passes.backend import moe_inductor
 from inductor_passes.base import Fusion, PassLog, Refused
 from inductor_passes.pipeline import MoEPasses
+from tests.helpers import fresh_graphs
 from tests.passes.capture import post_grad
 from tests.passes.moe import inputs, layer
 from tests.passes.test_explain import Model
@@ -43,7 +43,7 @@ def lines(caplog):
 @torch.no_grad()
 def test_a_compile_is_one_line_cached_or_not(lines, how):
     model, hidden = Model(), inputs().hidden_states
-    with fresh_cache():
+    with fresh_graphs():
         assert lines(torch.compile(model, **how), hidden) == ["2 MoE layers (layers.0-1): 2 fused_moe"]
         assert lines(torch.compile(model, **how), hidden) == [CACHED]
         assert lines(torch.compile(torch.sin, **how), hidden) == ["no MoE operator"]
@@ -53,7 +53,7 @@ def test_forward_and_backward_are_a_line_each(lines):
     def step():
         torch.compile(Model(), options=inductor_passes.options())(inputs().hidden_states).sum().backward()
 
-    with fresh_cache():
+    with fresh_graphs():
         assert lines(step) == [
             "2 MoE layers (layers.0-1): 2 act_gemm_combine",
             "MoE operators of no layer, as in a backward graph",
@@ -66,7 +66,7 @@ def test_subgraphs_are_told_in_the_line_of_their_graph(lines):
     def branches(*given):
         return torch.cond(given[0].sum() > 0, layer, lambda *given: layer(*given) * 2, given)
 
-    with fresh_cache():
+    with fresh_graphs():
         found = lines(torch.compile(branches, options=inductor_passes.options()), *inputs())
     hazard = "1 capture hazard: cond: the host reads its condition"
     assert found == [f"2 MoE layers (moe_0): 2 fused_moe; {hazard}"]
@@ -75,7 +75,7 @@ def test_subgraphs_are_told_in_the_line_of_their_graph(lines):
 @torch.no_grad()
 def test_what_cannot_be_cached_says_why(lines):
     options = inductor_passes.options(post_grad_custom_pre_pass=_does_nothing)
-    with fresh_cache():
+    with fresh_graphs():
         for _ in range(2):
             (line,) = lines(torch.compile(layer, options=options), *inputs())
             assert line.startswith(
@@ -100,7 +100,7 @@ def test_a_compile_that_fails_is_no_cache_hit(lines):
         with pytest.raises(Exception, match="ArithmeticError"):
             torch.compile(layer, options=options)(*inputs())
 
-    with fresh_cache():
+    with fresh_graphs():
         assert lines(fail) == []
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_registered_when_nobody_listens():
     from torch._dynamo.callback import callback_handler
 
     torch._dynamo.reset()
-    with fresh_cache():
+    with fresh_graphs():
         torch.compile(layer, options=inductor_passes.options())(*inputs())
     assert not callback_handler.end_callbacks and not compile_log._RUNNING
 

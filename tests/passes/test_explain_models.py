@@ -11,12 +11,13 @@ from inductor_passes import recorder
 from inductor_passes.pipeline import FUSIONS
 from inductor_passes.stories import Verdict, alike
 from layers import MoEBlock, MoEConfig, huggingface
+from tests.helpers import mixed, usually
 from tests.huggingface.families import tiny_config, tiny_model, tokens
 
 IDS = tokens(2, 12)
 # 24 tokens of 3 slots times 3 * 64 * 32 weights, two FLOPs each.
 COST_OF_ONE = "9 -> 6 kernels, 342 kB -> 268 kB, 885 kFLOP"
-COST_OF_TWELVE = "108 -> 72 kernels, 4.1 MB -> 3.21 MB, 10.6 MFLOP"
+COST_OF_ALL = "45 -> 30 kernels, 1.71 MB -> 1.34 MB, 4.42 MFLOP"
 
 
 def model_of(family, patched=True, **options):
@@ -31,13 +32,13 @@ def names(report):
 
 
 @torch.no_grad()
-def test_twelve_alike_layers_are_short():
-    report = inductor_passes.explain(model_of("qwen3_moe", num_hidden_layers=12), IDS)
-    assert names(report) == [f"model.layers.{index}.mlp" for index in range(12)]
+def test_alike_layers_are_short():
+    report = inductor_passes.explain(model_of("qwen3_moe", num_hidden_layers=5), IDS)
+    assert names(report) == [f"model.layers.{index}.mlp" for index in range(5)]
     assert str(report).splitlines() == [
-        f"1 inference graph, 12 MoE layers, all fused (torch {torch.__version__})",
-        f"estimated for a GPU, all MoE layers: {COST_OF_TWELVE}",
-        "model.layers.0-11.mlp (12 layers): 7 -> 1 operator calls",
+        f"1 inference graph, 5 MoE layers, all fused (torch {torch.__version__})",
+        f"estimated for a GPU, all MoE layers: {COST_OF_ALL}",
+        "model.layers.0-4.mlp (5 layers): 7 -> 1 operator calls",
         f"  estimated for a GPU: {COST_OF_ONE}",
         "  fused: routing_dispatch, gather_gemm_act, gemm_combine, fused_moe",
         "  written out: fused_moe_default as ATen",
@@ -46,8 +47,9 @@ def test_twelve_alike_layers_are_short():
     ]
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "implementation"), mixed(("mixtral", "gpt_oss"), ("batched_mm", "grouped_mm"))
+)
 @torch.no_grad()
 def test_an_unpatched_model_is_raised(family, implementation):
     report = inductor_passes.explain(model_of(family, patched=False, implementation=implementation), IDS)
@@ -56,7 +58,7 @@ def test_an_unpatched_model_is_raised(family, implementation):
     assert "  raised: experts, topk_routing" in str(report).splitlines()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", usually(["mixtral", "gpt_oss"], ["mixtral"]))
 @torch.no_grad()
 def test_an_unpatched_model_that_loops_over_experts_is_told_what_to_call(family):
     model = model_of(family, patched=False, implementation="eager")
@@ -167,8 +169,8 @@ class Runner:
 
 @torch.no_grad()
 def test_names_are_those_of_the_model_however_it_is_called():
-    model = model_of("mixtral")
-    wanted = ["model.layers.0.mlp", "model.layers.1.mlp"]
+    model = model_of("mixtral", num_hidden_layers=1)
+    wanted = ["model.layers.0.mlp"]
 
     def step(model):
         return lambda ids: model(ids).logits
@@ -191,7 +193,7 @@ def test_names_are_those_of_the_model_however_it_is_called():
         assert (names(report), report.unfused) == (wanted, ()), how
     report = inductor_passes.explain(lambda model, ids: model(ids), model, IDS)
     assert names(report) == wanted
-    assert names(inductor_passes.explain(model.model, IDS)) == ["layers.0.mlp", "layers.1.mlp"]
+    assert names(inductor_passes.explain(model.model, IDS)) == ["layers.0.mlp"]
 
 
 GLOBAL = torch.nn.ModuleDict()

@@ -16,7 +16,7 @@ from layers import FusedMoE, MoEConfig
 from moe_ops import RoutingConfig
 from moe_ops.routing import largest_by_sorting
 from tests.cases import ROUTINGS, Case, make
-from tests.helpers import assert_matches_oracle, assert_same, grads_of
+from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed
 from tests.ops.test_values import oracle
 from tests.passes.capture import rewrite
 from tests.passes.test_lower_few_slots import experts_given, layer_of
@@ -42,22 +42,32 @@ def compute(function, *tensors, passes=PASS):
     return torch.compile(function, backend=backend, fullgraph=True)(*tensors), left
 
 
-@pytest.mark.parametrize("sizes", [(40, 8, 2), (5, 4, 3), (33, 6, 6), (0, 4, 2)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("passes", [PASS, (*HALVES, *PASS)], ids=["whole", "halves"])
-def test_values(sizes, bias, dtype, passes):
+@pytest.mark.parametrize(
+    ("sizes", "bias", "dtype", "whole"),
+    mixed(
+        [(40, 8, 2), (5, 4, 3), (33, 6, 6), (0, 4, 2)],
+        (False, True),
+        (torch.float64, torch.float32, torch.bfloat16),
+        (True, False),
+        rounds=3,
+    ),
+    ids=str,
+)
+def test_values(sizes, bias, dtype, whole):
+    passes = PASS if whole else (*HALVES, *PASS)
     problem = make(Case(*sizes, 9, 5, bias=bias), dtype)
-    layer, tensors = layer_of(problem, "fused" if passes is PASS else "stages")
+    layer, tensors = layer_of(problem, "fused" if whole else "stages")
     weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
     out, left = compute(layer, *tensors, passes=passes)
     assert left == PRODUCTS
     assert_matches_oracle(out, oracle(problem, weights, ids))
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.spec)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [4, 1])
+@pytest.mark.parametrize(
+    ("routing", "dtype", "tokens"),
+    mixed(ROUTINGS, (torch.float32, torch.bfloat16), (4, 1), rounds=2),
+    ids=str,
+)
 def test_routers(routing, dtype, tokens):
     """With ties, and logits and biases that are not finite."""
     logits, bias = torch.randn(4, 16).to(dtype).round(decimals=1), torch.randn(16)
@@ -137,8 +147,7 @@ def test_too_many_experts_per_token_stay_an_operator_with_a_reason():
     assert kept.reason == "17 experts per token are too many to write out; it stays an operator call"
 
 
-@pytest.mark.parametrize("emit", ["stages", "fused"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("emit", "dynamic"), mixed(("stages", "fused"), (False, True)))
 def test_training_graphs(emit, dynamic):
     layer, tensors = layer_of(make(Case(20, 4, 2, 8, 6), torch.float64, requires_grad=True), emit)
     options = inductor_passes.options()

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 
 import inductor_passes
 from inductor_passes import _compat
@@ -15,6 +14,7 @@ from inductor_passes.backend import moe_inductor
 from inductor_passes.cache_key import source_hash
 from inductor_passes.pipeline import PIPELINE, MoEPasses
 from inductor_passes.training import RaiseForTraining
+from tests.helpers import fresh_graphs
 from tests.passes.moe import inputs, layer
 
 SLOT, BEFORE_AUTOGRAD = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
@@ -111,7 +111,7 @@ def test_a_users_pass_before_autograd_runs_once(where):
     given = {BEFORE_AUTOGRAD: observer} if where == "options" else {}
     under = {} if where == "options" else {BEFORE_AUTOGRAD: observer}
     over = inductor_passes.options() if where == "config and ours" else {}
-    with inductor_config.patch(under), inductor_config.patch(over), fresh_cache():
+    with inductor_config.patch(under), inductor_config.patch(over), fresh_graphs():
         _compile(backend=moe_inductor, options=given)
     assert len(observer.seen) == 1
 
@@ -165,7 +165,7 @@ def _compile(**how):
 def test_copied_and_fresh_options_share_a_compiled_graph():
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    with torch.no_grad(), fresh_cache():
+    with torch.no_grad(), fresh_graphs():
         for made in (
             inductor_passes.options(),
             copy.deepcopy(inductor_passes.options()),
@@ -181,10 +181,10 @@ def test_a_global_pass_set_after_options_runs_once_after_ours(form):
     how = {"options": made} if "options" in form else {}
     how |= {"backend": moe_inductor} if "backend" in form else {}
     observer = Observer()
-    with fresh_cache(), inductor_config.patch({SLOT: observer}):
+    with fresh_graphs(), inductor_config.patch({SLOT: observer}):
         _compile(**how)
     assert observer.seen == [LEFT]
-    with fresh_cache():
+    with fresh_graphs():
         _compile(**how)
     assert observer.seen == [LEFT], "it is not in the slot any more"
 
@@ -192,7 +192,7 @@ def test_a_global_pass_set_after_options_runs_once_after_ours(form):
 def test_a_global_pass_set_after_options_sees_the_backward_too():
     made, observer = inductor_passes.options(), Observer()
     torch._dynamo.reset()
-    with fresh_cache(), inductor_config.patch({SLOT: observer}):
+    with fresh_graphs(), inductor_config.patch({SLOT: observer}):
         given = [tensor.requires_grad_() for tensor in inputs()]
         torch.compile(layer, options=made)(*given).sum().backward()
     assert len(observer.seen) == 2 and "grouped_gemm_weight_backward" in observer.seen[1]
@@ -209,7 +209,7 @@ def test_a_global_pass_enters_the_key():
 
 def test_a_global_pass_set_between_two_compiles_misses_the_cache():
     made, observer = inductor_passes.options(), Observer()
-    with fresh_cache():
+    with fresh_graphs():
         _compile(options=made)
         with inductor_config.patch({SLOT: observer}):
             _compile(options=made)
@@ -220,7 +220,7 @@ def test_a_global_pass_set_between_two_compiles_misses_the_cache():
 
 def test_a_pass_given_to_options_wins_over_the_global_one():
     given, globally = Observer(), Observer()
-    with fresh_cache(), inductor_config.patch({SLOT: globally}):
+    with fresh_graphs(), inductor_config.patch({SLOT: globally}):
         _compile(options=inductor_passes.options(**{SLOT: given}))
         _compile(backend=moe_inductor, options=inductor_passes.options(**{SLOT: given}))
     assert len(given.seen) <= 2 and given.seen[0] == LEFT and globally.seen == []
@@ -238,7 +238,7 @@ def test_ours_globally_and_in_options_runs_once_with_the_users(in_options):
 
     options = {SLOT: in_options} if in_options else inductor_passes.options()
     ours = {SLOT: MoEPasses(passes=(*PIPELINE, Counted()))}
-    with fresh_cache(), inductor_config.patch({SLOT: observer}), inductor_config.patch(ours):
+    with fresh_graphs(), inductor_config.patch({SLOT: observer}), inductor_config.patch(ours):
         _compile(options=options)
     assert len(observer.seen) == len(runs) == 1
 
@@ -249,7 +249,7 @@ def test_a_pass_taken_out_of_the_slot_does_not_run():
     try:
         inductor_config.post_grad_custom_pre_pass = observer
         inductor_config.post_grad_custom_pre_pass = None
-        with fresh_cache():
+        with fresh_graphs():
             _compile(options=inductor_passes.options())
             with inductor_config.patch({SLOT: observer}), inductor_config.patch({SLOT: MoEPasses(())}):
                 _compile(options=inductor_passes.options())
@@ -261,7 +261,7 @@ def test_a_pass_taken_out_of_the_slot_does_not_run():
 def test_what_a_patch_inside_another_left_behind_does_not_run():
     observer, gone = Observer(), Observer()
     with (
-        fresh_cache(),
+        fresh_graphs(),
         inductor_config.patch({SLOT: observer}),
         inductor_config.patch(inductor_passes.options()),
     ):
@@ -274,18 +274,18 @@ def test_what_a_patch_inside_another_left_behind_does_not_run():
 @pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
 def test_sequences_in_the_slot():
     first, second = Observer(), Observer("second")
-    with fresh_cache(), inductor_config.patch({SLOT: [first, second]}):
+    with fresh_graphs(), inductor_config.patch({SLOT: [first, second]}):
         _compile(options=inductor_passes.options())
-    with fresh_cache():
+    with fresh_graphs():
         _compile(options={SLOT: [MoEPasses(), first]})
-    with fresh_cache(), inductor_config.patch({SLOT: second}):
+    with fresh_graphs(), inductor_config.patch({SLOT: second}):
         _compile(options={SLOT: [MoEPasses(), first]})
     assert (len(first.seen), len(second.seen)) == (3, 1)
 
 
 @pytest.mark.skipif(not TAKES_LISTS, reason="torch 2.11 takes one pass per slot")
 def test_ours_twice_in_a_sequence():
-    with fresh_cache(), inductor_config.patch({SLOT: [MoEPasses(), MoEPasses(), Observer()]}):
+    with fresh_graphs(), inductor_config.patch({SLOT: [MoEPasses(), MoEPasses(), Observer()]}):
         assert MoEPasses() == MoEPasses()
         _compile(options=inductor_passes.options())
 
@@ -306,7 +306,7 @@ def test_a_users_pass_is_told_the_kind_of_graph_in_subgraphs_too(training):
         return torch.cond(given[0].sum() > 0, layer, lambda *given: layer(*given) * 2, given)
 
     torch._dynamo.reset()
-    with fresh_cache(), torch.set_grad_enabled(training):
+    with fresh_graphs(), torch.set_grad_enabled(training):
         given = [tensor.requires_grad_(training) for tensor in inputs()]
         torch.compile(model, options=inductor_passes.options(**{SLOT: Aware()}))(*given)
     assert len(told) >= 3 and set(told) == {not training}

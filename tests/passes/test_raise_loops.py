@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import EXPERTS, layer, oracle, softmax_router, swiglu
@@ -59,9 +59,9 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("tokens, dynamic", [(5, False), (3, True)])
-@pytest.mark.parametrize("what", SAME)
-def test_what_means_the_same_is_raised(what, tokens, dynamic):
+@pytest.mark.parametrize(("what", "sizes"), mixed(SAME, ((5, False), (3, True))), ids=str)
+def test_what_means_the_same_is_raised(what, sizes):
+    tokens, dynamic = sizes
     inputs = layer(tokens, dynamic=dynamic)
     result, out = computed(looped_with(**SAME[what]), *inputs, passes=PIPELINE)
     assert result.ops() == ["fused_moe"]

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import inductor_passes
 from inductor_passes.pipeline import RAISES
 from inductor_passes.raising import RaiseExperts
+from tests.helpers import fresh_graphs
 from tests.passes import stock
 from tests.passes.capture import post_grad, rewrite, show
 from tests.passes.stock import (
@@ -329,7 +330,7 @@ def test_nothing_that_looks_like_a_layer_is_not_mentioned():
 
 def test_a_layer_that_stays_compiles_to_the_same_code():
     function, args = grouped_with(**OTHERS["weighed twice"][0]), layer(9)
-    with torch.no_grad(), torch._inductor.utils.fresh_inductor_cache():
+    with torch.no_grad(), fresh_graphs():
         _, (ours,) = run_and_get_code(torch.compile(function, options=inductor_passes.options()), *args)
         torch._dynamo.reset()
         _, (plain,) = run_and_get_code(torch.compile(function), *args)

@@ -4,12 +4,11 @@ import operator
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache
 from torch.fx import Graph, GraphModule
 
 import inductor_passes
 from inductor_passes.returned_inputs import read_inputs_themselves
-from tests.helpers import assert_same
+from tests.helpers import assert_same, fresh_graphs
 
 
 @torch.compiler.nested_compile_region
@@ -43,7 +42,7 @@ def gradients(function):
 @pytest.mark.parametrize("model", [twice, views_twice])
 def test_gradients_of_a_region_called_twice(model):
     torch._dynamo.reset()
-    with fresh_cache():
+    with fresh_graphs():
         compiled = torch.compile(model, fullgraph=True, options=inductor_passes.options())
         assert_same(gradients(compiled), gradients(model))
 
@@ -51,7 +50,7 @@ def test_gradients_of_a_region_called_twice(model):
 def test_stock_has_the_fault():
     """When this fails, `returned_inputs` can go for the torch version it fails on."""
     torch._dynamo.reset()
-    with fresh_cache():
+    with fresh_graphs():
         ours, theirs = gradients(torch.compile(twice, fullgraph=True)), gradients(twice)
     assert (ours[1] - theirs[1]).abs().max() > 0.1 * theirs[1].abs().max()
 

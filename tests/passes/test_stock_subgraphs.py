@@ -7,14 +7,13 @@ import torch
 from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import inductor_passes
 from inductor_passes import _compat
 from inductor_passes.graph_tools import parts
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, fresh_graphs
 from tests.passes import moe, stock
 from tests.passes.stock import layer, oracle
 
@@ -90,7 +89,7 @@ def test_a_stock_layer_is_one_operator(model, dynamic):
 @pytest.mark.parametrize("model", [branches, regions], ids=lambda model: model.__name__)
 def test_compiled_values(model):
     inputs = layer(9)
-    with fresh_cache(), torch.no_grad():
+    with fresh_graphs(), torch.no_grad():
         out = torch.compile(model, options=inductor_passes.options(), fullgraph=True)(*inputs)
     assert_matches_oracle(out, oracle(inputs, stock.grouped))
 

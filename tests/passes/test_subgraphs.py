@@ -6,13 +6,12 @@ from torch import nn
 from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import inductor_passes
 import moe_ops
 from inductor_passes import _compat
-from tests.helpers import assert_same
+from tests.helpers import assert_same, fresh_graphs
 from tests.passes.moe import inputs, layer, routed, up
 from tests.passes.test_explain import Block
 
@@ -118,7 +117,7 @@ class Counter(_compat.CustomGraphPass):
 def test_a_compile_fuses_each_graph_once_and_computes_the_same(model):
     counter = Counter()
     options = inductor_passes.options(post_grad_custom_pre_pass=counter)
-    with fresh_cache():
+    with fresh_graphs():
         compiled = torch.compile(model, fullgraph=True, options=options)
         for scale in (1.0, -1.0):  # both branches
             assert_same([compiled(*given(scale))], [model(*given(scale))])
@@ -139,7 +138,7 @@ def test_gradients_are_those_of_plain_pytorch(model):
         function(*tensors).square().sum().backward()
         return [tensor.grad for tensor in tensors]
 
-    with fresh_cache():
+    with fresh_graphs():
         compiled = torch.compile(model, fullgraph=True, options=inductor_passes.options())
         assert_same(gradients(compiled), gradients(model))
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from layers import TensorShard
 from layers.parallel import ParallelConfig
-from tests.helpers import assert_matches_oracle, assert_same
+from tests.helpers import assert_matches_oracle, assert_same, mixed
 from tests.layers import oracle
 from tests.layers.parallel.test_styles import OPTIONS, E, H, I, loss, make_block
 from tests.layers.parallel.world import on_ranks
@@ -41,8 +41,7 @@ def tokens_of(rank: int, config: ParallelConfig, dtype=torch.float32):
 
 
 @on_ranks(4)
-@combinations
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 8}], ids=["", "static"])
+@pytest.mark.parametrize(("config", "options"), mixed(COMBINATIONS, ({}, {"max_tokens": 8})), ids=str)
 def test_values(config, options):
     if options and config.num_groups == 1 and not config.sp:
         return  # all have the same tokens, and nothing is static to be

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layers import ModularKernel, Prepared, RouterOutput, StandardExperts
 from layers.carried import moved_as_bytes
 from layers.parallel import AllGatherPrepareAndFinalize, AllReducePrepareAndFinalize
-from tests.helpers import assert_matches_oracle, assert_same
+from tests.helpers import assert_matches_oracle, assert_same, usually
 from tests.layers.carried import (
     QuantisedExperts,
     QuantisesFirst,
@@ -88,7 +88,7 @@ def test_behind_tokens_that_some_ranks_share():
 
 
 @on_ranks(2)
-@exchanges
+@pytest.mark.parametrize("name", usually(ALL, ("all_gather", "padded", "variable")))
 def test_one_graph_for_all_contents(name):
     kernel = ALL[name](make_layer(config()))
 

@@ -13,6 +13,7 @@ from layers.parallel import (
     AllReducePrepareAndFinalize,
     AllToAllPrepareAndFinalize,
 )
+from tests.helpers import mixed
 from tests.layers.parallel.exchanges import config, make_layer, owners, part_of_experts, tokens_of
 from tests.layers.parallel.world import RankError, world
 
@@ -58,8 +59,11 @@ def run_alone(kernel: ModularKernel) -> None:
         raise Raised(f"after {'at most' if waited < LIMIT + 5 else 'more than'} the limit") from error
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", [one_is_killed, one_stays_away])
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    mixed(KINDS, (one_is_killed, one_stays_away)),
+    ids=lambda each: getattr(each, "__name__", each),
+)
 def test_the_others_raise(fault, kind):
     with pytest.raises(RankError, match=r"(?s)rank 0 of 2.*Raised: after at most the limit"):
         world(2).run(__name__, fault.__name__, {"kind": kind}, timeout=30)

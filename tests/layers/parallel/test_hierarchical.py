@@ -15,7 +15,7 @@ from layers.parallel import (
     HierarchicalPrepareAndFinalize,
     PaddedAllToAllPrepareAndFinalize,
 )
-from tests.helpers import assert_matches_oracle, assert_same
+from tests.helpers import assert_matches_oracle, assert_same, mixed
 from tests.layers.parallel import test_large_worlds
 from tests.layers.parallel.exchanges import MOST, ROUTINGS, E, H, config, held_by, make_layer, tokens_of
 from tests.layers.parallel.test_exchanges import differentiable, loss, oracle
@@ -64,9 +64,7 @@ def kernel_of(name, layer, batched=False):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("batched", [False, True], ids=["standard", "batched"])
+@pytest.mark.parametrize(("name", "routing", "batched"), mixed(WAYS, ROUTINGS, (False, True), rounds=3))
 def test_values(name, routing, batched):
     """Six experts on two nodes: of two ranks three each, of four two and one."""
     layer = make_layer(config(num_experts=6))

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from layers import huggingface
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from layers.weights.files import open_checkpoint
+from tests.helpers import mixed
 from tests.layers.parallel.world import on_ranks
 
 STYLES = {
@@ -97,8 +98,9 @@ def split_memory(model):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("style", "family"), mixed(STYLES, ("qwen3_moe", "gpt_oss", "deepseek_v3"), rounds=2)
+)
 def test_each_rank_reads_its_part_and_no_other(family, style, tmp_path):
     size, chosen = dist.get_world_size(), STYLES[style]()
     stock = saved(family, tmp_path)

@@ -1,0 +1,71 @@
+"""Python processes forked from one that has imported torch and its compiler: of a short process that is most.
+
+For what is asked of a process of its own: what an import does, a first compile, what a later process finds in a cache.
+Not for what torch reads when it is imported (TORCH_LOGS, whether there is Triton) or what hangs on the hash seed.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def run_python(
+    code: str, *arguments: str, cwd: Path | str = ".", env: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """`python -c code *arguments`, with what it wrote."""
+    server = _server()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        request = code, arguments, str(cwd), dict(env), [*map(str, outputs)]
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        assert answer, "the process that forks others has ended"
+        return subprocess.CompletedProcess(arguments, int(answer), *(each.read_text() for each in outputs))
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """It ends with this process, whose end of the pipe is closed then."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.Popen([sys.executable, "-P", __file__], env=environment, text=True, **pipes)
+
+
+def _serve() -> None:
+
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _run(*json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _run(code: str, arguments: list[str], cwd: str, environment: dict[str, str], outputs: list[str]) -> None:
+    for stream, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), vars(main))
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    _serve()
