@@ -5,6 +5,7 @@ import torch
 
 from moe_ops.kernels.decode_plan import _parts
 from moe_ops.types import Activation
+from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.oracles import assert_close
@@ -77,8 +78,9 @@ def test_every_option(activation: Activation, optional: bool, device: str) -> No
     _run(_tensors("odd", torch.bfloat16, activation, optional), activation, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", ["one route", "odd"])
+@pytest.mark.parametrize(
+    ("dtype", "size"), mixed((torch.float16, torch.float32, torch.float64), ("one route", "odd")), ids=str
+)
 def test_every_dtype(size: str, dtype: torch.dtype, device: str) -> None:
     _run(_tensors(size, dtype, HALVES, True), HALVES, device)
 

@@ -9,6 +9,7 @@ from moe_ops.kernels.common import compute_dtype
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import describe
 from moe_ops.types import Activation
+from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.catalogue import meta
 from tests.kernels.oracles import assert_close
@@ -19,15 +20,24 @@ ACTIVATIONS = [
     Activation("swiglu_oai", interleaved=True),
     Activation("situ", beta=1.5, linear_beta=2.0),
 ]
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens, hidden, features", [(1, 72, 40), (2, 513, 37), (2, 64, 136)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "activation"),
+    mixed(
+        [(1, 72, 40), (2, 513, 37), (2, 64, 136)],
+        DTYPES,
+        ACTIVATIONS,
+        rounds=2,
+    ),
+    ids=str,
+)
 def test_matches_the_oracle(
-    tokens: int, hidden: int, features: int, dtype: torch.dtype, activation: Activation, device: str
+    sizes: tuple[int, int, int], dtype: torch.dtype, activation: Activation, device: str
 ) -> None:
     """Strided tokens and weights, with a weight per token and without."""
+    tokens, hidden, features = sizes
     rows = 2 * features if activation.is_gated else features
     x = torch.randn(hidden, tokens).to(dtype).T
     w13 = (torch.randn(rows, hidden + 5) / hidden**0.5).to(dtype)[:, 3:-2]
@@ -57,12 +67,14 @@ def test_what_it_takes() -> None:
     assert not _takes(1, meta(80000, 2048), meta(2048, 40000))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("tokens, hidden, experts", [(1, 72, 13), (1, 64, 600), (7, 513, 8), (8, 600, 3)])
-def test_router_matches_the_oracle(
-    tokens: int, hidden: int, experts: int, dtype: torch.dtype, device: str
-) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    mixed([(1, 72, 13), (1, 64, 600), (7, 513, 8), (8, 600, 3)], DTYPES),
+    ids=str,
+)
+def test_router_matches_the_oracle(sizes: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     """Strided tokens, weights and biases; in the dtype of the tokens and in that of sums."""
+    tokens, hidden, experts = sizes
     x = torch.randn(hidden, tokens).to(dtype).T
     weight = (torch.randn(experts, hidden + 5) / hidden**0.5).to(dtype)[:, 3:-2]
     bias = torch.randn(experts, 2).to(dtype)[:, 1]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch
 
@@ -19,10 +20,14 @@ def _check(topk_ids: torch.Tensor, expert_map: torch.Tensor | None, num_experts:
 
 
 @pytest.mark.parametrize(
-    "tokens, top_k", [(1, 1), (1, 8), (7, 3), (33, 4), (128, 4), (171, 3), (700, 2), (4100, 2)]
+    ("sizes", "dtype"),
+    mixed(
+        [(1, 1), (1, 8), (7, 3), (33, 4), (128, 4), (171, 3), (700, 2), (4100, 2)], (torch.int32, torch.int64)
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_matches_a_stable_sort(tokens: int, top_k: int, dtype: torch.dtype, device: str) -> None:
+def test_matches_a_stable_sort(sizes: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    tokens, top_k = sizes
     _check(torch.randint(0, 13, (tokens, top_k), dtype=dtype), None, 13, device)
 
 

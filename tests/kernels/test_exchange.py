@@ -6,6 +6,7 @@ import torch
 from moe_ops.arguments import PullSums, PushRows
 from moe_ops.exchange_plan import plan_exchange
 from moe_ops.peers import ExchangeLayout
+from tests.helpers import mixed, usually
 from tests.kernels.loopback import Loopback
 
 E, K, M, H = 13, 3, 17, 12
@@ -124,16 +125,17 @@ class Ranks:
                 assert not extra[first + count : first + most].any()
 
 
-@of_sizes
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("sizes", "routing", "num_ranks"), mixed(SIZES.values(), ROUTINGS, (2, 4), rounds=2), ids=str
+)
 def test_rows_go_where_they_are_wanted(num_ranks, routing, sizes, device):
     ranks = Ranks(sizes[:num_ranks], routing, device)
     ranks.expect_pushed(ranks.push())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("columns", [1, 5, 13])
+@pytest.mark.parametrize(
+    ("dtype", "columns"), mixed((torch.bfloat16, torch.float64, torch.float8_e4m3fn), (1, 5, 13)), ids=str
+)
 def test_rows_of_any_size(columns, dtype, device):
     ranks = Ranks((7, 5, 9), "random", device, dtype if dtype.itemsize > 1 else torch.float32, columns)
     if dtype.itemsize == 1:
@@ -155,7 +157,7 @@ def test_rows_longer_than_a_block(device, monkeypatch):
         assert torch.equal(out.cpu(), expected_sums(ranks, [pushed[0] for pushed in outputs], rank))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", usually([2, 3], [3]))
 def test_in_parts(num_ranks, device):
     """The last one is shorter; a rank with few tokens has parts without any."""
     made = ExchangeLayout(num_ranks, M, 1024, 512, num_parts=4)
@@ -183,8 +185,11 @@ def expected_sums(ranks, rows, rank, shared=None):
     return total.to(ranks.dtype)
 
 
-@pytest.mark.parametrize("routing", ["random", "padding"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "routing"),
+    mixed((torch.float32, torch.bfloat16, torch.float64), ("random", "padding")),
+    ids=str,
+)
 def test_sums_come_back_to_the_bit(dtype, routing, device):
     ranks = Ranks(SIZES["uneven"], routing, device, dtype)
     outputs = ranks.push()
@@ -220,7 +225,7 @@ def test_a_poisoned_row_changes_no_other(device):
     assert first[[0, 1, 3, 4, 5, 6]].isfinite().all() and first[2].isnan().all()
 
 
-@pytest.mark.parametrize("order", ["ppss", "pspsps", "pps", "pppss"])
+@pytest.mark.parametrize("order", usually(["ppss", "pspsps", "pps", "pppss"], ["pspsps", "pppss"]))
 def test_exchanges_in_any_order(order, device):
     """What was pushed, and what was pulled, is in outputs, and buffers of another parity."""
     ranks = Ranks((7, 5), "random", device)

@@ -8,6 +8,7 @@ from moe_ops.formula import OPERATIONS, Formula
 from moe_ops.kernels import formula as device
 from moe_ops.kernels.formula import source, with_formula
 from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel
+from tests.helpers import mixed
 from tests.kernels import aot
 from tests.kernels.by_name import launch, program_of
 
@@ -109,8 +110,7 @@ _VALUES = torch.tensor(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "dtype"), mixed(OPERATIONS, (torch.float32, torch.float64)), ids=str)
 def test_every_operation(operation, dtype, device):
     """x runs through all pairs of values: gate and up are columns of a product with single ones."""
     count, compute = OPERATIONS[operation]

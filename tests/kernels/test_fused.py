@@ -22,6 +22,7 @@ from moe_ops.kernels.fused import leaves_room
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import Filled, describe
 from moe_ops.types import Activation, RoutingConfig
+from tests.helpers import mixed, usually
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta
@@ -80,15 +81,16 @@ def _check(tensors, activation: Activation, device: str) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("size", "dtype"), mixed(SIZES, (torch.bfloat16, torch.float32, torch.float64), rounds=2), ids=str
+)
 def test_fused_experts(dtype: torch.dtype, size: str, device: str) -> None:
     _check(_experts(size, dtype, Activation()), Activation(), device)
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
-@pytest.mark.parametrize("size", ["T1", "T33"])
+@pytest.mark.parametrize(
+    ("activation", "size", "transposed"), mixed(ACTIVATIONS, ("T1", "T33"), (False, True), rounds=2), ids=str
+)
 def test_activations_biases_and_layouts(
     size: str, activation: Activation, transposed: bool, device: str
 ) -> None:
@@ -114,7 +116,7 @@ def test_dropped_slots_contribute_nothing(size: str, device: str) -> None:
     assert (out == 0).all()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("interleaved", usually([False, True], [False]))
 def test_decode_reads_long_rows_in_a_loop(
     interleaved: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,8 +150,7 @@ def test_a_nan_token_changes_no_other_token(size: str, device: str) -> None:
     assert torch.equal(out[:-1], clean[:-1])
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("size", "dtype"), mixed(SIZES, (torch.bfloat16, torch.float64)), ids=str)
 def test_fused_moe_routes_and_computes(dtype: torch.dtype, size: str, device: str) -> None:
     tensors = _experts(size, dtype, Activation())
     tokens, num_experts, top_k = SIZES[size][:3]

@@ -12,6 +12,7 @@ from moe_ops.kernels.gemm_mixed import grouped_gemm_mixed_kernel
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Program, describe
 from moe_ops.types import Activation
+from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta, product
@@ -43,9 +44,16 @@ def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
     return moved.copy_(tensor)
 
 
-@pytest.mark.parametrize("case", OFFSETS)
-@pytest.mark.parametrize("layout", ["plain", "transposed", "misaligned"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "case"),
+    mixed(
+        (torch.bfloat16, torch.float32, torch.float64),
+        ("plain", "transposed", "misaligned"),
+        OFFSETS,
+        rounds=3,
+    ),
+    ids=str,
+)
 def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: str) -> None:
     weight = _weight((EXPERTS, 48, 72), dtype, layout)
     x, bias = torch.randn(ROWS, 72).to(dtype), torch.randn(EXPERTS, 48).to(dtype)

@@ -6,7 +6,7 @@ import torch
 from moe_ops import routing as definition
 from moe_ops.arguments import Router, TopkRoutingBackward
 from moe_ops.types import RoutingConfig
-from tests.helpers import sqrt_softplus
+from tests.helpers import mixed, sqrt_softplus
 from tests.kernels.by_name import launch
 from tests.kernels.oracles import assert_close
 
@@ -48,12 +48,14 @@ def test_matches_the_definition(config: RoutingConfig, tokens: int, device: str)
         assert_close(weights, expected_weights)
 
 
-@pytest.mark.parametrize("score", ["max", "top2_sum"])
 @pytest.mark.parametrize(
-    ("experts", "groups"), [(32, 16), (60, 5), (64, 8), (96, 4), (128, 2), (160, 8), (256, 8)]
+    ("sizes", "score"),
+    mixed([(32, 16), (60, 5), (64, 8), (96, 4), (128, 2), (160, 8), (256, 8)], ("max", "top2_sum")),
+    ids=str,
 )
-def test_groups_of_every_size(experts: int, groups: int, score: str, device: str) -> None:
+def test_groups_of_every_size(sizes: tuple[int, int], score: str, device: str) -> None:
     """Rows whose logits load in pieces: several of them in one block once chose each other's experts on a GPU."""
+    experts, groups = sizes
     config = RoutingConfig(top_k=2, num_groups=groups, topk_groups=2, group_score=score, score_fn="sigmoid")
     logits = torch.randn(33, experts).to(device)
     weights, ids = launch("topk_routing", logits, None, config)

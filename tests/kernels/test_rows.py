@@ -5,6 +5,7 @@ import torch
 
 from moe_ops.types import Activation
 from tests.cases import MORE_ACTIVATIONS
+from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch
 from tests.kernels.oracles import assert_close, joined
@@ -126,10 +127,10 @@ def test_activation_and_gradient(activation: Activation, dtype: torch.dtype, dev
 
 # Of the widest bound float64 keeps 12 digits, which cancel in a sum; `test_activation_and_gradient` has it.
 @pytest.mark.parametrize(
-    "activation", [each for each in ACTIVATIONS if each.beta != 1e4], ids=lambda a: a.spec
+    ("activation", "dtype", "features"),
+    mixed([each for each in ACTIVATIONS if each.beta != 1e4], DTYPES, (21, 1031), rounds=2),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("features", [21, 1031], ids=["one_block", "two_blocks"])
 def test_gradient_of_weighted_rows(
     features: int, activation: Activation, dtype: torch.dtype, device: str
 ) -> None:

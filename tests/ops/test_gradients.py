@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 import moe_ops
 from moe_ops import Activation, RoutingConfig
 from moe_ops.reference import reference_experts
-from tests.cases import CASES, MORE_ACTIVATIONS, make
+from tests.cases import CASES, MORE_ACTIVATIONS, Case, make
 from tests.helpers import RELATIVE_NORM, assert_same, grads_of, relative_error
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -71,10 +71,9 @@ def test_second_derivatives():
 
 
 def test_second_derivatives_of_the_fused_layer():
-    problem = make(CASES[2], requires_grad=True)
-    x, logits, w13, w2 = (tensor.detach()[:3].requires_grad_() for tensor in problem.tensors()[:4])
+    tensors = make(Case(3, 3, 2, 4, 3), requires_grad=True).tensors()[:4]
     layer = lambda *tensors: moe_ops.fused_moe(*tensors, RoutingConfig(top_k=2)).sin()  # noqa: E731
-    assert torch.autograd.gradgradcheck(layer, (x, logits[:, :3].detach().requires_grad_(), w13, w2))
+    assert torch.autograd.gradgradcheck(layer, tuple(tensors))
 
 
 @cases
@@ -91,7 +90,7 @@ def test_fused_gradients_equal_the_stages(case):
 
 
 def test_fused_gradcheck():
-    problem = make(CASES[2], requires_grad=True)
+    problem = make(Case(5, 4, 2, 5, 3, bias=True), requires_grad=True)
     shared = double(*problem.hidden_states.shape)
 
     def layer(x, logits, w13, w2, w13_bias, w2_bias, shared):

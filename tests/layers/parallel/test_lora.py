@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import MoEBlock, RouterOutput, SharedExpertConfig
 from layers.parallel import AllGatherMonolithic, ExpertParallel, ExpertTensorParallel
-from tests.helpers import assert_matches_oracle, assert_same
+from tests.helpers import assert_matches_oracle, assert_same, usually
 from tests.layers.lora import attach, draw_ids, make_adapters, oracle
 from tests.layers.parallel.exchanges import (
     ALL,
@@ -95,7 +95,7 @@ def test_gradients(style):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("style", ["allgather", "alltoall_static"])
+@pytest.mark.parametrize("style", usually(["allgather", "alltoall_static"], ["alltoall_static"]))
 def test_compiled(style):
     layer, rank = make_layer(config()), dist.get_rank()
     part, adapters = parallel(layer, style)

@@ -29,7 +29,7 @@ from layers.parallel import (
     ParallelConfig,
     rebalancing,
 )
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, usually
 from tests.layers import oracle
 from tests.layers.parallel.world import on_ranks
 
@@ -121,7 +121,7 @@ def test_the_same_function_before_between_and_after(style):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("style", ["allgather_static", "alltoall", "allreduce"])
+@pytest.mark.parametrize("style", usually(["allgather_static", "alltoall", "allreduce"], ["alltoall"]))
 def test_a_compiled_function_sees_each_new_placement(style):
     whole, hidden = make_blocks(), tokens_of(dist.get_rank(), style)
     model, expected = parallel(whole, style), expected_of(whole, hidden)

@@ -15,7 +15,7 @@ from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig, S
 from layers.parallel import ExpertParallel, ExpertRanks, ExpertTensorParallel, clip_grad_norm_
 from layers.parallel.styles import part_of_all_gather
 from moe_ops import Activation, RoutingConfig
-from tests.helpers import assert_matches_oracle, assert_same
+from tests.helpers import assert_matches_oracle, assert_same, usually
 from tests.layers import oracle
 from tests.layers.parallel.world import on_ranks
 
@@ -50,6 +50,7 @@ STYLES = {
 }
 SAME_TOKENS = ("allreduce", "tensor")
 styles = pytest.mark.parametrize("style", STYLES)
+COMPILED = usually(STYLES, ("allgather", "alltoall_static", "allreduce", "tensor_allgather"))
 
 
 def make_block(dtype=torch.float32, **options) -> MoEBlock:
@@ -167,7 +168,7 @@ def test_checkpoints_are_those_of_any_number_of_ranks(style, other, tmp_path):
 
 
 @on_ranks(2)
-@styles
+@pytest.mark.parametrize("style", COMPILED)
 def test_compiled(style):
     block, hidden = make_block(**OPTIONS["deepseek_v3"]), tokens_of(0, style)
     function = torch.compile(parallel(block, style), fullgraph=True, dynamic=True, backend="aot_eager")
