@@ -29,8 +29,9 @@ serve: setup
 test: test-kernels test-cpu
 
 # The kernels run twice: interpreted, and compiled ahead of time for an H200 (with the rest).
-# Two workers with one thread each: more threads than cores would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
+# Two workers with one thread each: more threads than cores would wait for each other. Each takes half of the files and
+# then from the other, so that what a file sets up is set up once.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 
 test-cpu: setup
 	$(PYTEST) tests
@@ -46,8 +47,10 @@ mutants: setup
 fuzz: setup
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
-# Every launch that a plan can make, compiled for every GPU that docs/PERFORMANCE.md names.
+# Every launch that a plan can make, compiled for every GPU that docs/PERFORMANCE.md names, and all combinations of options,
+# sizes and dtypes of which `make test` takes each once or twice.
 exhaustive: setup
+	TRITON_INTERPRET=1 $(PYTEST) -m exhaustive tests/kernels
 	$(PYTEST) -m exhaustive tests
 
 # Every MoE family of transformers: measured, and docs/coverage.md written from it.

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import moe_ops
 from tests.compile.fake_cuda import body, compile_for_h200
+from tests.helpers import mixed
 
 HIDDEN, EXPERTS, INTERMEDIATE, TOP_K = 64, 16, 32, 2
 
@@ -40,8 +41,9 @@ def _products(compiled):
     return sum("dense_gemv" in launch for launch in compiled.launches), calls
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize(
+    ("dtype", "tokens"), mixed((torch.bfloat16, torch.float16, torch.float32), (1, 8)), ids=str
+)
 def test_router(tokens, dtype):
     compiled = compile_for_h200(_layer, lambda tokens: _inputs(tokens, dtype), tokens=tokens)
     assert _products(compiled) == (1, 0)

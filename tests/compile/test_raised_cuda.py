@@ -7,6 +7,7 @@ import moe_ops
 from inductor_passes.base import PassLog
 from inductor_passes.pipeline import RAISES, run_passes
 from tests.compile.fake_cuda import body, compile_for_h200
+from tests.helpers import mixed
 from tests.passes import stock
 from tests.passes.stock import HIDDEN, INTERMEDIATE, TOP_K
 
@@ -71,8 +72,9 @@ def _launches(compiled):
     return [name for name in compiled.launches if not name.startswith("triton_")]
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 64, 1000])
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+@pytest.mark.parametrize(
+    ("tokens", "style"), mixed((1, 8, 64, 1000), STYLES), ids=lambda value: getattr(value, "__name__", value)
+)
 def test_launches(style, tokens):
     compiled = compile_for_h200(style, _inputs, tokens=tokens)
     assert _launches(compiled) == _launches(compile_for_h200(_ours, _inputs, tokens=tokens)) != []

@@ -89,9 +89,9 @@ def _metas(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[TensorMeta]:
 def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """The launches of a token: all numbers of routes, depths on both sides of every limit, even and odd widths."""
     wide = size is Range.WIDE
-    top_ks = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128) if wide else (8, 128)
+    top_ks = (1, 2, 4, 8, 10, 16, 32, 64, 100, 128) if wide else (128,)
     deep = (5, 37, 64, 256, 512, 1000, 2048, 4096, 7168, 14336)
-    acts = ACTIVATIONS if wide else (SITU, GPT_OSS)
+    acts = ACTIVATIONS if wide else (SITU,)
     layouts = [(False, depth, 64) for depth in deep] + list(itertools.product((True,), deep, (64, 37)))
     few = ((False, 37, 64), (False, 14336, 64), (True, 14336, 64), (True, 14336, 37))
     for dtype, (transposed, depth, width) in itertools.product(FLOATS, layouts if wide else few):
@@ -282,7 +282,7 @@ def placements(gpu: Gpu, size: Range) -> Iterator[Planned]:
 def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """A shared expert for a token or two."""
     depths = (37, 512, 1000, 2048, 4096, 7168) if size is Range.WIDE else (37, 7168)
-    acts = ACTIVATIONS if size is Range.WIDE else (SITU, GPT_OSS)
+    acts = ACTIVATIONS if size is Range.WIDE else (SITU,)
     for dtype, depth, act, tokens in itertools.product(FLOATS, depths, acts, (1, 2)):
         w13 = meta(2 * 104 if act.is_gated else 104, depth, dtype=dtype)
         x, w2, weights = meta(tokens, depth, dtype=dtype), meta(depth, 104, dtype=dtype), meta(tokens, 1)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import triton
 
 from tests.kernels.fresh import failure
 from tests.kernels.layouts import GROUPS
 
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="these processes do not interpret")
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

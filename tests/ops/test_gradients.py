@@ -195,8 +195,8 @@ def test_vmap_of_grad_gives_per_sample_gradients(layer_and_inputs, compiled):
     xs, batch = torch.stack([x, x + 1, -x]), torch.stack([logits, -logits, logits.flip(1)])
     expected = [autograd_of(loss, params, *sample) for sample in zip(xs, batch, strict=True)]
     transform = vmap(grad(loss, argnums=(0, 1, 2)), in_dims=(None, 0, 0))
-    if compiled:
-        transform = torch.compile(transform, fullgraph=True)
+    if compiled:  # as far as operators are asked; Inductor's code for calls of them is in the tests around
+        transform = torch.compile(transform, fullgraph=True, backend="aot_eager")
     ours = transform(params, xs, batch)
     for name, value in ours[0].items():
         assert_same([value], [torch.stack([sample[0][name] for sample in expected])])
