@@ -1,5 +1,6 @@
 """torch.compile on CPU end to end: values, gradients, modes, chained passes, recompiles, plain compile."""
 
+import itertools
 import re
 
 import pytest
@@ -14,7 +15,7 @@ import moe_ops
 from inductor_passes.backend import moe_inductor
 from moe_ops.reference import reference_experts, reference_routing
 from tests.cases import Case, make
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, usually
 from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
 
 SLOT = "post_grad_custom_pre_pass"
@@ -77,14 +78,18 @@ SITU = moe_ops.Activation("situ", beta=1.5, linear_beta=2.0, interleaved=True)
 UNGATED = moe_ops.Activation("gelu_tanh_no_mul")
 
 
+FORMULAS = NONE, MANY, PLAIN = [
+    *(Case(tokens, 8, 2, 9, 5, SITU, bias=True) for tokens in (0, 33)),
+    Case(7, 8, 2, 9, 5, UNGATED, bias=True),
+]
+OFTEN = [(NONE, "fused"), (MANY, "fused"), (MANY, "written out"), (PLAIN, "written out")]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [Case(tokens, 8, 2, 9, 5, SITU, bias=True) for tokens in (0, 33)]
-    + [Case(7, 8, 2, 9, 5, UNGATED, bias=True)],
-    ids=lambda case: case.name,
+    ("case", "form"), usually(itertools.product(FORMULAS, ("fused", "written out")), OFTEN), ids=str
 )
 @torch.no_grad()
-def test_values_of_other_formulas(case):
+def test_values_of_other_formulas(case, form):
     """Fused into one call, and with the gate written out in C++, against float64."""
     problem = make(case, torch.float32)
     x, logits, w13, w2, w13_bias, w2_bias = problem.tensors()
@@ -107,9 +112,9 @@ def test_values_of_other_formulas(case):
     routed = reference_routing(doubles[1], routing)
     biases = {"w13_bias": doubles[4], "w2_bias": doubles[5]}
     expected = reference_experts(doubles[0], *doubles[2:4], *routed, case.activation, **biases)
-    for function in (fused, written_out):
-        compiled = torch.compile(function, fullgraph=True, options=inductor_passes.options())
-        assert_matches_oracle(compiled(), expected)
+    function = fused if form == "fused" else written_out
+    compiled = torch.compile(function, fullgraph=True, options=inductor_passes.options())
+    assert_matches_oracle(compiled(), expected)
 
 
 def test_gradients_through_the_stages():

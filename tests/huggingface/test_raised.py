@@ -95,11 +95,12 @@ def test_the_backend_alone_generates_the_same_tokens():
 
 @torch.no_grad()
 def test_any_length_is_one_graph():
-    model, log = tiny_model("deepseek_v3", torch.float32, "grouped_mm", use_cache=False), Log()
+    options = {"use_cache": False, "num_hidden_layers": 1}
+    model, log = tiny_model("deepseek_v3", torch.float32, "grouped_mm", **options), Log()
     compiled = raised(model, log, dynamic=True)
     for length in (7, 12, 33):
         torch.testing.assert_close(compiled(tokens(2, length)).logits, model(tokens(2, length)).logits)
-    assert len(log.raised) == 4
+    assert len(log.raised) == 2
 
 
 @torch.no_grad()
