@@ -128,7 +128,7 @@ def test_saved_inputs_and_activations_stay_what_they_were():
 @pytest.mark.parametrize(
     ("how", "mode"),
     [
-        ("backend", None),
+        pytest.param("backend", None, marks=pytest.mark.exhaustive),
         pytest.param("options", None, marks=pytest.mark.exhaustive),
         ("options", "max-autotune"),
     ],

@@ -5,6 +5,7 @@ import torch
 
 from moe_ops import batched
 from moe_ops.kernels.gpu import H200
+from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of, record
 from tests.kernels.catalogue import meta, product
@@ -31,9 +32,11 @@ def _poisoned(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("case", COUNTS)
-@pytest.mark.parametrize("layout", ["plain", "transposed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("case", "layout", "dtype"),
+    mixed(COUNTS, ("plain", "transposed"), (torch.bfloat16, torch.float32, torch.float64), rounds=2),
+    ids=str,
+)
 def test_matches_the_oracle(dtype: torch.dtype, layout: str, case: str, device: str) -> None:
     weight, counts = _weight((EXPERTS, 48, 72), dtype, layout), COUNTS[case]
     x = _poisoned(torch.randn(EXPERTS, ROWS, 72).to(dtype), counts)
