@@ -11,7 +11,7 @@ import inductor_passes
 import moe_ops
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.gates import CASES, oracle, tensors
-from tests.helpers import assert_matches_oracle, fresh_graphs
+from tests.helpers import assert_matches_oracle, fresh_graphs, mixed
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 64, 32, 2
 ROUTING = moe_ops.RoutingConfig(TOP_K)
@@ -75,8 +75,7 @@ def test_a_symbolic_token_count_gets_one_call_and_no_guard():
     assert compiled.guards <= compile_for_h200(_custom, _inputs, symbolic=True, graph_pass=None).guards
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-@pytest.mark.parametrize("name", ["learned_columns", "relu2"])
+@pytest.mark.parametrize(("name", "tokens"), mixed(("learned_columns", "relu2"), (40, 3)))
 @torch.no_grad()
 def test_on_a_cpu_it_melts_into_loops(name, tokens):
     case = CASES[name]

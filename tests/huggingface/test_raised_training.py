@@ -1,6 +1,7 @@
 """Stock models of transformers that train, nothing changed but the backend: forward and backward are our operators."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from inductor_passes import _compat
 from inductor_passes.backend import moe_inductor
 from inductor_passes.training import RaiseForTraining
-from tests.helpers import mixed, relative_error
+from tests.helpers import mixed, relative_error, usually
 from tests.huggingface.blocks import BLOCKS, HIDDEN, block
 from tests.huggingface.families import FAMILIES, tiny_model, tokens
 
@@ -66,7 +67,11 @@ def check(module, inputs, dtype):
         assert relative_error(gradient, expected[name].double()) <= allowed, name
 
 
-@pytest.mark.parametrize(("family", "case"), mixed(FAMILIES, CASES), ids=str)
+# The forward's test has all families.
+OFTEN = list(zip(("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"), 2 * CASES, strict=True))
+
+
+@pytest.mark.parametrize(("family", "case"), usually(itertools.product(FAMILIES, CASES), OFTEN), ids=str)
 def test_models(family, case):
     implementation, dtype = case
     model = tiny_model(family, torch.float32, implementation, use_cache=False, num_hidden_layers=1)

@@ -124,7 +124,8 @@ def products(gpu: Gpu, size: Range) -> Iterator[Planned]:
     layouts = tuple(itertools.product((False, True), (2048, 2040, 511)))
     kinds = itertools.product(FLOATS, acts, layouts, (True, False)) if wide else _HEAVIEST_PRODUCTS
     for dtype, act, (transposed, depth), biased in kinds:
-        yield from _product(gpu, dtype, act, transposed, depth, biased)
+        for mean_rows in (4, 12, 40, 1024) if wide else (4, 40, 1024):
+            yield from _product(gpu, dtype, act, (transposed, depth, mean_rows), biased)
 
 
 _HEAVIEST_PRODUCTS = (
@@ -138,22 +139,24 @@ _HEAVIEST_PRODUCTS = (
 )
 
 
-def _product(gpu, dtype, act, transposed, depth, biased) -> Iterator[Planned]:
+def _product(gpu, dtype, act, sizes, biased) -> Iterator[Planned]:
+    transposed, depth, mean_rows = sizes
     experts, rows = 64, 2 * 1024 if depth != 511 else 2 * 511
     (bias,) = _metas(dtype, (experts, rows))
     linear = GroupedLinear(_weight(experts, rows, depth, dtype, transposed), bias if biased else None)
-    for mean_rows in (4, 12, 40, 1024):
-        slots = mean_rows * experts
-        x, gathered = (Operand("x", rows) for rows in _metas(dtype, (slots, depth), (slots // 2, depth)))
-        gemm = Gemm(x, operands("weight", linear), "out", slots, gpu, activation=act)
-        kinds = {"in order": gemm, "in order, all rows": replace(gemm, tail=True)}
-        if act is not None:
-            kinds = {"gathered": replace(gemm, x=gathered, top_k=2)}
-            if gemm_config.sorts_rows_first(replace(gemm, num_slots=1 << 20)):
-                kinds["in order"] = gemm
-        for kind, each in kinds.items():
-            name = f"{dtype} {kind} act={act} transposed={transposed} depth={depth} rows={mean_rows} bias={biased}"
-            yield from _planned(name, *grouped_gemm.plan(each), dtype)
+    slots = mean_rows * experts
+    x, gathered = (Operand("x", rows) for rows in _metas(dtype, (slots, depth), (slots // 2, depth)))
+    gemm = Gemm(x, operands("weight", linear), "out", slots, gpu, activation=act)
+    kinds = {"in order": gemm, "in order, all rows": replace(gemm, tail=True)}
+    if act is not None:
+        kinds = {"gathered": replace(gemm, x=gathered, top_k=2)}
+        if gemm_config.sorts_rows_first(replace(gemm, num_slots=1 << 20)):
+            kinds["in order"] = gemm
+    for kind, each in kinds.items():
+        name = (
+            f"{dtype} {kind} act={act} transposed={transposed} depth={depth} rows={mean_rows} bias={biased}"
+        )
+        yield from _planned(name, *grouped_gemm.plan(each), dtype)
 
 
 def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:

@@ -72,8 +72,7 @@ def test_every_size(size: str, device: str) -> None:
     _run(_tensors(size, torch.bfloat16, HALVES, True), HALVES, device)
 
 
-@pytest.mark.parametrize("optional", [False, True], ids=["plain", "biases and shared"])
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.spec)
+@pytest.mark.parametrize(("activation", "optional"), mixed(ACTIVATIONS, (False, True)), ids=str)
 def test_every_option(activation: Activation, optional: bool, device: str) -> None:
     _run(_tensors("odd", torch.bfloat16, activation, optional), activation, device)
 

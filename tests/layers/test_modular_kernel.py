@@ -132,8 +132,7 @@ def test_gradients(make, compiled):
     assert_same(ours, grads_of(lambda: oracle_of_routed(layer, hidden, routed), tensors))
 
 
-@pytest.mark.parametrize("max_tokens", [1, 3])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("max_tokens", "compiled"), mixed((1, 3), (False, True)))
 def test_slots_that_find_their_expert_full_are_dropped(max_tokens, compiled):
     """The last tokens first, exactly: the oracle gets an id of no expert for each."""
     layer = make_block().experts

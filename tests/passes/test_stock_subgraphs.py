@@ -13,7 +13,7 @@ import inductor_passes
 from inductor_passes import _compat
 from inductor_passes.graph_tools import parts
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
-from tests.helpers import assert_matches_oracle, fresh_graphs
+from tests.helpers import assert_matches_oracle, fresh_graphs, mixed
 from tests.passes import moe, stock
 from tests.passes.stock import layer, oracle
 
@@ -73,8 +73,9 @@ def fused(model, inputs):
     return kinds, sum(len(log.refused) for log in logs), out
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    ("model", "dynamic"), mixed(MODELS, (False, True)), ids=lambda each: getattr(each, "__name__", each)
+)
 def test_a_stock_layer_is_one_operator(model, dynamic):
     inputs = layer(9)
     if dynamic:

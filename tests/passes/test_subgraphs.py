@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import inductor_passes
 import moe_ops
 from inductor_passes import _compat
-from tests.helpers import assert_same, fresh_graphs
+from tests.helpers import assert_same, fresh_graphs, usually
 from tests.passes.moe import inputs, layer, routed, up
 from tests.passes.test_explain import Block
 
@@ -74,7 +74,6 @@ PLACES = {
     mapped: [("body_graph_0 of map_impl", 1)],
     checkpointed: [("", 1)],
 }
-ALIKE_IN_BACKWARD = (nested_branches, scanned, mapped)  # as branches and loops, and ten seconds each
 STEERED = {branches: ["cond"], nested_branches: ["cond"] * 3, loop: ["while_loop"]}
 
 
@@ -112,7 +111,9 @@ class Counter(_compat.CustomGraphPass):
         return None
 
 
-@pytest.mark.parametrize("model", PLACES, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model", usually(PLACES, (branches, regions, loop, checkpointed)), ids=lambda model: model.__name__
+)
 @torch.no_grad()
 def test_a_compile_fuses_each_graph_once_and_computes_the_same(model):
     counter = Counter()
@@ -124,14 +125,8 @@ def test_a_compile_fuses_each_graph_once_and_computes_the_same(model):
     assert sum(counter.found) == len(PLACES[model]) and max(counter.found) == 1
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, marks=pytest.mark.exhaustive if model in ALIKE_IN_BACKWARD else [])
-        for model in PLACES
-    ],
-    ids=lambda model: model.__name__,
-)
+# In a backward a loop is as a branch, and a checkpoint as a region; ten seconds each.
+@pytest.mark.parametrize("model", usually(PLACES, (branches, regions)), ids=lambda model: model.__name__)
 def test_gradients_are_those_of_plain_pytorch(model):
     def gradients(function):
         tensors = [tensor.requires_grad_() for tensor in given()]
