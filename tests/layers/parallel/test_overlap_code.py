@@ -189,13 +189,16 @@ def run_experts(tokens, logits, w13, w2):
 
 @pytest.mark.parametrize(
     "name, is_symbolic",
-    [
-        ("allgather", False),
-        ("allgather", True),
-        ("alltoall", False),
-        ("allreduce", False),
-        ("allreduce", True),
-    ],
+    usually(
+        [
+            ("allgather", False),
+            ("allgather", True),
+            ("alltoall", False),
+            ("allreduce", False),
+            ("allreduce", True),
+        ],
+        [("allgather", False), ("alltoall", False), ("allreduce", True)],
+    ),
 )
 def test_on_a_gpu(ranks, name, is_symbolic):
     send, bring_back = EXCHANGES[name]
