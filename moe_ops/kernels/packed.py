@@ -6,7 +6,8 @@ same metadata, or it had another plan.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -164,10 +165,10 @@ def _parts(sizes: Iterable[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def _pack_launch(step: Any, code: Code, numbered: Mapping[str, tuple[int, Any]]) -> PackedLaunch:
-    starts, arguments = [], []
-    for value, length in zip(step.template, code.parameters, strict=True):
-        starts.append(len(arguments))
-        arguments += [value] * length
+    starts, arguments = _starts(code.parameters), step.template
+    if len(starts) < sum(code.parameters):  # descriptors take more than their place
+        pairs = zip(step.template, code.parameters, strict=True)
+        arguments = [value for value, length in pairs for _ in range(length)]
     places = [(starts[place], numbered[name][0], 0) for place, name in step.refs]
     boxes = []
     for place, view in step.views:
@@ -178,6 +179,12 @@ def _pack_launch(step: Any, code: Code, numbered: Mapping[str, tuple[int, Any]])
         else:
             places.append((start, number, view.offset * dtype.itemsize))
     return PackedLaunch(code.launch, (*step.grid, 1, 1)[:3], arguments, tuple(places), tuple(boxes))
+
+
+@lru_cache(maxsize=None)
+def _starts(parameters: tuple[int, ...]) -> tuple[int, ...]:
+    """Where the launcher's arguments for each of a kernel's begin."""
+    return (0, *accumulate(parameters[:-1]))
 
 
 def _tensor_map(code: Code, place: int, view: Any, dtype: torch.dtype, address: int) -> Any:

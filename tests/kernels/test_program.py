@@ -159,10 +159,12 @@ def test_a_program_is_split_before_the_first_reader(device: str) -> None:
     launches = shift(Ref("early"), "a"), shift(late, "b"), shift(Ref("a"), "c")
     program = Program(tuple(Buffer(name, (4, 4), torch.float32) for name in "abc"), launches, ("b", "c"))
     assert [program.filled.first_reader(name) for name in ("late", "a", "nowhere")] == [1, 0, 3]
-    early, slots = torch.arange(16.0, device=device).view(4, 4), torch.tensor([1, 0, 3, 2], dtype=torch.int32)
-    late = torch.zeros(4, 4, device=device)
+    early, late = torch.arange(16.0, device=device).view(4, 4), torch.zeros(4, 4, device=device)
+    slots = torch.tensor(
+        [1, 0, 3, 2], dtype=torch.int32, device=device
+    )  # a caller's tensors live as long as the run
     for _ in range(3):  # by name, and on a GPU then by address
-        bound = program.filled.bind({"early": early, "slots": slots.to(device), "late": late}, early.device)
+        bound = program.filled.bind({"early": early, "slots": slots, "late": late}, early.device)
         bound.launch(0, 1)
         late.copy_(early[[1, 0, 3, 2]] * 2)
         bound.launch(1)
