@@ -22,6 +22,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=pool.DEFAULT_HANG_SECONDS,
         help="seconds until a case counts as hung; more on a machine that others use",
     )
+    parser.add_argument(
+        "--problems",
+        type=int,
+        default=1,
+        help="cases in a row with one configuration, so fewer kernels to compile",
+    )
     parser.add_argument("--out", metavar="FILE.json", help="where the summary goes")
     parser.add_argument(
         "--case", metavar="SEED:INDEX", help="run this case alone and say everything about it"
@@ -32,10 +38,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run_one(number: str, device: str, hook: str | None) -> int:
+def run_one(number: str, device: str, hook: str | None, problems: int = 1) -> int:
     """Runs a case in this process, so that a debugger or compute-sanitizer sees it."""
     seed, index = map(int, number.split(":"))
-    case = draw(seed, index)
+    case = draw(seed, index, problems)
     print(case, flush=True)
     worker.call_hook(hook)
     outcome = worker.outcome_of(case, device)
@@ -50,7 +56,7 @@ def main() -> int:
     """Exit status 1 when anything was found."""
     options = parse(sys.argv[1:])
     if options.case:
-        return run_one(options.case, options.device, options.hook)
+        return run_one(options.case, options.device, options.hook, options.problems)
     run = pool.Run(
         options.seed,
         options.cases,
@@ -59,6 +65,7 @@ def main() -> int:
         options.processes,
         options.hook,
         options.patience,
+        options.problems,
     )
     summary = Summary(run)
     pool.outcomes(run, summary.add)

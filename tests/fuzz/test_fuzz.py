@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +21,7 @@ from tests.fuzz.summary import Summary
 from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker, hangs_on_rounding
 
 ROOT = Path(__file__).parents[2]
+COMPILED = {"level", "emit"}  # of a case that goes through torch.compile; others of its configuration do not
 LEAKY = ("fused_moe", "fused_experts", "halves")
 DRAWN = [draw(0, index) for index in range(2000)]
 
@@ -52,6 +53,34 @@ def test_a_number_is_a_case():
     for name, tensor in problems[0].tensors.items():
         assert torch.equal(tensor, problems[1].tensors[name]), name
         assert tensor.stride() == problems[1].tensors[name].stride(), name
+
+
+def test_problems_of_a_configuration_differ_in_rows_and_routing_alone():
+    varied = {"index", "tokens", "logits", "correction", "skew", "dropped", "poisoned"}
+    for configuration in range(100):
+        own = draw(0, configuration)
+        first, *others = (draw(0, 4 * configuration + problem, problems=4) for problem in range(4))
+        assert first == replace(own, index=4 * configuration)
+        for other in others:
+            assert other.tokens <= own.tokens
+            assert (other.tokens <= cases.DECODE_TOKENS) == (own.tokens <= cases.DECODE_TOKENS)
+            alike = (
+                {field.name for field in fields(own)}
+                - varied
+                - (COMPILED if own.level == "compiled" else set())
+            )
+            assert all(getattr(other, name) == getattr(own, name) for name in alike)
+        assert len({replace(other, index=0) for other in others}) > 1 or own.tokens <= 1
+        is_compiled = [cases.is_compiled(4 * configuration + problem, 4) for problem in range(4)]
+        assert is_compiled == [own.level == "compiled", False, False, False]
+
+
+def test_every_case_is_run_once():
+    for count, problems in ((0, 1), (13, 1), (9001, 4)):
+        run = pool.Run(0, count, 1.0, "cpu", 2, problems=problems)
+        order = [*pool._in_order(run)]
+        assert sorted(order) == [*range(count)]
+        assert problems == 1 or cases.is_compiled(order[0], problems)
 
 
 def test_every_option_is_drawn():
