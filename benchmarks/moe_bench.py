@@ -53,15 +53,26 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks moe`."""
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma list, default all five")
-    parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
+    add_cell_arguments(parser)
     parser.add_argument("--impls", default="fused_moe,gmm_compile", help=f"from {', '.join(IMPLEMENTATIONS)}")
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds after which no cell starts"
     )
-    parser.add_argument("--cell-ms", type=float, default=40.0, help="milliseconds of replays per measurement")
     parser.add_argument("--out", type=Path, default=Path("build/moe.csv"), help="CSV to append to")
     parser.add_argument("--compare", type=Path, nargs="+", help="measure nothing, put these CSVs together")
+
+
+def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which cells to measure, and how long."""
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma list, default all five")
+    parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
+    parser.add_argument("--cell-ms", type=float, default=40.0, help="milliseconds of replays per measurement")
+
+
+def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
+    """The cells that these say."""
+    counts = tuple(int(count) for count in arguments.ts.split(","))
+    return [cell for name in arguments.workloads.split(",") for cell in cells_of(WORKLOADS[name], counts)]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -74,12 +85,13 @@ def main(arguments: argparse.Namespace) -> int:
         print("python -m benchmarks moe needs a CUDA GPU; on a CPU there is `python -m benchmarks cpu`")
         return 2
     print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
-    cells = [
-        cell
-        for name in arguments.workloads.split(",")
-        for cell in cells_of(WORKLOADS[name], tuple(int(count) for count in arguments.ts.split(",")))
-    ]
-    wrong = run(cells, arguments.impls.split(","), arguments.out, arguments.budget, arguments.cell_ms)
+    wrong = run(
+        chosen_cells(arguments),
+        arguments.impls.split(","),
+        arguments.out,
+        arguments.budget,
+        arguments.cell_ms,
+    )
     print("\n" + peers.verdict(peers.read_rows([arguments.out]))[0])
     return int(wrong > 0)
 
