@@ -86,7 +86,7 @@ def down_config(weight: TensorMeta, top_k: int, gpu: Gpu) -> GemvConfig:
     """Blocks for w2 [E, H, I]: of every route of a token at once, or of one slot where columns lie together."""
     if is_transposed(weight):
         return _column_config(weight, 1, _DOWN_COLUMNS)
-    routes, itemsize, depth = next_power_of_2(top_k), weight.dtype.itemsize, weight.shape[2]
+    routes, itemsize, depth = next_power_of_2(top_k), weight.dtype.itemsize, max(weight.shape[2], 1)
     share = 1 if _loads_in_pieces(weight, depth) else _UNEVEN_SHARE
     if routes * depth * itemsize > _COMBINED_BYTES // share:
         block_k = max(_LOOP_BYTES // share // (routes * itemsize), _SHORTEST_STEP)

@@ -135,9 +135,9 @@ class Packed(NamedTuple):
 
 
 def pack(program: Any, tensors: Mapping[str, torch.Tensor | None], device: torch.device) -> Packed | None:
-    """A `Filled` by addresses, given `tensors` by name; None as long as Triton has not compiled all of it."""
+    """A `Filled` by addresses, given `tensors` by name; None if it has no launches or Triton has not compiled all."""
     codes = [step.code(-1 if device.index is None else device.index) for step in program.steps]
-    if None in codes:
+    if not codes or None in codes:
         return None
     made = [buffer for buffer in program.buffers if buffer.name in program.outputs]
     inner = [buffer for buffer in program.buffers if buffer.name not in program.outputs]

@@ -1,7 +1,6 @@
 """The fused programs, decode and grouped, against the slot-by-slot oracle."""
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from moe_ops.kernels import decode_plan, fused, plans
 from moe_ops.kernels.decode_plan import prefers_gemv, takes_turns
 from moe_ops.kernels.fused import leaves_room
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import Filled, describe
+from moe_ops.kernels.program import BoundByName, describe
 from moe_ops.types import Activation, RoutingConfig
 from tests.helpers import mixed, usually
 from tests.kernels import oracles
@@ -321,8 +320,8 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
         events.append("shared")
         return torch.empty(tokens, 64, dtype=torch.bfloat16)
 
-    def launched(program: Filled, values: Any, steps: Any = None) -> None:
-        events.extend("reads" if step.reads("shared") else "launch" for step in steps or program.steps)
+    def launched(bound: BoundByName, first: int = 0, last: int | None = None) -> None:
+        events.extend("reads" if step.reads("shared") else "launch" for step in bound.steps[first:last])
 
     kept = lambda _, stream: events.append(f"kept for {stream.name}")  # noqa: E731
     first, second = Stream("first"), Stream("second")
@@ -332,7 +331,7 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: first)
     monkeypatch.setattr(plans, "_second_stream", lambda device, stream: second)
     monkeypatch.setattr(plans, "gpu_of", lambda _: H200)
-    monkeypatch.setattr(Filled, "launch", launched)
+    monkeypatch.setattr(BoundByName, "launch", launched)
     w13, w2 = (GroupedLinear(torch.empty(shape).bfloat16()) for shape in ((64, 96, 64), (64, 64, 48)))
     x, weights = torch.empty(tokens, 64).bfloat16(), torch.empty(tokens, 4)
     ids = torch.empty(tokens, 4, dtype=torch.int32)
