@@ -126,7 +126,7 @@ class Packed(NamedTuple):
         if bits % ALIGNMENT:
             return None
         workspace = None
-        if self.size:
+        if self.parts:
             workspace = torch.empty(self.size // 4, dtype=torch.int32, device=device)
             start = workspace.data_ptr()
             addresses += [start + part for part in self.parts]

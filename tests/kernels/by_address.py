@@ -95,6 +95,17 @@ def the_machine_gets_what_triton_gives_it() -> None:
         assert weights <= seen.keys() and all(seen[weight] == weight for weight in weights)
 
 
+def buffers_without_elements_count() -> None:
+    layer = Layer()
+    layer.w13, layer.w2 = aligned(E, 0, H), aligned(E, H, 0)
+    layer.ready(FEW)
+    layer(FEW)
+    with watched([]):
+        ours = DRIVER.launched()
+        layer(FEW)
+    assert [each.name for each in ours] == [each.name for each in DRIVER.launched()] != []
+
+
 def nothing_else_is_asked_of_the_driver() -> None:
     for tokens in (FEW, MANY):
         layer = Layer().ready(tokens)
@@ -261,6 +272,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     gradients_are_asked_for_as_ever,
     watchers_see_calls_that_are_known,
     few_are_kept,
+    buffers_without_elements_count,
 )
 
 
