@@ -200,7 +200,7 @@ def call(arguments: Any) -> Any:
     try:
         if _ORDINARY.issuperset(map(type, tensors)) and _compat.is_past_autograd(tensors):
             with _compat.below_autograd():  # where its kernel would call the operator again
-                return operator.overload(*values)
+                return errors.invoke(operator.overload, *values)
         return errors.invoke(operator.overload, *values)
     except NotImplementedError:
         for index, name, _ in operator.tensors:
