@@ -40,6 +40,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
+    import torch._inductor.compile_fx  # noqa: F401  (what processes are forked for)
 
     for line in sys.stdin:
         pid = os.fork()

@@ -5,7 +5,14 @@ import torch
 from moe_ops.kernels import tma
 from moe_ops.kernels.common import cdiv, next_power_of_2
 from moe_ops.kernels.gemm import Gemm
-from moe_ops.kernels.gemm_tables import BY_POINTER, BY_TMA, TMA_ALTERNATIVES, LaunchConfig, Tables
+from moe_ops.kernels.gemm_tables import (
+    BY_POINTER,
+    BY_TMA,
+    BY_TMA_IN_SHORT_STEPS,
+    TMA_ALTERNATIVES,
+    LaunchConfig,
+    Tables,
+)
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import ALIGNMENT, TensorMeta
 
@@ -62,7 +69,9 @@ def mixes_heights(gemm: Gemm) -> bool:
 def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """The configurations worth timing for this product, those `pick_config` chooses from first."""
     choices = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True).values()
-    return tuple(choices) + (TMA_ALTERNATIVES if gemm.weight_by_tma else ())
+    if gemm.weight_by_tma:
+        return (*choices, *BY_TMA_IN_SHORT_STEPS.values(), *TMA_ALTERNATIVES)
+    return tuple(choices)
 
 
 def pick_config(gemm: Gemm) -> LaunchConfig:
@@ -74,7 +83,7 @@ def pick_config(gemm: Gemm) -> LaunchConfig:
     table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]
     if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:
-        config = _with_short_k(config)
+        config = BY_TMA_IN_SHORT_STEPS[config.block_m]
     return config
 
 
@@ -84,14 +93,6 @@ def _tables(gemm: Gemm) -> Tables:
 
 def _is_tuned(gpu: Gpu) -> bool:
     return gpu.capability == H200.capability
-
-
-def _with_short_k(config: LaunchConfig) -> LaunchConfig:
-    # Half the depth per stage and twice the stages: the same bytes in flight, no masked tail in K. Of the fewest rows
-    # half the columns too, which divide such a width more often: 3 % for gpt-oss (H200).
-    lowest = config.block_m == min(BY_TMA.h200)
-    block_n, stages = (config.block_n // 2, 8) if lowest else (config.block_n, 2 * config.num_stages)
-    return LaunchConfig(config.block_m, block_n, 64, config.num_warps, stages, config.ctas_per_sm)
 
 
 def _rows_per_tile(mean_rows: float) -> int:

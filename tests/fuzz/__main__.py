@@ -22,12 +22,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=pool.DEFAULT_HANG_SECONDS,
         help="seconds until a case counts as hung; more on a machine that others use",
     )
-    parser.add_argument(
-        "--problems",
-        type=int,
-        default=1,
-        help="cases in a row with one configuration, so fewer kernels to compile",
-    )
     parser.add_argument("--out", metavar="FILE.json", help="where the summary goes")
     parser.add_argument(
         "--case", metavar="SEED:INDEX", help="run this case alone and say everything about it"
@@ -38,10 +32,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run_one(number: str, device: str, hook: str | None, problems: int = 1) -> int:
+def run_one(number: str, device: str, hook: str | None) -> int:
     """Runs a case in this process, so that a debugger or compute-sanitizer sees it."""
     seed, index = map(int, number.split(":"))
-    case = draw(seed, index, problems)
+    case = draw(seed, index)
     print(case, flush=True)
     worker.call_hook(hook)
     outcome = worker.outcome_of(case, device)
@@ -56,7 +50,7 @@ def main() -> int:
     """Exit status 1 when anything was found."""
     options = parse(sys.argv[1:])
     if options.case:
-        return run_one(options.case, options.device, options.hook, options.problems)
+        return run_one(options.case, options.device, options.hook)
     run = pool.Run(
         options.seed,
         options.cases,
@@ -65,7 +59,6 @@ def main() -> int:
         options.processes,
         options.hook,
         options.patience,
-        options.problems,
     )
     summary = Summary(run)
     pool.outcomes(run, summary.add)

@@ -1,6 +1,6 @@
-"""A random case: everything about it follows from (seed, index, problems), on any device."""
+"""A random case: everything about it follows from (seed, index), on any device."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from random import Random
 from typing import get_args
 
@@ -113,39 +113,8 @@ class Case:
         return " ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def draw(seed: int, index: int, problems: int = 1) -> Case:
-    """The case of this number. `problems` cases that follow each other have one configuration: kernels compile once.
-
-    The first of them is the configuration's own case; the others differ in tokens, routing and values.
-    """
-    case = _draw_configuration(seed, index // problems)
-    return _redrawn(case, seed, index) if index % problems else replace(case, index=index)
-
-
-def is_compiled(index: int, problems: int) -> bool:
-    """Whether this case goes through torch.compile."""
-    return index % problems == 0 and index // problems % COMPILED_EVERY == COMPILED_EVERY - 1
-
-
-def _redrawn(case: Case, seed: int, index: int) -> Case:
-    """Another problem for the kernels of a case: as few tokens or as many, other pathologies."""
-    random = Random(f"{seed}:{index}:problem")
-    fewest, most = (0, case.tokens) if case.tokens <= DECODE_TOKENS else (DECODE_TOKENS + 1, case.tokens)
-    return replace(
-        case,
-        index=index,
-        level="fused_moe" if case.level == "compiled" else case.level,
-        emit="fused" if case.level == "compiled" else case.emit,
-        tokens=random.randint(fewest, most),
-        logits=_draw_logits(random, case.routing),
-        correction="none" if case.correction == "none" else random.choice(("finite", "finite", "not finite")),
-        skew=_draw_skew(random),
-        dropped=random.random() < 0.3,
-        poisoned=random.random() < 0.4,
-    )
-
-
-def _draw_configuration(seed: int, index: int) -> Case:
+def draw(seed: int, index: int) -> Case:
+    """The case of this number."""
     random = Random(f"{seed}:{index}")
     activation = random.choice(ACTIVATIONS)
     sizes = _draw_sizes(random, 3 if activation.is_gated else 2)
@@ -175,7 +144,7 @@ def _draw_configuration(seed: int, index: int) -> Case:
         routing=routing,
         logits=_draw_logits(random, routing),
         correction=random.choices(("none", "finite", "not finite"), (6, 3, 1))[0],
-        skew=_draw_skew(random),
+        skew=random.choices(SKEWS, (8, 4, 4, 4, 1))[0],
         dropped=random.random() < 0.3,
         bias=random.random() < 0.5,
         shared=random.random() < 0.3,
@@ -228,10 +197,6 @@ def _draw_routing(random: Random, experts: int, max_top_k: int) -> RoutingConfig
         random.choice((float("-inf"), 0.0)),
         random.choice((1.0, 2.5, 0.5)),
     )
-
-
-def _draw_skew(random: Random) -> str:
-    return random.choices(SKEWS, (8, 4, 4, 4, 1))[0]
 
 
 def _draw_logits(random: Random, routing: RoutingConfig) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz.cases import Case, draw, is_compiled
+from tests.fuzz.cases import COMPILED_EVERY, draw
 from tests.fuzz.worker import TEXT, Outcome, serve
 
 START_SECONDS = 300
@@ -28,11 +28,6 @@ class Run:
     processes: int
     hook: str | None = None
     hang_seconds: float = DEFAULT_HANG_SECONDS
-    problems: int = 1
-
-    def case(self, index: int) -> Case:
-        """The case of this index."""
-        return draw(self.seed, index, self.problems)
 
 
 class Worker:
@@ -42,7 +37,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._run, self._log = run, log
         self._connection, theirs = context.Pipe()
-        arguments = (theirs, run, str(log))
+        arguments = (theirs, run.seed, run.device, run.hook, str(log))
         self._process = context.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
@@ -50,7 +45,7 @@ class Worker:
 
     def ask(self, index: int) -> Outcome:
         """The outcome of a case, whatever it does to the process."""
-        limit = max(HANG_SECONDS.get(self._run.case(index).level, 0.0), self._run.hang_seconds)
+        limit = max(HANG_SECONDS.get(draw(self._run.seed, index).level, 0.0), self._run.hang_seconds)
         start = time.monotonic()
         try:
             if not self._started and not self._hears(START_SECONDS):
@@ -89,7 +84,7 @@ def outcomes(run: Run, tell: Callable[[Outcome], None]) -> None:
     """Runs all cases and tells of each as it ends; never from two threads at once."""
     end = time.monotonic() + 60 * run.minutes
     # A single process goes through all kinds alike, for as long as it may.
-    indices = iter(range(run.cases)) if run.processes == 1 else _in_order(run)
+    indices = iter(range(run.cases)) if run.processes == 1 else _in_order(run.cases)
     lock = threading.Lock()
 
     def next_index() -> int | None:
@@ -109,11 +104,11 @@ def outcomes(run: Run, tell: Callable[[Outcome], None]) -> None:
             thread.join()
 
 
-def _in_order(run: Run) -> Iterator[int]:
+def _in_order(cases: int) -> Iterator[int]:
     """Every index once. Of each so many the compiled cases first: one left to the end would keep all others waiting."""
-    for first in range(0, run.cases, _TOGETHER):
-        block = range(first, min(first + _TOGETHER, run.cases))
-        yield from sorted(block, key=lambda index: not is_compiled(index, run.problems))
+    for first in range(0, cases, _TOGETHER):
+        block = range(first, min(first + _TOGETHER, cases))
+        yield from sorted(block, key=lambda index: index % COMPILED_EVERY != COMPILED_EVERY - 1)
 
 
 def _feed(run: Run, log: Path, next_index: Callable[[], int | None], tell: Callable[[Outcome], None]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import moe_ops
+from tests.fuzz.cases import draw
 from tests.fuzz.pool import Run
 from tests.fuzz.worker import Outcome
 
@@ -31,7 +32,7 @@ class Summary:
 
     def add(self, outcome: Outcome) -> None:
         """Counts an outcome; prints it when it is a finding."""
-        case = self.run.case(outcome.index)
+        case = draw(self.run.seed, outcome.index)
         self.counts["outcome"][outcome.kind] += 1
         for name in COUNTED:
             self.counts[name][str(getattr(case, name))] += 1
@@ -46,7 +47,6 @@ class Summary:
 
     def _add_finding(self, outcome: Outcome, number: str, case: str) -> None:
         again = f"python -m tests.fuzz --device {self.run.device} --case {number}"
-        again += f" --problems {self.run.problems}" if self.run.problems > 1 else ""
         self.findings.append(
             {"case": number, "kind": outcome.kind, "text": outcome.text, "again": again, "what": case}
         )
@@ -66,7 +66,6 @@ class Summary:
             "versions": _versions(),
             "device": torch.cuda.get_device_name() if is_cuda else platform.processor() or platform.machine(),
             "seed": self.run.seed,
-            "problems": self.run.problems,
             "cases": cases,
             "processes": self.run.processes,
             "seconds": round(time.monotonic() - self.start, 1),

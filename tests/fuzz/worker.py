@@ -9,11 +9,10 @@ import sys
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
-from tests.fuzz.cases import Case
+from tests.fuzz.cases import Case, draw
 from tests.fuzz.check import check
 
 READY = "ready"
@@ -61,18 +60,18 @@ def tidy(case: Case, device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def serve(connection: Connection, run: Any, log: str) -> None:
-    """The loop over cases of a `pool.Run`. What the process prints goes to the file `log`, quoted when it dies."""
+def serve(connection: Connection, seed: int, device: str, hook: str | None, log: str) -> None:
+    """The loop. The process's output goes to the file `log`, whose end is quoted when the process dies."""
     with open(log, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
-    call_hook(run.hook)
+    call_hook(hook)
     connection.send(READY)
     while (index := connection.recv()) is not None:
-        case = run.case(index)
-        outcome = outcome_of(case, run.device)
+        case = draw(seed, index)
+        outcome = outcome_of(case, device)
         connection.send(outcome)
         if outcome.kind == "crashed":
             os._exit(1)
-        tidy(case, run.device)
+        tidy(case, device)

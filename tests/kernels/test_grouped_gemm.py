@@ -109,6 +109,33 @@ def _mixed(weight: torch.Tensor, rows: int, activation: Activation | None = None
     return replace(gemm, x=x, top_k=2, tail=True)
 
 
+def test_offsets_that_make_no_sense_of_mixed_heights(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tile map names no more row blocks than it has room for, and rows that there are."""
+    monkeypatch.setattr(gemm_config, "_MIXED_FEATURES", 32)
+    rows, experts = 1000, 9
+    buffers, launches = grouped_gemm.plan(replace(_mixed(meta(experts, 80, 80), rows), tail=False))
+    assert launches[-1].kernel is grouped_gemm_mixed_kernel
+    program = Program(buffers, launches, ("out", "split_tiles_128"))
+    tensors = {
+        "x": torch.randn(rows // 2, 80).bfloat16().to(device),
+        "weight": torch.randn(experts, 80, 80).bfloat16().to(device),
+        "sorted_slots": torch.randperm(rows).int().to(device),
+    }
+    alternating = [0, rows] * 5
+    for values in (alternating, [rows, 0] * 5, [1 << 30, -5] * 5, [0, 1 << 30, -5, 7, 0, 40, 0, 999, 3, -1]):
+        offsets = torch.tensor(values, dtype=torch.int32).to(device)
+        _, tiles = program.filled.run(tensors | {"expert_offsets": offsets})
+        (blocks, several, *_), *records = tiles.view(-1, 4).tolist()
+        assert several <= blocks <= len(records)
+        for expert, _, start, end in records[:blocks]:
+            assert 0 <= expert < experts and 0 <= start < end <= rows
+    sensible = [0, 5, 9, 9, 300, 500, 501, 900, 950, rows]
+    offsets = torch.tensor(sensible, dtype=torch.int32).to(device)
+    out, _ = program.filled.run(tensors | {"expert_offsets": offsets})
+    x = tensors["x"][tensors["sorted_slots"].long() // 2]
+    assert_close(out, oracles.grouped_gemm(x, tensors["weight"], sensible))
+
+
 @pytest.mark.parametrize("activation", [None, Activation(), Activation("swiglu_oai", interleaved=True)])
 @pytest.mark.parametrize(
     "counts", [(0, 16, 17, 64, 65, 128, 129, 144, 193, 0, 20), (0, 600, 0, 3, 0, 0, 257, 1, 0)]

@@ -73,6 +73,21 @@ def test_rows_per_tile_grow_with_the_rows_of_an_expert() -> None:
     assert {*configs} <= {*gemm_config.candidates(products[0])}
 
 
+def test_steps_that_divide_the_depth() -> None:
+    """128 divides 2944 and 64 divides 2880; what neither divides takes the shorter steps too."""
+    for depth, block_k in ((2944, 128), (2880, 64), (2888, 64)):
+        products = [product(meta(128, 1536, depth), slots) for slots in (8, 2048, 8192)]
+        configs = [gemm_config.pick_config(gemm) for gemm in products]
+        assert [(config.block_m, config.block_k) for config in configs] == [
+            (16, block_k),
+            (32, block_k),
+            (64, 64),
+        ]
+        for config in configs[:2]:  # enough bytes in flight, in no more memory than there is
+            held = config.num_stages * (config.block_m + config.block_n) * config.block_k * 2
+            assert 65536 <= held <= H200.shared_memory
+
+
 def test_two_products_share_a_tile_map() -> None:
     program = _experts_program(lambda *shape: torch.zeros(shape, dtype=torch.bfloat16), tokens=600)
     names = [launch.kernel.fn.__name__ for launch in program.launches]
