@@ -35,11 +35,18 @@ class Placed(NamedTuple):
 
 
 class Boxes(NamedTuple):
-    """A descriptor among the arguments: its place, which tensor it is of, and those made so far, by address."""
+    """A descriptor among the arguments: its place, which tensor it is of, and those made so far, by address.
+
+    encode: of a TMA descriptor, which is over `shape`, `strides` and `block` of a tensor of `dtype`.
+    """
 
     place: int
     tensor: int
-    make: Callable[[int], Any]
+    encode: Callable[[TensorDescriptor], Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: tuple[int, ...]
+    dtype: torch.dtype
     made: dict[int, Any]
 
     def at(self, address: int) -> Any:
@@ -48,7 +55,8 @@ class Boxes(NamedTuple):
         if found is None:
             if len(self.made) >= _MOST_MAPS:
                 self.made.clear()
-            found = self.made[address] = self.make(address)
+            box = list(self.shape), list(self.strides), list(self.block)
+            found = self.made[address] = self.encode(TensorDescriptor(Placed(address, self.dtype), *box))
         return found
 
 
@@ -175,7 +183,8 @@ def _pack_launch(step: Any, code: Code, numbered: Mapping[str, tuple[int, Any]])
         (number, dtype), start = numbered[view.source], starts[place]
         if hasattr(view, "block"):
             arguments[start : start + code.parameters[place]] = (None, *view.shape, *view.strides)
-            boxes.append(Boxes(start, number, partial(_tensor_map, code, place, view, dtype), {}))
+            encode = partial(code.tensor_map, place)
+            boxes.append(Boxes(start, number, encode, view.shape, view.strides, view.block, dtype, {}))
         else:
             places.append((start, number, view.offset * dtype.itemsize))
     return PackedLaunch(code.launch, (*step.grid, 1, 1)[:3], arguments, tuple(places), tuple(boxes))
@@ -185,8 +194,3 @@ def _pack_launch(step: Any, code: Code, numbered: Mapping[str, tuple[int, Any]])
 def _starts(parameters: tuple[int, ...]) -> tuple[int, ...]:
     """Where the launcher's arguments for each of a kernel's begin."""
     return (0, *accumulate(parameters[:-1]))
-
-
-def _tensor_map(code: Code, place: int, view: Any, dtype: torch.dtype, address: int) -> Any:
-    box = list(view.shape), list(view.strides), list(view.block)
-    return code.tensor_map(place, TensorDescriptor(Placed(address, dtype), *box))

@@ -81,7 +81,7 @@ class Planned(NamedTuple):
 
     def prepare(self) -> None:
         """Has the template that calls like this one are filled in from, once there were two."""
-        _PLANS[self.record].fill.__wrapped__(self.gpu, *self.leaves)
+        _PLANS[self.record].templates.plan.__wrapped__(self.gpu, *self.leaves)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Of the operator's tensors, by name."""
@@ -117,19 +117,24 @@ class _Plan(NamedTuple):
     describe: tuple[Callable[[Any], TensorMeta], ...]
     indices: tuple[int, ...]
     make: Callable[..., Program]
-    fill: Callable[..., Filled]
+    templates: Templates
     key: Callable[..., Hashable]
     known: dict[Hashable, Packed]
 
-    def program(self, leaves: Any, gpu: Gpu | None) -> Program:
-        """The plan for leaves with this metadata."""
-        return self.make(*self._described(leaves, gpu))
+    def leaves(self, arguments: Any) -> list[Any]:
+        """The record's, with vectors that kernels take as contiguous."""
+        leaves = list(self.flatten(arguments))
+        for index in self.indices:
+            if leaves[index] is not None:
+                leaves[index] = leaves[index].contiguous()
+        return leaves
 
-    def filled(self, leaves: Any) -> Filled:
-        """The same to be run, for the GPU that the leaves are on."""
-        return self.fill(*self._described(leaves, None))
+    def tensors(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Of the leaves, by name."""
+        return dict(zip(self.names, leaves, strict=False))
 
-    def _described(self, leaves: Any, gpu: Gpu | None) -> tuple[Any, ...]:
+    def described(self, leaves: Sequence[Any], gpu: Gpu | None = None) -> tuple[Any, ...]:
+        """What a plan is made from, for `gpu` or the one that the leaves are on."""
         gpu = gpu or gpu_of(leaves[0].device)
         tensors = [
             None if leaf is None else of(leaf) for leaf, of in zip(leaves, self.describe, strict=False)
@@ -153,7 +158,7 @@ def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
         tuple(describe_index if Role.INDEX in leaf.roles else describe for leaf in leaves if leaf.is_tensor),
         tuple(index for index, leaf in enumerate(leaves) if Role.INDEX in leaf.roles),
         lru_cache(maxsize=1024)(planned),
-        lru_cache(maxsize=1024)(Templates(planned).plan),
+        Templates(planned),
         _key_of(leaves),
         {},
     )
@@ -185,7 +190,7 @@ def program(arguments: Any, gpu: Gpu | None = None) -> Program:
     leaves = plan.flatten(arguments)
     for index in plan.indices:
         _expect_contiguous(plan.names[index], leaves[index])
-    return plan.program(leaves, gpu)
+    return plan.make(*plan.described(leaves, gpu))
 
 
 def _expect_contiguous(name: str, index: Any) -> None:
@@ -201,15 +206,16 @@ def launch(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same for an operator that has checked them, and would launch this for any arguments with this metadata."""
-    filled, tensors = _bound(arguments)
-    packed = filled.pack(tensors)
+    plan = _PLANS[type(arguments)]
+    leaves = plan.leaves(arguments)
+    tensors, described = plan.tensors(leaves), plan.described(leaves)
+    packed = plan.templates.packed(tensors, leaves[0].device, *described)
     results = None if packed is None else packed.run(tensors.values())
     if packed is None or results is None:
-        return _results(filled.run(tensors))
-    plan = _PLANS[type(arguments)]
+        return _results(plan.templates.plan(*described).run(tensors))
     if len(plan.known) >= _MOST_KNOWN:
         plan.known.clear()
-    plan.known[plan.key(*tensors.values(), *plan.flatten(arguments)[len(tensors) :])] = packed
+    plan.known[plan.key(*leaves)] = packed
     return _results(results)
 
 
@@ -227,11 +233,8 @@ def _results(results: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Te
 
 def _bound(arguments: Any) -> tuple[Filled, dict[str, Any]]:
     plan = _PLANS[type(arguments)]
-    leaves = list(plan.flatten(arguments))
-    for index in plan.indices:
-        if leaves[index] is not None:
-            leaves[index] = leaves[index].contiguous()
-    return plan.filled(leaves), dict(zip(plan.names, leaves, strict=False))
+    leaves = plan.leaves(arguments)
+    return plan.templates.plan(*plan.described(leaves)), plan.tensors(leaves)
 
 
 def is_taken(arguments: Any) -> bool:

@@ -1,18 +1,22 @@
 """Plans for many numbers of rows at once: a plan is made with `Count`s once, and filled in with numbers from then on.
 
 A template is what was planned, with expressions where numbers depend on the counts, and conditions under which it is
-so. Steps of one template share the machine code that Triton has looked up for them.
+so. Steps of one template share the machine code that Triton has looked up for them; once it is there for all of them,
+the template has launches by address too, with expressions in them.
 """
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
 from moe_ops.kernels.counts import Count, CountError
 from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.packed import Packed, pack
 from moe_ops.kernels.program import Buffer, Descriptor, Filled, Program, Step, TensorMeta, View
+from moe_ops.kernels.written import function_of, has_count
 
 _MOST = 64
 """Templates of an operator whose other metadata are the same; a plan beyond them is made as it is asked for."""
@@ -26,8 +30,31 @@ class Templates:
     def __init__(self, make: Make) -> None:
         self._make = make
         self._known: Callable[[Gpu, Hashable], _Known] = lru_cache(maxsize=256)(lambda gpu, key: _Known())
+        self.plan = lru_cache(maxsize=1024)(self._plan)
 
-    def plan(self, gpu: Gpu, *leaves: Any) -> Filled:
+    def packed(
+        self, tensors: Mapping[str, torch.Tensor | None], device: torch.device, gpu: Gpu, *leaves: Any
+    ) -> Packed | None:
+        """What `make` plans, by addresses; None if Triton has not compiled all of it for `device`.
+
+        leaves: of which `tensors`, by name, are the first.
+        """
+        key, counts = _apart(leaves)
+        templates = self._known(gpu, key).templates
+        template = next((each for each in templates if each.is_for(*counts)), None)
+        if template is None:
+            return self.plan(gpu, *leaves).pack(tensors, device)
+        alike = device, template.kinds(*counts)
+        pack_counts = template.packs.get(alike)
+        if pack_counts is not None:
+            return pack_counts(*counts)
+        filled = self.plan(gpu, *leaves)
+        packed = filled.pack(tensors, device)
+        if packed is not None:
+            template.packs[alike] = template.packing(filled, tensors, device)
+        return packed
+
+    def _plan(self, gpu: Gpu, *leaves: Any) -> Filled:
         """What `make` plans, ready to run. There are templates from the second of plans that differ in counts alone."""
         key, counts = _apart(leaves)
         known = self._known(gpu, key)
@@ -52,12 +79,18 @@ class _Known:
 
 
 class _Template(NamedTuple):
-    """`is_for` and `numbers` take the counts; `places` are those of arguments that depend on them, for each step."""
+    """Functions of the counts, which have `names`; `places` are those of arguments that depend on them, for each step.
 
+    kinds: what machine code can differ by. packs: the plan by addresses, by device and kinds.
+    """
+
+    names: tuple[str, ...]
     is_for: Callable[..., bool]
     numbers: Callable[..., tuple[tuple[tuple[int, ...], ...], tuple["_Numbers | None", ...]]]
+    kinds: Callable[..., Hashable]
     planned: Filled
     places: tuple[tuple[int, ...], ...]
+    packs: dict[Hashable, Callable[..., Packed]]
 
     def fill(self, counts: Sequence[int]) -> Filled:
         shapes, numbers = self.numbers(*counts)
@@ -68,6 +101,14 @@ class _Template(NamedTuple):
             outputs,
             {},
         )
+
+    def packing(
+        self, filled: Filled, tensors: Mapping[str, torch.Tensor | None], device: torch.device
+    ) -> Callable[..., Packed]:
+        """Of counts of the same kinds as those that `filled` has: the plan by addresses."""
+        pairs = zip(self.planned.steps, filled.steps)
+        steps = tuple([step._replace(kinds=like.kinds) for step, like in pairs])
+        return function_of(self.names, pack(self.planned._replace(steps=steps), tensors, device))
 
 
 _Numbers = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, View | Descriptor], ...]]
@@ -81,10 +122,14 @@ def _filled(step: Step, places: tuple[int, ...], numbers: _Numbers | None) -> St
     template = step.template.copy()
     for place, value in zip(places, values):
         template[place] = value
-    offsets = [view.offset for _, view in views if type(view) is View]
-    kinds = tuple([(value == 1, value % 16 == 0, value >> 31) for value in (*values, *offsets)])
+    kinds = tuple([(value == 1, value % 16 == 0, value >> 31) for value in _specialised(values, views)])
     kernel, _, _, refs, _, num_warps, num_stages, codes, _ = step
     return Step(kernel, grid, template, refs, views, num_warps, num_stages, codes, kinds)
+
+
+def _specialised(values: Sequence[Any], views: Sequence[tuple[int, View | Descriptor]]) -> list[Any]:
+    """The numbers for which Triton may compile a kernel anew."""
+    return [*values, *[view.offset for _, view in views if type(view) is View]]
 
 
 def _is_sized(leaf: Any) -> bool:
@@ -132,9 +177,22 @@ def _template(make: Make, gpu: Gpu, leaves: Sequence[Any]) -> _Template:
     places = tuple([_counted_places(step) for step in steps])
     numbers = tuple([_numbers(*each) for each in zip(steps, places)])
     shapes = tuple(tuple(buffer.shape) for buffer in buffers)
-    fill = _function(names, _text((shapes, numbers)))
-    is_for = _function(names, " and ".join(decided) or "True")
-    return _Template(is_for, fill, Filled(buffers, steps, outputs, {}), places)
+    return _Template(
+        tuple(names),
+        eval(f"lambda {','.join(names)}: {' and '.join(decided) or 'True'}"),
+        function_of(names, (shapes, numbers)),
+        _kinds(names, numbers),
+        Filled(buffers, steps, outputs, {}),
+        places,
+        {},
+    )
+
+
+def _kinds(names: Sequence[str], numbers: Sequence[_Numbers | None]) -> Callable[..., Hashable]:
+    specialised = [value for each in numbers if each is not None for value in _specialised(*each[1:])]
+    texts = dict.fromkeys(value.text for value in specialised if isinstance(value, Count))
+    kinds = "".join([f"{text}==1,{text}%16==0,{text}>>31," for text in texts])
+    return eval(f"lambda {','.join(names)}: ({kinds})")
 
 
 def _settled(step: Step) -> Step:
@@ -169,28 +227,4 @@ def _counted_places(step: Step) -> tuple[int, ...]:
 
 def _numbers(step: Step, places: tuple[int, ...]) -> _Numbers | None:
     numbers = step.grid, tuple([step.template[place] for place in places]), step.views
-    return numbers if _has_count(numbers) else None
-
-
-def _has_count(value: Any) -> bool:
-    if isinstance(value, View | Descriptor):
-        value = tuple(getattr(value, name) for name in value.__slots__)
-    return any(map(_has_count, value)) if isinstance(value, tuple) else isinstance(value, Count)
-
-
-def _text(value: Any) -> str:
-    """Python for a value."""
-    if isinstance(value, Count):
-        return value.text
-    if isinstance(value, View):
-        return f"View{_text((value.source, value.shape, value.strides, value.offset))}"
-    if isinstance(value, Descriptor):
-        return f"Descriptor{_text((value.source, value.shape, value.strides, value.block))}"
-    if isinstance(value, tuple):
-        return f"({''.join(f'{_text(each)},' for each in value)})"
-    return repr(value)
-
-
-def _function(names: Sequence[str], body: str) -> Callable[..., Any]:
-    known = {"View": View, "Descriptor": Descriptor, "inf": math.inf}
-    return eval(f"lambda {','.join(names)}: {body}", known)
+    return numbers if has_count(numbers) else None

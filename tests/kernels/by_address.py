@@ -79,20 +79,48 @@ def the_machine_gets_what_triton_gives_it() -> None:
     for tokens, least in ((FEW, 3), (MANY, 5)):
         layer = Layer().ready(tokens)
         layer(tokens)
-        ours = DRIVER.launched()
-        with watched([]):
-            layer(tokens)
-        theirs = DRIVER.launched()
-        assert len(ours) == len(theirs) >= least
-        seen: dict[int, int] = {}
-        for mine, other in zip(ours, theirs, strict=True):
-            assert mine[:3] == other[:3] and mine.name
-            assert mine.others() == other.others() and len(mine.parameters) > 4
-            for here, there in zip(mine.addresses(), other.addresses(), strict=True):
-                assert seen.setdefault(here, there) == there, "one tensor is two"
-        assert len(set(seen.values())) == len(seen), "two tensors are one"
-        weights = {layer.w13.data_ptr(), layer.w2.data_ptr()}
-        assert weights <= seen.keys() and all(seen[weight] == weight for weight in weights)
+        compare(layer, tokens, least)
+
+
+def compare(layer: Layer, tokens: int, least: int) -> None:
+    """What was just launched for so many tokens and what Triton launches."""
+    ours = DRIVER.launched()
+    with watched([]):
+        layer(tokens)
+    theirs = DRIVER.launched()
+    assert len(ours) == len(theirs) >= least
+    seen: dict[int, int] = {}
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine[:3] == other[:3] and mine.name
+        assert mine.others() == other.others() and len(mine.parameters) > 4
+        for here, there in zip(mine.addresses(), other.addresses(), strict=True):
+            assert seen.setdefault(here, there) == there, "one tensor is two"
+    assert len(set(seen.values())) == len(seen), "two tensors are one"
+    weights = {layer.w13.data_ptr(), layer.w2.data_ptr()}
+    assert weights <= seen.keys() and all(seen[weight] == weight for weight in weights)
+
+
+def counts_never_seen_are_filled_in() -> None:
+    """Between counts that differ in what is compiled alike, and in how many tiles there are."""
+    layer, counts = Layer(), (*range(81, 103), *range(163, 200, 7))
+    for tokens in (65, 66, 67, 68, 80, 160, 161, 162, 96, 112, 128, 144):
+        layer.ready(tokens)
+    templates = plans._PLANS[FusedMoe].templates
+    filled_in, of_makers = 0, []
+    for tokens in counts:
+        made = templates.plan.cache_info().misses
+        layer(tokens)
+        if templates.plan.cache_info().misses == made:
+            filled_in += 1
+            of_makers.append(of_plan(layer, tokens))
+            compare(layer, tokens, 5)
+        DRIVER.launched()
+    assert filled_in >= len(counts) - 4, filled_in
+    boxes = [each for plan in of_makers for launch in plan.launches for each in launch.boxes]
+    of_buffers = [id(each.made) for each in boxes if each.tensor > WEIGHTS]
+    of_weights = [id(each.made) for each in boxes if each.tensor <= WEIGHTS]
+    assert len(of_buffers) == len({*of_buffers}) >= 4, "a map of a buffer is of one size"
+    assert 2 * len({*of_weights}) < len(of_weights), "maps of weights are shared"
 
 
 def buffers_without_elements_count() -> None:
@@ -272,6 +300,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     gradients_are_asked_for_as_ever,
     watchers_see_calls_that_are_known,
     few_are_kept,
+    counts_never_seen_are_filled_in,
     buffers_without_elements_count,
 )
 

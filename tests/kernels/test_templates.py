@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from moe_ops.arguments import FusedMoe
-from moe_ops.kernels import plans
+from moe_ops.kernels import _compat, plans
 from moe_ops.kernels.counts import Count
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref, TensorMeta, View
+from moe_ops.kernels.packed import pack
+from moe_ops.kernels.program import Buffer, Descriptor, Known, Launch, Program, Ref, TensorMeta, View
 from moe_ops.kernels.templates import _MOST, Templates, _apart
 from tests.helpers import usually
 from tests.kernels import any_count
@@ -242,6 +243,25 @@ def test_views_that_start_elsewhere_are_compiled_for_themselves():
     for rows in (5, 7, 16, 32):
         run(templates, rows)
     assert [grid for grid, _ in kernel.looked_up] == [(6,), (17,)]
+
+
+def test_launches_by_address_are_those_of_the_plan():
+    """Of numbers that are compiled alike, and of others."""
+    templates, tensors = of_rows(Kernel(), number=lambda rows: 3 * rows, offset=lambda rows: rows), {}
+    device, taken = torch.device("cpu"), 0
+    for rows in (5, 6, 7, 16, 8, 32, 48, 1, 9):
+        tensors["x"] = torch.empty(rows + 16, 4)
+        known = templates._known(H200, _apart((x_of(rows),))[0]).templates
+        packs = len(known[0].packs) if known else 0
+        filled = templates.plan(H200, x_of(rows))
+        (step,) = filled.steps
+        step.codes[-1, step.kinds] = Known(None, _compat.Code(step.kinds, (1, 1, 1), None))
+        packed = templates.packed(tensors, device, H200, x_of(rows))
+        assert packed == pack(filled, tensors, device)
+        (launch,) = packed.launches
+        assert (launch.launch, launch.grid, launch.arguments[2]) == (step.kinds, (rows + 1, 1, 1), 3 * rows)
+        taken += packs == len(known[0].packs) if known else 0
+    assert taken == 6 and len(known[0].packs) == 3
 
 
 def test_what_does_not_lie_row_by_row_is_no_count():
