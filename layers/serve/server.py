@@ -1,5 +1,6 @@
 """transformers' server with our model in it, from the first line it prints to a clean end."""
 
+import gc
 import inspect
 import signal
 from typing import Any
@@ -26,12 +27,15 @@ def serve(options: ServeOptions) -> None:
     batches = Batches(batching_config(options))
     try:
         application = _application(models, batches, options)
+        gc.collect()
+        gc.freeze()  # else Python looks through all that was loaded once in a while: over 0.1 s in which nothing runs
         print(f"ready: http://{options.host}:{options.port}/v1, model {options.model!r}", flush=True)
         _run(uvicorn.Config(
             Admission(application, options.max_requests), host=options.host, port=options.port,
             log_level="warning", timeout_graceful_shutdown=_GRACE,
         ))  # fmt: skip
     finally:
+        gc.unfreeze()
         batches.stop()
         models.shutdown()
 

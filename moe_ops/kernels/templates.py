@@ -16,7 +16,7 @@ from moe_ops.kernels.counts import Count, CountError
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.packed import Packed, pack
 from moe_ops.kernels.program import Buffer, Descriptor, Filled, Program, Step, TensorMeta, View
-from moe_ops.kernels.written import function_of, has_count
+from moe_ops.kernels.written import Written, function_of, has_count
 
 _MOST = 64
 """Templates of an operator whose other metadata are the same; a plan beyond them is made as it is asked for."""
@@ -111,25 +111,24 @@ class _Template(NamedTuple):
         return function_of(self.names, pack(self.planned._replace(steps=steps), tensors, device))
 
 
-_Numbers = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, View | Descriptor], ...]]
-"""Of a step: its grid, the arguments that depend on counts, and its views."""
+class _Numbers(NamedTuple):
+    """Of a step: its grid, the arguments that depend on counts, its views, and what its machine code can differ by."""
+
+    grid: tuple[int, ...]
+    values: tuple[int, ...]
+    views: tuple[tuple[int, View | Descriptor], ...]
+    kinds: tuple[Any, ...]
 
 
 def _filled(step: Step, places: tuple[int, ...], numbers: _Numbers | None) -> Step:
     if numbers is None:  # nothing depends on a count
         return step
-    grid, values, views = numbers
+    grid, values, views, kinds = numbers
     template = step.template.copy()
     for place, value in zip(places, values):
         template[place] = value
-    kinds = tuple([(value == 1, value % 16 == 0, value >> 31) for value in _specialised(values, views)])
     kernel, _, _, refs, _, num_warps, num_stages, codes, _ = step
     return Step(kernel, grid, template, refs, views, num_warps, num_stages, codes, kinds)
-
-
-def _specialised(values: Sequence[Any], views: Sequence[tuple[int, View | Descriptor]]) -> list[Any]:
-    """The numbers for which Triton may compile a kernel anew."""
-    return [*values, *[view.offset for _, view in views if type(view) is View]]
 
 
 def _is_sized(leaf: Any) -> bool:
@@ -181,24 +180,16 @@ def _template(make: Make, gpu: Gpu, leaves: Sequence[Any]) -> _Template:
         tuple(names),
         eval(f"lambda {','.join(names)}: {' and '.join(decided) or 'True'}"),
         function_of(names, (shapes, numbers)),
-        _kinds(names, numbers),
+        function_of(names, tuple(dict.fromkeys(kind for each in numbers if each for kind in each.kinds))),
         Filled(buffers, steps, outputs, {}),
         places,
         {},
     )
 
 
-def _kinds(names: Sequence[str], numbers: Sequence[_Numbers | None]) -> Callable[..., Hashable]:
-    specialised = [value for each in numbers if each is not None for value in _specialised(*each[1:])]
-    texts = dict.fromkeys(value.text for value in specialised if isinstance(value, Count))
-    kinds = "".join([f"{text}==1,{text}%16==0,{text}>>31," for text in texts])
-    return eval(f"lambda {','.join(names)}: ({kinds})")
-
-
 def _settled(step: Step) -> Step:
     """A step of which all that is compiled into its kernel has been decided, and what is no int."""
-    params = getattr(step.kernel, "params", ())  # what is interpreted has none, and compiles nothing
-    constants = {param.num for param in params if param.is_constexpr}
+    constants = {param.num for param in _params(step) if param.is_constexpr}
     template = [
         _known(value) if place in constants or _is_fraction(value) else value
         for place, value in enumerate(step.template)
@@ -226,5 +217,19 @@ def _counted_places(step: Step) -> tuple[int, ...]:
 
 
 def _numbers(step: Step, places: tuple[int, ...]) -> _Numbers | None:
-    numbers = step.grid, tuple([step.template[place] for place in places]), step.views
+    values = tuple([step.template[place] for place in places])
+    as_it_is = {param.num for param in _params(step) if param.do_not_specialize}
+    kinds = [_kind(value.text, place not in as_it_is) for place, value in zip(places, values)]
+    offsets = [view.offset for _, view in step.views if type(view) is View]
+    kinds += [_kind(offset.text) for offset in offsets if isinstance(offset, Count)]
+    numbers = _Numbers(step.grid, values, step.views, tuple(kinds))
     return numbers if has_count(numbers) else None
+
+
+def _kind(text: str, is_specialised: bool = True) -> Written:
+    """For what a number has a kernel compiled anew: its type, and if it may be specialised on that, 1 and alignment."""
+    return Written(f"({text}==1,{text}%16==0,{text}>>31)" if is_specialised else f"{text}>>31")
+
+
+def _params(step: Step) -> Sequence[Any]:
+    return getattr(step.kernel, "params", ())  # what is interpreted has none, and compiles nothing

@@ -2,14 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_ops.kernels.counts import Count
 
 
+class Written(NamedTuple):
+    """An expression of counts, as Python, of which no value is known."""
+
+    text: str
+
+
 def has_count(value: Any) -> bool:
-    """Whether anything in a tuple, list or record is a `Count`."""
-    return isinstance(value, Count) or any(map(has_count, _parts(value)))
+    """Whether anything in a tuple, list or record is a `Count`, or `Written`."""
+    return isinstance(value, Count | Written) or any(map(has_count, _parts(value)))
 
 
 def function_of(names: Sequence[str], value: Any) -> Callable[..., Any]:
@@ -31,7 +37,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 def _text(value: Any, constants: dict[str, Any]) -> str:
     """Python for a value. `constants`: the names in it."""
-    if isinstance(value, Count):
+    if isinstance(value, Count | Written):
         return value.text
     if not has_count(value):
         return _constant(value, constants)

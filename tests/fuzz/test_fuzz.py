@@ -62,6 +62,12 @@ def test_every_case_is_run_once_and_those_that_compile_first():
     assert order[: len(slow)] == slow and sorted(order[:4000]) == [*range(4000)]
 
 
+def test_a_gate_rounded_past_its_limit_is_no_finding():
+    """Of two pre-activations at -2.0016 and 2.0013, where the limit is 2: exact derivatives are 0, rounded ones not."""
+    verdict = check(draw(41, 1425), "cpu")
+    assert verdict.wrong == [] and {"w13", "hidden_states"} <= {*verdict.cancelled}
+
+
 def test_every_option_is_drawn():
     assert values("level") == set(cases.LEVELS) == set(levels.LEVELS)
     assert values("w13_layout") == values("w2_layout") == set(WEIGHT_LAYOUTS)

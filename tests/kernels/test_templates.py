@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,6 +213,12 @@ def run(templates, rows):
     assert out.shape == (rows, 2)
 
 
+def params_of(**of_the_last):
+    """Of a kernel with three."""
+    plain = {"is_constexpr": False, "do_not_specialize": False}
+    return [SimpleNamespace(num=num, **plain | (of_the_last if num == 2 else {})) for num in range(3)]
+
+
 def test_code_is_looked_up_once_for_numbers_that_are_compiled_alike():
     kernel = Kernel()
     templates = of_rows(kernel)
@@ -235,6 +242,19 @@ def test_one_and_numbers_beyond_32_bits_are_compiled_for_themselves():
     for rows in (3, 5, 7):
         run(templates, rows)
     assert [number for _, number in kernel.looked_up] == [3 * (2**29 + 1), 5 * (2**29 + 1)]
+
+
+def test_numbers_that_are_passed_as_they_are_share_code():
+    """Of arguments that a kernel is not specialised on, only the type counts."""
+
+    class AsItIs(Kernel):
+        params = params_of(do_not_specialize=True)
+
+    kernel = AsItIs()
+    templates = of_rows(kernel, number=lambda rows: rows * 2**27)
+    for rows in (5, 1, 15, 7, 17, 16):
+        run(templates, rows)
+    assert [number >> 27 for _, number in kernel.looked_up] == [5, 17]
 
 
 def test_views_that_start_elsewhere_are_compiled_for_themselves():
@@ -292,7 +312,7 @@ def test_templates_do_not_grow_without_end():
 
 def test_constants_of_a_kernel_are_decided():
     class Compiled(Kernel):
-        params = tuple(type("Param", (), {"num": num, "is_constexpr": num == 2})() for num in range(3))
+        params = params_of(is_constexpr=True)
 
     def planned(number, warps, stages, block):
         def make(gpu, x):

@@ -1,6 +1,8 @@
 """What a server is started with, and what is refused before it listens."""
 
+import gc
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,16 @@ def test_a_command_line():
     expected = ServeOptions("model", port=1, backend=None, greedy=True, cuda_graphs=True, page_size=4)
     assert command.options_of(given) == expected
     assert command.options_of(["model"]) == ServeOptions("model")
+
+
+def test_what_is_loaded_is_not_collected_while_requests_are_answered(monkeypatch):
+    server = pytest.importorskip("layers.serve.server")
+    frozen = []
+    for name in ("PatchedModels", "Batches", "_application"):
+        monkeypatch.setattr(server, name, mock.Mock())
+    monkeypatch.setattr(server, "_run", lambda config: frozen.append(gc.get_freeze_count()))
+    server.serve(ServeOptions("model"))
+    assert len(frozen) == 1 and frozen[0] > 10000 and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("name", ["max_requests", "max_batch_tokens", "num_blocks", "page_size"])
