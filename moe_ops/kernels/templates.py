@@ -133,9 +133,10 @@ def _filled(step: Step, places: tuple[int, ...], numbers: _Numbers | None) -> St
 
 def _is_sized(leaf: Any) -> bool:
     """Whether the first of a tensor's sizes is a count: not of weights, nor of what does not lie row by row."""
-    if not isinstance(leaf, TensorMeta) or not 1 <= len(leaf.shape) <= 2:
+    if type(leaf) is not TensorMeta:
         return False
-    return leaf.strides[0] == max(leaf.strides)
+    strides = leaf.strides
+    return len(strides) == 1 or (len(strides) == 2 and strides[0] >= strides[1])
 
 
 def _apart(leaves: Sequence[Any]) -> tuple[Hashable, list[int]]:
@@ -143,8 +144,9 @@ def _apart(leaves: Sequence[Any]) -> tuple[Hashable, list[int]]:
     key, counts = [], []
     for leaf in leaves:
         if _is_sized(leaf):
-            counts.append(leaf.shape[0])
-            leaf = leaf._replace(shape=leaf.shape[1:])
+            shape, *others = leaf
+            counts.append(shape[0])
+            leaf = (shape[1:], *others)
         elif type(leaf) is int:
             counts.append(leaf)
             leaf = int
