@@ -150,6 +150,6 @@ def _sketch(value: Any) -> Any:
 
 
 def _names(launch: Any) -> set[str]:
-    """Tensors that a launch is given: by the name of a `Ref`, the source of a `View` or `Descriptor`."""
+    """Tensors that a launch is given: by the name of a `Ref`, the source of a `Descriptor`."""
     named = (getattr(each, "source", getattr(each, "name", None)) for each in launch.args.values())
     return {name for name in named if isinstance(name, str)}

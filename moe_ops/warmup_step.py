@@ -2,10 +2,11 @@
 
 What a layer launches depends on its operators, layouts and options; on the token count T, by thresholds. So the step
 tells which operators it calls, on what, and from calls for T and T + 1 follows how their arguments grow. Their plans
-for every T then say what to load, and nothing more is run. The templates that later plans are filled in from are made.
+for every T then say what to load, and nothing more is run. Templates of later plans are made, and packed by address.
 """
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,20 +33,18 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
-    target = torch.device(device)
-    if target.type != "cuda":
+    if torch.device(device).type != "cuda":
         return
     from moe_ops.kernels.loading import Loader
 
-    loader = Loader(target)
+    loader = lru_cache(maxsize=None)(Loader)
     with torch.no_grad():
         for operator in _operators(step, max_tokens):
             for tokens in range(1, max_tokens + 1):
                 planned = operator(tokens)
                 program = planned.program()
                 if program is not None:
-                    loader.load(program, planned.dtypes())
-                    planned.prepare()
+                    planned.prepare(loader(planned.device).load(program, planned.dtypes()))
 
 
 def _operators(step: Step, max_tokens: int) -> Iterator[Callable[[int], Any]]:

@@ -239,8 +239,7 @@ class _Launcher:
         if self._is_whole(argument):
             return source
         base = source.meta["val"]
-        offset = base.storage_offset() + getattr(argument, "offset", 0)
-        geometry = (list(argument.shape), list(argument.strides), offset)
+        geometry = (list(argument.shape), list(argument.strides), base.storage_offset())
         with _compat.detect_fake_mode([base]):  # type: ignore[union-attr]
             value = torch.as_strided(base, *geometry)
         return self._node(torch.ops.aten.as_strided.default, (source, *geometry), {}, value)
@@ -248,24 +247,16 @@ class _Launcher:
     def _is_whole(self, argument: Any) -> bool:
         base = self.values[_source(argument)].meta["val"]  # type: ignore[index]
         shape, strides = getattr(argument, "shape", base.shape), getattr(argument, "strides", base.stride())
-        return (
-            tuple(shape) == tuple(base.shape)
-            and tuple(strides) == tuple(base.stride())
-            and not _offset(argument)
-        )
+        return tuple(shape) == tuple(base.shape) and tuple(strides) == tuple(base.stride())
 
 
 def _source(argument: Any) -> str | None:
     """Name of the tensor an argument refers to, None for a scalar."""
-    from moe_ops.kernels.program import Descriptor, Ref, View
+    from moe_ops.kernels.program import Descriptor, Ref
 
     if isinstance(argument, Ref):
         return argument.name
-    return argument.source if isinstance(argument, View | Descriptor) else None
-
-
-def _offset(argument: Any) -> int:
-    return getattr(argument, "offset", 0)
+    return argument.source if isinstance(argument, Descriptor) else None
 
 
 def _shape_dtype(node: Node) -> tuple[tuple[int, ...], torch.dtype]:

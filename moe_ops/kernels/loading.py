@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moe_ops.kernels.program import Argument, Descriptor, Launch, Program, Ref, View, materialize
+from moe_ops.kernels.program import Argument, Descriptor, Launch, Program, Ref, materialize
 
 _INT32 = 1 << 31
 
@@ -15,23 +15,26 @@ class Loader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._loaded: set[Hashable] = set()
+        self._loaded: dict[Hashable, Any] = {}
 
-    def load(self, program: Program, dtypes: Mapping[str, torch.dtype]) -> None:
-        """What `program` launches. `dtypes` names those of the operator's tensors."""
+    def load(self, program: Program, dtypes: Mapping[str, torch.dtype]) -> list[Any]:
+        """What `program` launches, as Triton compiled it. `dtypes` names those of the operator's tensors."""
         known = {**dtypes, **{buffer.name: buffer.dtype for buffer in program.buffers}}
-        for launch in program.launches:
-            key = variant(launch, known)
-            if key not in self._loaded:
-                self._load(launch, known)
-                self._loaded.add(key)
+        return [self._one(launch, known) for launch in program.launches]
 
-    def _load(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> None:
+    def _one(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Any:
+        key = variant(launch, dtypes)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(launch, dtypes)
+        return self._loaded[key]
+
+    def _load(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Any:
         with torch.cuda.device(self._device):
             args = [self._stand_in(launch.args[name], dtypes) for name in launch.kernel.arg_names]
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
             compiled = launch.kernel.warmup(*args, grid=launch.grid, **options)
             compiled._init_handles()  # what the first launch would do: the module goes to the device
+            return compiled
 
     def _stand_in(self, argument: Argument, dtypes: Mapping[str, torch.dtype]) -> Any:
         name = _tensor_of(argument)
@@ -44,7 +47,7 @@ class Loader:
 def _tensor_of(argument: Argument) -> str | None:
     if isinstance(argument, Ref):
         return argument.name
-    return argument.source if isinstance(argument, View | Descriptor) else None
+    return argument.source if isinstance(argument, Descriptor) else None
 
 
 def variant(launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Hashable:

@@ -61,19 +61,19 @@ class Boxes(NamedTuple):
 
 
 class PackedLaunch(NamedTuple):
-    """A launch whose `arguments` want tensors' addresses: each place, which tensor, and how many bytes into it."""
+    """A launch whose `arguments` want tensors' addresses: each place, and which tensor."""
 
     launch: Callable[[tuple[int, ...], int, Sequence[Any]], Any]
     grid: tuple[int, ...]
     arguments: list[Any]
-    places: tuple[tuple[int, int, int], ...]
+    places: tuple[tuple[int, int], ...]
     boxes: tuple[Boxes, ...]
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Launches it."""
         arguments = self.arguments.copy()
-        for place, tensor, offset in self.places:
-            arguments[place] = addresses[tensor] + offset
+        for place, tensor in self.places:
+            arguments[place] = addresses[tensor]
         for boxes in self.boxes:
             arguments[boxes.place] = boxes.at(addresses[boxes.tensor])
         self.launch(self.grid, stream, arguments)
@@ -177,17 +177,14 @@ def _pack_launch(step: Any, code: Code, numbered: Mapping[str, tuple[int, Any]])
     if len(starts) < sum(code.parameters):  # descriptors take more than their place
         pairs = zip(step.template, code.parameters, strict=True)
         arguments = [value for value, length in pairs for _ in range(length)]
-    places = [(starts[place], numbered[name][0], 0) for place, name in step.refs]
+    places = tuple([(starts[place], numbered[name][0]) for place, name in step.refs])
     boxes = []
-    for place, view in step.views:
-        (number, dtype), start = numbered[view.source], starts[place]
-        if hasattr(view, "block"):
-            arguments[start : start + code.parameters[place]] = (None, *view.shape, *view.strides)
-            encode = partial(code.tensor_map, place)
-            boxes.append(Boxes(start, number, encode, view.shape, view.strides, view.block, dtype, {}))
-        else:
-            places.append((start, number, view.offset * dtype.itemsize))
-    return PackedLaunch(code.launch, (*step.grid, 1, 1)[:3], arguments, tuple(places), tuple(boxes))
+    for place, each in step.descriptors:
+        (number, dtype), start = numbered[each.source], starts[place]
+        arguments[start : start + code.parameters[place]] = (None, *each.shape, *each.strides)
+        encode = partial(code.tensor_map, place)
+        boxes.append(Boxes(start, number, encode, each.shape, each.strides, each.block, dtype, {}))
+    return PackedLaunch(code.launch, (*step.grid, 1, 1)[:3], arguments, places, tuple(boxes))
 
 
 @lru_cache(maxsize=None)

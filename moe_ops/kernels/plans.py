@@ -68,6 +68,7 @@ class Planned(NamedTuple):
     """An operator that was planned: its record's type, and the leaves of the record, tensors described."""
 
     record: type
+    device: torch.device
     gpu: Gpu
     leaves: tuple[Any, ...]
 
@@ -79,9 +80,14 @@ class Planned(NamedTuple):
             return None
         return plan.make.__wrapped__(self.gpu, *self.leaves)
 
-    def prepare(self) -> None:
-        """Has the template that calls like this one are filled in from, once there were two."""
-        _PLANS[self.record].templates.plan.__wrapped__(self.gpu, *self.leaves)
+    def prepare(self, compiled: Sequence[Any]) -> None:
+        """Has the template that calls like this one are filled in from, once there were two, and packs it.
+
+        compiled: of each launch, what Triton compiled and loaded on the device.
+        """
+        plan = _PLANS[self.record]
+        tensors = dict(zip(plan.names, self.leaves, strict=False))
+        plan.templates.prepare(compiled, tensors, self.device, self.gpu, *self.leaves)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Of the operator's tensors, by name."""
@@ -141,7 +147,7 @@ class _Plan(NamedTuple):
         ]
         options = leaves[len(tensors) :]
         for seen in _SEEN:
-            seen.append(Planned(self.record, gpu, (*tensors, *options)))
+            seen.append(Planned(self.record, leaves[0].device, gpu, (*tensors, *options)))
         return gpu, *tensors, *options
 
 

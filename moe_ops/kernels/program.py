@@ -5,7 +5,7 @@ or written into a compiled graph by a pass. Tensors are named: the caller's afte
 buffers after what they hold.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -63,16 +63,6 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A kernel argument: `torch.as_strided(source, shape, strides, offset)`; offset in elements from the source."""
-
-    source: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Descriptor:
     """A kernel argument: a host TMA descriptor over `source`; strides in elements, the last one 1."""
 
@@ -82,7 +72,7 @@ class Descriptor:
     block: tuple[int, ...]
 
 
-Argument = Ref | View | Descriptor | int | float | str | bool | None
+Argument = Ref | Descriptor | int | float | str | bool | None
 
 
 class Buffer(NamedTuple):
@@ -185,6 +175,11 @@ class Filled(NamedTuple):
             values[name] = torch.empty(shape, dtype=dtype, device=device)
         return BoundByName(self.steps, values, self.outputs)
 
+    def know(self, compiled: Sequence[Any], device: torch.device) -> None:
+        """Keeps what Triton compiled for each launch and loaded on a device, as a run would."""
+        for step, code in zip(self.steps, compiled, strict=True):
+            step.know(code, -1 if device.index is None else device.index)
+
     def first_reader(self, name: str) -> int:
         """Which launch is the first that reads the tensor called `name`; as many as there are if none does."""
         readers = (index for index, step in enumerate(self.steps) if step.reads(name))
@@ -227,7 +222,7 @@ class Step(NamedTuple):
     grid: tuple[int, ...]
     template: list[Any]
     refs: tuple[tuple[int, str], ...]
-    views: tuple[tuple[int, View | Descriptor], ...]
+    descriptors: tuple[tuple[int, Descriptor], ...]
     num_warps: int
     num_stages: int
     codes: dict[Hashable, "Known"]
@@ -235,7 +230,8 @@ class Step(NamedTuple):
 
     def reads(self, name: str) -> bool:
         """Whether a tensor is among its arguments."""
-        return any(ref == name for _, ref in self.refs) or any(view.source == name for _, view in self.views)
+        is_described = any(each.source == name for _, each in self.descriptors)
+        return is_described or any(ref == name for _, ref in self.refs)
 
     def run(self, values: Mapping[str, Any]) -> None:
         """Launches it on the current stream."""
@@ -244,9 +240,9 @@ class Step(NamedTuple):
             args[index] = tensor = values[name]
             addresses |= tensor.data_ptr()
             device = tensor.get_device()
-        for index, argument in self.views:
-            source = values[argument.source]
-            args[index] = materialize(argument, source)
+        for index, descriptor in self.descriptors:
+            source = values[descriptor.source]
+            args[index] = materialize(descriptor, source)
             addresses |= source.data_ptr()
             device = source.get_device()
         if addresses % ALIGNMENT:
@@ -256,8 +252,11 @@ class Step(NamedTuple):
         if known is not None:
             known.compiled[(*self.grid, 1, 1)[:3]](*args)
             return
-        compiled = self._look_up(args)
-        if compiled is not None:  # the interpreter compiles none
+        self.know(self._look_up(args), device)
+
+    def know(self, compiled: Any, device: int) -> None:
+        """Keeps what Triton compiled, for tensors that start on 16 bytes; the interpreter compiles none."""
+        if compiled is not None:
             self.codes[device, self.kinds] = Known(compiled, code_of(compiled))
 
     def _look_up(self, args: list[Any]) -> Any:
@@ -283,20 +282,18 @@ def _step(launch: Launch) -> Step:
     for i, _ in filled:
         template[i] = None
     refs = tuple([(i, a.name) for i, a in filled if type(a) is Ref])
-    views = tuple([(i, a) for i, a in filled if type(a) is not Ref])
+    descriptors = tuple([(i, a) for i, a in filled if type(a) is Descriptor])
     options = launch.num_warps, launch.num_stages
-    return Step(launch.kernel, launch.grid, template, refs, views, *options, {}, ())
+    return Step(launch.kernel, launch.grid, template, refs, descriptors, *options, {}, ())
 
 
-_FILLED_IN = frozenset({Ref, View, Descriptor})
+_FILLED_IN = frozenset({Ref, Descriptor})
 
 
-def materialize(argument: View | Descriptor, source: torch.Tensor) -> Any:
-    """What a kernel gets for `argument`, given its source."""
-    if isinstance(argument, Descriptor):
-        return TensorDescriptor(source, list(argument.shape), list(argument.strides), list(argument.block))
-    offset = source.storage_offset() + argument.offset
-    return torch.as_strided(source, argument.shape, argument.strides, offset)
+def materialize(descriptor: Descriptor, source: torch.Tensor) -> TensorDescriptor:
+    """What a kernel gets for a descriptor, given its source."""
+    shape, strides, block = descriptor.shape, descriptor.strides, descriptor.block
+    return TensorDescriptor(source, list(shape), list(strides), list(block))
 
 
 def describe(tensor: Any) -> TensorMeta:

@@ -15,7 +15,7 @@ import torch
 from moe_ops.kernels.counts import Count, CountError
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.packed import Packed, pack
-from moe_ops.kernels.program import Buffer, Descriptor, Filled, Program, Step, TensorMeta, View
+from moe_ops.kernels.program import Buffer, Descriptor, Filled, Program, Step, TensorMeta
 from moe_ops.kernels.written import Written, function_of, has_count
 
 _MOST = 64
@@ -40,27 +40,47 @@ class Templates:
         leaves: of which `tensors`, by name, are the first.
         """
         key, counts = _apart(leaves)
-        templates = self._known(gpu, key).templates
-        template = next((each for each in templates if each.is_for(*counts)), None)
+        template = self._known(gpu, key).template(counts)
         if template is None:
             return self.plan(gpu, *leaves).pack(tensors, device)
-        alike = device, template.kinds(*counts)
-        pack_counts = template.packs.get(alike)
+        pack_counts = template.packs.get((device, template.kinds(*counts)))
         if pack_counts is not None:
             return pack_counts(*counts)
         filled = self.plan(gpu, *leaves)
         packed = filled.pack(tensors, device)
         if packed is not None:
-            template.packs[alike] = template.packing(filled, tensors, device)
+            template.pack(counts, tensors, device)
         return packed
+
+    def prepare(
+        self,
+        compiled: Sequence[Any],
+        tensors: Mapping[str, Any],
+        device: torch.device,
+        gpu: Gpu,
+        *leaves: Any,
+    ) -> None:
+        """Has all of this ready but the plan itself. compiled: of each launch, what Triton loaded on `device`.
+
+        tensors: as of `packed`, or what has their dtypes.
+        """
+        key, counts = _apart(leaves)
+        known = self._known(gpu, key)
+        template = known.template(counts)
+        if template is None:
+            self._plan(gpu, *leaves)
+            template = known.template(counts)
+        if template is not None and (device, template.kinds(*counts)) not in template.packs:
+            template.fill(counts).know(compiled, device)
+            template.pack(counts, tensors, device)
 
     def _plan(self, gpu: Gpu, *leaves: Any) -> Filled:
         """What `make` plans, ready to run. There are templates from the second of plans that differ in counts alone."""
         key, counts = _apart(leaves)
         known = self._known(gpu, key)
-        for template in known.templates:
-            if template.is_for(*counts):
-                return template.fill(counts)
+        template = known.template(counts)
+        if template is not None:
+            return template.fill(counts)
         if not known.is_new and len(known.templates) < known.most:
             try:
                 known.templates.append(_template(self._make, gpu, leaves))
@@ -76,6 +96,10 @@ class _Known:
     templates: list["_Template"] = field(default_factory=list)
     is_new: bool = True
     most: int = _MOST
+
+    def template(self, counts: Sequence[int]) -> "_Template | None":
+        """The one for these counts."""
+        return next((each for each in self.templates if each.is_for(*counts)), None)
 
 
 class _Template(NamedTuple):
@@ -102,33 +126,34 @@ class _Template(NamedTuple):
             {},
         )
 
-    def packing(
-        self, filled: Filled, tensors: Mapping[str, torch.Tensor | None], device: torch.device
-    ) -> Callable[..., Packed]:
-        """Of counts of the same kinds as those that `filled` has: the plan by addresses."""
-        pairs = zip(self.planned.steps, filled.steps)
-        steps = tuple([step._replace(kinds=like.kinds) for step, like in pairs])
-        return function_of(self.names, pack(self.planned._replace(steps=steps), tensors, device))
+    def pack(self, counts: Sequence[int], tensors: Mapping[str, Any], device: torch.device) -> None:
+        """Has the plan by addresses for these counts, and others of their kinds, if Triton has compiled all of it."""
+        steps = [
+            step._replace(kinds=like.kinds) for step, like in zip(self.planned.steps, self.fill(counts).steps)
+        ]
+        packed = pack(self.planned._replace(steps=tuple(steps)), tensors, device)
+        if packed is not None:
+            self.packs[device, self.kinds(*counts)] = function_of(self.names, packed)
 
 
 class _Numbers(NamedTuple):
-    """Of a step: its grid, the arguments that depend on counts, its views, and what its machine code can differ by."""
+    """Of a step: grid, arguments that depend on counts, descriptors, and what its machine code can differ by."""
 
     grid: tuple[int, ...]
     values: tuple[int, ...]
-    views: tuple[tuple[int, View | Descriptor], ...]
+    descriptors: tuple[tuple[int, Descriptor], ...]
     kinds: tuple[Any, ...]
 
 
 def _filled(step: Step, places: tuple[int, ...], numbers: _Numbers | None) -> Step:
     if numbers is None:  # nothing depends on a count
         return step
-    grid, values, views, kinds = numbers
+    grid, values, descriptors, kinds = numbers
     template = step.template.copy()
     for place, value in zip(places, values):
         template[place] = value
     kernel, _, _, refs, _, num_warps, num_stages, codes, _ = step
-    return Step(kernel, grid, template, refs, views, num_warps, num_stages, codes, kinds)
+    return Step(kernel, grid, template, refs, descriptors, num_warps, num_stages, codes, kinds)
 
 
 def _is_sized(leaf: Any) -> bool:
@@ -196,13 +221,13 @@ def _settled(step: Step) -> Step:
         _known(value) if place in constants or _is_fraction(value) else value
         for place, value in enumerate(step.template)
     ]
-    views = tuple([(place, _boxed(view)) for place, view in step.views])
+    descriptors = tuple([(place, _boxed(each)) for place, each in step.descriptors])
     options = {"num_warps": _known(step.num_warps), "num_stages": _known(step.num_stages)}
-    return step._replace(template=template, views=views, **options)
+    return step._replace(template=template, descriptors=descriptors, **options)
 
 
-def _boxed(view: View | Descriptor) -> View | Descriptor:
-    return replace(view, block=tuple(map(_known, view.block))) if isinstance(view, Descriptor) else view
+def _boxed(descriptor: Descriptor) -> Descriptor:
+    return replace(descriptor, block=tuple(map(_known, descriptor.block)))
 
 
 def _is_fraction(value: Any) -> bool:
@@ -221,14 +246,12 @@ def _counted_places(step: Step) -> tuple[int, ...]:
 def _numbers(step: Step, places: tuple[int, ...]) -> _Numbers | None:
     values = tuple([step.template[place] for place in places])
     as_it_is = {param.num for param in _params(step) if param.do_not_specialize}
-    kinds = [_kind(value.text, place not in as_it_is) for place, value in zip(places, values)]
-    offsets = [view.offset for _, view in step.views if type(view) is View]
-    kinds += [_kind(offset.text) for offset in offsets if isinstance(offset, Count)]
-    numbers = _Numbers(step.grid, values, step.views, tuple(kinds))
+    kinds = tuple([_kind(value.text, place not in as_it_is) for place, value in zip(places, values)])
+    numbers = _Numbers(step.grid, values, step.descriptors, kinds)
     return numbers if has_count(numbers) else None
 
 
-def _kind(text: str, is_specialised: bool = True) -> Written:
+def _kind(text: str, is_specialised: bool) -> Written:
     """For what a number has a kernel compiled anew: its type, and if it may be specialised on that, 1 and alignment."""
     return Written(f"({text}==1,{text}%16==0,{text}>>31)" if is_specialised else f"{text}>>31")
 

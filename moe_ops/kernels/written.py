@@ -61,9 +61,8 @@ class _Writer:
 
     def _expression(self, text: str) -> str:
         written = text
-        for known in sorted(
-            self._known, key=len, reverse=True
-        ):  # each in brackets, so whole where it is found
+        # Each is in brackets, so whole where it is found; the longest first, as it has shorter ones in it.
+        for known in sorted(self._known, key=len, reverse=True):
             written = written.replace(known, self._known[known])
         if len(text) <= _SHORT or text in self._known or text[0] != "(" or text[-1] != ")":
             return written

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.program import Descriptor, Launch, Program, Ref, View
+from moe_ops.kernels.program import Descriptor, Launch, Program, Ref
 
 REGISTERS = 65536  # of a CTA
 _CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
@@ -60,7 +60,7 @@ def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], gpu: Gpu = H2
             constants[(index,)] = argument
             continue
         signature[parameter.name] = _type_of(argument, dtypes)
-        divisible = isinstance(argument, Ref | View) or (isinstance(argument, int) and argument % 16 == 0)
+        divisible = isinstance(argument, Ref) or (isinstance(argument, int) and argument % 16 == 0)
         if divisible and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     key = tuple(signature.items()), tuple(constants.items()), tuple((k, 16) for k in attributes)

@@ -30,8 +30,8 @@ def launches_of(filled: Filled) -> list[Launch]:
         args = list(step.template)
         for place, name in step.refs:
             args[place] = Ref(name)
-        for place, view in step.views:
-            args[place] = view
+        for place, descriptor in step.descriptors:
+            args[place] = descriptor
         named = dict(zip(step.kernel.arg_names, args, strict=True))
         launches.append(Launch(step.kernel, step.grid, named, step.num_warps, step.num_stages))
     return launches

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from moe_ops.arguments import FusedMoe
-from moe_ops.kernels import _compat, plans
+from moe_ops.kernels import _compat, plans, program
 from moe_ops.kernels.counts import Count
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.packed import pack
-from moe_ops.kernels.program import Buffer, Descriptor, Known, Launch, Program, Ref, TensorMeta, View
+from moe_ops.kernels.program import Buffer, Descriptor, Known, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.templates import _MOST, Templates, _apart
 from tests.helpers import usually
 from tests.kernels import any_count
@@ -190,13 +190,12 @@ class Code:
         return lambda *args: self.kernel.direct.append((grid, args[2]))
 
 
-def of_rows(kernel, number=lambda rows: 3 * rows, offset=lambda rows: 0):
-    """Plans of a launch that is told a number, and of a view that starts somewhere."""
+def of_rows(kernel, number=lambda rows: 3 * rows):
+    """Plans of a launch that is told a number."""
 
     def make(gpu, x):
         rows = x.shape[0]
-        view = View("x", (rows,), (1,), offset(rows))
-        launch = Launch(kernel, (rows + 1,), {"x_ptr": Ref("x"), "rows_ptr": view, "n": number(rows)})
+        launch = Launch(kernel, (rows + 1,), {"x_ptr": Ref("x"), "rows_ptr": Ref("x"), "n": number(rows)})
         return Program((Buffer("out", (rows, 2), torch.float32),), (launch,), ("out",))
 
     templates = Templates(make)
@@ -251,23 +250,15 @@ def test_numbers_that_are_passed_as_they_are_share_code():
         params = params_of(do_not_specialize=True)
 
     kernel = AsItIs()
-    templates = of_rows(kernel, number=lambda rows: rows * 2**27)
-    for rows in (5, 1, 15, 7, 17, 16):
+    templates = of_rows(kernel, number=lambda rows: rows * (2**26 + 1))
+    for rows in (5, 16, 7, 33, 48):
         run(templates, rows)
-    assert [number >> 27 for _, number in kernel.looked_up] == [5, 17]
-
-
-def test_views_that_start_elsewhere_are_compiled_for_themselves():
-    kernel = Kernel()
-    templates = of_rows(kernel, number=lambda rows: 2, offset=lambda rows: rows)
-    for rows in (5, 7, 16, 32):
-        run(templates, rows)
-    assert [grid for grid, _ in kernel.looked_up] == [(6,), (17,)]
+    assert [number >> 26 for _, number in kernel.looked_up] == [5, 33]
 
 
 def test_launches_by_address_are_those_of_the_plan():
     """Of numbers that are compiled alike, and of others."""
-    templates, tensors = of_rows(Kernel(), number=lambda rows: 3 * rows, offset=lambda rows: rows), {}
+    templates, tensors = of_rows(Kernel(), number=lambda rows: rows), {}
     device, taken = torch.device("cpu"), 0
     for rows in (5, 6, 7, 16, 8, 32, 48, 1, 9):
         tensors["x"] = torch.empty(rows + 16, 4)
@@ -279,9 +270,28 @@ def test_launches_by_address_are_those_of_the_plan():
         packed = templates.packed(tensors, device, H200, x_of(rows))
         assert packed == pack(filled, tensors, device)
         (launch,) = packed.launches
-        assert (launch.launch, launch.grid, launch.arguments[2]) == (step.kinds, (rows + 1, 1, 1), 3 * rows)
+        assert (launch.launch, launch.grid, launch.arguments[2]) == (step.kinds, (rows + 1, 1, 1), rows)
         taken += packs == len(known[0].packs) if known else 0
     assert taken == 6 and len(known[0].packs) == 3
+
+
+def test_what_is_prepared_is_not_planned(monkeypatch):
+    """From what was compiled for two numbers there are launches for others, of those kinds and on that device."""
+    device, elsewhere, tensors = torch.device("cpu"), torch.device("cuda", 0), {"x": torch.empty(1)}
+    monkeypatch.setattr(program, "code_of", lambda compiled: _compat.Code(compiled, (1, 1, 1), None))
+    templates = Templates(of_rows(Kernel())._make)
+    for rows, compiled in ((5, ["first"]), (6, ["code"]), (7, ["another"]), (16, ["of 16"])):
+        templates.prepare(compiled, {"x": x_of(rows)}, device, H200, x_of(rows))
+    monkeypatch.setattr(templates, "plan", lambda gpu, x: Planned())
+
+    class Planned:
+        pack = staticmethod(lambda *_: None)
+
+    for rows, code in ((8, "code"), (5, "code"), (32, "of 16")):
+        (launch,) = templates.packed(tensors, device, H200, x_of(rows)).launches
+        assert (launch.launch, launch.arguments[2]) == (code, 3 * rows)
+    assert templates.packed(tensors, device, H200, x_of(1)).launches[0].launch == "code"
+    assert templates.packed(tensors, elsewhere, H200, x_of(8)) is None
 
 
 def test_what_does_not_lie_row_by_row_is_no_count():
@@ -326,7 +336,8 @@ def test_constants_of_a_kernel_are_decided():
         steps = [templates.plan(H200, x_of(rows)).steps[0] for rows in (5, 6)]
         assert len(templates._known(H200, _apart((x_of(1),))[0]).templates) == 2
         return [
-            (step.template[2], step.num_warps, step.num_stages, step.views[0][1].block[0]) for step in steps
+            (step.template[2], step.num_warps, step.num_stages, step.descriptors[0][1].block[0])
+            for step in steps
         ]
 
     same = lambda rows: 4  # noqa: E731

@@ -1,9 +1,11 @@
 """moe_ops.warmup_step without a GPU: what it would load is what any T then launches, as Triton counts kernels."""
 
 import re
+import sys
 
 import pytest
 import torch
+import triton
 
 import moe_ops
 from moe_ops import Activation, RoutingConfig, _library
@@ -14,7 +16,7 @@ from moe_ops.fused_moe import _cuda as fused_moe_cuda
 from moe_ops.kernels import templates
 from moe_ops.kernels.loading import Loader, variant
 from moe_ops.kernels.plans import watched
-from moe_ops.kernels.program import Filled, Program
+from moe_ops.kernels.program import Filled, Launch, Program, Ref
 from moe_ops.routing import _cuda as topk_routing_cuda
 from tests.kernels.by_name import launches_of
 
@@ -37,9 +39,12 @@ def _variants(program, dtypes):
 def loaded(monkeypatch):
     """Kernels that would be loaded."""
     kernels = set()
-    monkeypatch.setattr(
-        Loader, "load", lambda self, program, dtypes: kernels.update(_variants(program, dtypes))
-    )
+
+    def load(self, program, dtypes):
+        kernels.update(_variants(program, dtypes))
+        return [None for _ in program.launches]
+
+    monkeypatch.setattr(Loader, "load", load)
     return kernels
 
 
@@ -110,6 +115,34 @@ def test_loads_what_any_count_launches_and_no_more(name, loaded, launched):
     )  # a router's kernel for one token, which ran and is there
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_planned_of_a_count_is_what_it_calls(name, launched):
+    operators = [*sys.modules["moe_ops.warmup_step"]._operators(STEPS[name], MOST)]
+    for tokens in (4, 33, 256, MOST):
+        with watched() as seen:
+            STEPS[name](tokens)
+        assert seen and all(any(operator(tokens) == call for operator in operators) for call in seen)
+
+
+@triton.jit
+def _kernel(x_ptr, as_it_is, number, constant: triton.language.constexpr):
+    pass
+
+
+def test_what_triton_compiles_a_launch_by():
+    if triton.knobs.runtime.interpret:
+        pytest.skip("the interpreter compiles nothing")
+    kernel = triton.jit(_kernel.fn, do_not_specialize=["as_it_is"])
+
+    def of(as_it_is, number, constant=7, dtype=torch.float32):
+        args = {"x_ptr": Ref("x"), "as_it_is": as_it_is, "number": number, "constant": constant}
+        return variant(Launch(kernel, (1,), args), {"x": dtype})
+
+    assert of(5, 33) == of(1, 35) == of(16, 37)
+    others = [of(5, 32), of(5, 1), of(5, 1 << 31), of(1 << 31, 33), of(5, 33, 8), of(5, 33, dtype=torch.int8)]
+    assert len({of(5, 33), *others}) == 7
+
+
 def test_no_count_needs_another_template(loaded, launched, monkeypatch):
     moe_ops.warmup_step(STEPS["rows"], MOST)
     made = []
@@ -144,7 +177,12 @@ def test_a_step_of_one_or_two_tokens_is_loaded_by_running(loaded, launched):
 
 def test_equal_layers_are_planned_once(monkeypatch, launched):
     programs = []
-    monkeypatch.setattr(Loader, "load", lambda self, program, dtypes: programs.append(program))
+
+    def load(self, program, dtypes):
+        programs.append(program)
+        return [None for _ in program.launches]
+
+    monkeypatch.setattr(Loader, "load", load)
     moe_ops.warmup_step(STEPS["rows"], 5)
     once = len(programs)
     assert once == 5 * 2  # of two pairs
@@ -163,6 +201,13 @@ def test_bad_steps(loaded, launched):
     message = "step(2) calls FusedMoe and step(3) calls FusedMoe, FusedMoe: expected the same operators"
     with pytest.raises(ValueError, match=re.escape(message)):
         moe_ops.warmup_step(odd, MOST)
+
+    def others(tokens):
+        STEPS["views" if tokens % 2 else "alternating rows and a shared output"](tokens)
+
+    message = "step(2) calls TopkRouting, FusedExperts and step(3) calls DenseGemm, FusedExperts: expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        moe_ops.warmup_step(others, MOST)
 
 
 def test_each_variant_is_loaded_once(monkeypatch):
