@@ -25,7 +25,7 @@ from moe_ops.kernels import (
 from moe_ops.kernels.gpu import Gpu, gpu_of
 from moe_ops.kernels.packed import Packed
 from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, describe_index
-from moe_ops.kernels.templates import Templates
+from moe_ops.kernels.templates import OfCounts, Templates
 from moe_ops.records import Role
 
 _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
@@ -126,6 +126,9 @@ class _Plan(NamedTuple):
     templates: Templates
     key: Callable[..., Hashable]
     known: dict[Hashable, Packed]
+    rows: frozenset[int]
+    alike: Callable[..., tuple[int, Hashable]] | None
+    checked: dict[Hashable, tuple[int, OfCounts]]
 
     def leaves(self, arguments: Any) -> list[Any]:
         """The record's, with vectors that kernels take as contiguous."""
@@ -150,6 +153,32 @@ class _Plan(NamedTuple):
             seen.append(Planned(self.record, leaves[0].device, gpu, (*tensors, *options)))
         return gpu, *tensors, *options
 
+    def packed(self, leaves: Sequence[Any]) -> Packed | None:
+        """What such leaves launch, by addresses; None if Triton has not compiled all of it."""
+        return self.templates.packed(self.tensors(leaves), leaves[0].device, *self.described(leaves))
+
+    def packed_of_fewer(self, leaves: Sequence[Any]) -> Packed | None:
+        """The same for leaves with fewer tokens than some that were checked, and else like these; None for others."""
+        if self.alike is None:
+            return None
+        tokens, kind = self.alike(*leaves)
+        most, of_counts = self.checked.get(kind, (0, None))
+        if of_counts is None or not 0 < tokens < most:
+            return None
+        return of_counts.packed(tokens, self.rows, leaves[0].device)
+
+    def know(self, leaves: Sequence[Any], packed: Packed) -> None:
+        """Has `packed` at hand for such leaves, which need no more checks, as if they had fewer tokens."""
+        if len(self.known) >= _MOST_KNOWN:
+            del self.known[next(iter(self.known))]  # one at a time: to free all would take milliseconds
+        self.known[self.key(*leaves)] = packed
+        if self.alike is not None:
+            tokens, kind = self.alike(*leaves)
+            if kind not in self.checked and len(self.checked) >= _MOST_KNOWN:
+                self.checked.clear()
+            if tokens > self.checked.get(kind, (0,))[0]:
+                self.checked[kind] = tokens, self.templates.of_counts(*self.described(leaves))
+
 
 def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
     leaves, build = records.leaves(record), records.builder(record)
@@ -167,6 +196,9 @@ def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
         Templates(planned),
         _key_of(leaves),
         {},
+        frozenset(index for index, leaf in enumerate(leaves) if Role.PER_TOKEN in leaf.roles),
+        None if record in _TAKES else _alike_of(leaves),
+        {},
     )
 
 
@@ -175,12 +207,30 @@ def _key_of(leaves: Sequence[records.Leaf]) -> Callable[..., Hashable]:
 
     But for where tensors start: a run that finds one elsewhere does not launch what was kept.
     """
-    names = [f"leaf{index}" for index in range(len(leaves))]
-    described = "None if {0} is None else ({0}.shape, {0}.stride(), {0}.dtype, {0}.device)"
-    parts = [
-        described.format(name) if leaf.is_tensor else name for name, leaf in zip(names, leaves, strict=True)
-    ]
-    return eval(f"lambda {', '.join(names)}: ({', '.join(parts)},)")
+    return eval(f"lambda {_names(leaves)}: ({_parts(leaves, '{0}.shape')},)")
+
+
+def _alike_of(leaves: Sequence[records.Leaf]) -> Callable[..., tuple[int, Hashable]] | None:
+    """The function of leaves that gives the number of tokens, and all that counts but for it; None without tokens."""
+    rows = [index for index, leaf in enumerate(leaves) if Role.PER_TOKEN in leaf.roles]
+    if not rows or leaves[rows[0]].is_optional:
+        return None
+    others = _parts(leaves, "{0}.shape[1:], {0}.shape[0] == tokens", Role.PER_TOKEN)
+    return eval(f"lambda {_names(leaves)}: (tokens := leaf{rows[0]}.shape[0], ({others},))")
+
+
+def _names(leaves: Sequence[records.Leaf]) -> str:
+    return ", ".join(f"leaf{index}" for index in range(len(leaves)))
+
+
+def _parts(leaves: Sequence[records.Leaf], shape: str, role: Role | None = None) -> str:
+    """Expressions of all that counts of leaves; of those with `role`, if any, `shape` stands for the shape."""
+    parts = []
+    for index, leaf in enumerate(leaves):
+        sizes = shape if role in (None, *leaf.roles) else "{0}.shape"
+        described = f"None if {{0}} is None else ({sizes}, {{0}}.stride(), {{0}}.dtype, {{0}}.device)"
+        parts.append((described if leaf.is_tensor else "{0}").format(f"leaf{index}"))
+    return ", ".join(parts)
 
 
 _PLANS = {record: _plan(record, make) for record, make in _PROGRAMS.items()}
@@ -214,22 +264,27 @@ def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same for an operator that has checked them, and would launch this for any arguments with this metadata."""
     plan = _PLANS[type(arguments)]
     leaves = plan.leaves(arguments)
-    tensors, described = plan.tensors(leaves), plan.described(leaves)
-    packed = plan.templates.packed(tensors, leaves[0].device, *described)
-    results = None if packed is None else packed.run(tensors.values())
+    packed = plan.packed(leaves)
+    results = None if packed is None else packed.run(leaves[: len(plan.names)])
     if packed is None or results is None:
-        return _results(plan.templates.plan(*described).run(tensors))
-    if len(plan.known) >= _MOST_KNOWN:
-        plan.known.clear()
-    plan.known[plan.key(*leaves)] = packed
+        return _results(plan.templates.plan(*plan.described(leaves)).run(plan.tensors(leaves)))
+    plan.know(leaves, packed)
     return _results(results)
 
 
 def launch_known(record: type, leaves: tuple[Any, ...]) -> Any:
     """What the operator of `record` returns, if it has launched for such leaves; None if they are to be checked."""
     plan = _PLANS.get(record)
-    packed = None if plan is None or _SEEN else plan.known.get(plan.key(*leaves))
-    results = None if packed is None else packed.run(leaves[: len(plan.names)])
+    if plan is None or _SEEN:
+        return None
+    packed = plan.known.get(plan.key(*leaves))
+    if packed is not None:
+        results = packed.run(leaves[: len(plan.names)])
+    elif (packed := plan.packed_of_fewer(leaves)) is not None:
+        results = packed.run(leaves[: len(plan.names)])
+        plan.know(leaves, packed)
+    else:
+        results = None
     return None if results is None else _results(results)
 
 

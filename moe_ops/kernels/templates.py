@@ -40,17 +40,20 @@ class Templates:
         leaves: of which `tensors`, by name, are the first.
         """
         key, counts = _apart(leaves)
-        template = self._known(gpu, key).template(counts)
-        if template is None:
-            return self.plan(gpu, *leaves).pack(tensors, device)
-        pack_counts = template.packs.get((device, template.kinds(*counts)))
-        if pack_counts is not None:
-            return pack_counts(*counts)
-        filled = self.plan(gpu, *leaves)
-        packed = filled.pack(tensors, device)
-        if packed is not None:
-            template.pack(counts, tensors, device)
+        known = self._known(gpu, key)
+        packed = known.packed(counts, device)
+        if packed is None:
+            packed = self.plan(gpu, *leaves).pack(tensors, device)
+            template = None if packed is None else known.template(counts)
+            if template is not None:
+                template.pack(counts, tensors, device)
         return packed
+
+    def of_counts(self, gpu: Gpu, *leaves: Any) -> "OfCounts":
+        """The templates for all that differ from these leaves in counts alone."""
+        key, counts = _apart(leaves)
+        places = [place for place, leaf in enumerate(leaves) if _is_sized(leaf) or type(leaf) is int]
+        return OfCounts(self._known(gpu, key), tuple(zip(places, counts)))
 
     def prepare(
         self,
@@ -91,6 +94,18 @@ class Templates:
         return self._make(gpu, *leaves).filled
 
 
+class OfCounts(NamedTuple):
+    """Templates of one kind of leaves, and the counts of one of it, each with the place of its leaf."""
+
+    known: "_Known"
+    counts: tuple[tuple[int, int], ...]
+
+    def packed(self, tokens: int, places: frozenset[int], device: torch.device) -> Packed | None:
+        """By addresses, with `tokens` for the counts at `places`; None if that has not been made before."""
+        counts = [tokens if place in places else count for place, count in self.counts]
+        return self.known.packed(counts, device)
+
+
 @dataclass(slots=True)
 class _Known:
     templates: list["_Template"] = field(default_factory=list)
@@ -100,6 +115,12 @@ class _Known:
     def template(self, counts: Sequence[int]) -> "_Template | None":
         """The one for these counts."""
         return next((each for each in self.templates if each.is_for(*counts)), None)
+
+    def packed(self, counts: Sequence[int], device: torch.device) -> Packed | None:
+        """The plan for them by addresses, if there is a template that has it for such numbers."""
+        template = self.template(counts)
+        pack_counts = None if template is None else template.packs.get((device, template.kinds(*counts)))
+        return None if pack_counts is None else pack_counts(*counts)
 
 
 class _Template(NamedTuple):

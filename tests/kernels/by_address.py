@@ -258,6 +258,32 @@ def other_metadata_is_checked() -> None:
     assert len(DRIVER.launched()) == 6
 
 
+def fewer_tokens_are_not_checked_again() -> None:
+    """What was checked for more tokens; anything else that differs is, and so are more."""
+    layer = Layer()
+    for tokens in (80, 81, 82, 96, 112, 128):
+        layer.ready(tokens)
+    checked, check = [], plans.launch_checked
+    plans.launch_checked = lambda arguments: checked.append(arguments) or check(arguments)
+    try:
+        for tokens, again in ((90, 0), (91, 0), (90, 0), (127, 0), (129, 1), (89, 0)):
+            assert layer(tokens).shape == (tokens, H)
+            assert len(checked) == again, (tokens, len(checked))
+            checked.clear()
+            assert len(DRIVER.launched()) > 3
+            assert of_plan(layer, tokens)
+        with pytest.raises(ValueError, match="router_logits has shape"):
+            layer(93, router_logits=aligned(92, E))
+        with pytest.raises(ValueError, match="w2 has shape"):
+            layer(93, w2=aligned(E, H, I + 16))
+        assert moe_ops.fused_moe(aligned(0, H), aligned(0, E), layer.w13, layer.w2, ROUTING).shape == (0, H)
+        layer(94, w13_bias=aligned(E, 2 * I))
+        layer(95, router_logits=aligned(95, 2 * E)[:, ::2])
+        assert len(checked) == 2
+    finally:
+        plans.launch_checked = check
+
+
 def gradients_are_asked_for_as_ever() -> None:
     layer = Layer().ready(FEW)
     x = aligned(FEW, H).requires_grad_()
@@ -276,6 +302,7 @@ def watchers_see_calls_that_are_known() -> None:
 
 def few_are_kept() -> None:
     layer, plan = Layer(), plans._PLANS[FusedMoe]
+    plan.known.clear()
     plans._MOST_KNOWN = 3
     for tokens in (1, 2, 3, 4, 1, 2):
         layer.ready(tokens)
@@ -297,6 +324,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     hooks_are_told,
     launches_go_to_the_current_stream,
     other_metadata_is_checked,
+    fewer_tokens_are_not_checked_again,
     gradients_are_asked_for_as_ever,
     watchers_see_calls_that_are_known,
     few_are_kept,
