@@ -58,12 +58,15 @@ class MoERunner(nn.Module):
             to the experts of a `ModularKernel`, or `SharedExperts` beside a `FusedMoE` in one operator, and then the
             same; "after" them, and rounded once more.
         reduction: None on one device.
+        routed_input_transform, routed_output_transform: modules around the routed experts, into a space of another
+            size and back (latent experts), or None. Gate, router and shared experts see what the runner is given;
+            a `reduction` comes behind both.
 
     Raises:
         TypeError: `experts` is neither.
         ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
-            (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, or a `reduction` of these alone; a
-            `reduction` of shared experts that there are not.
+            (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, a `reduction` of these alone, or
+            transforms; a `reduction` of shared experts that there are not; one transform without the other.
 
     Example:
         >>> runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)  # what `block` does
@@ -83,6 +86,8 @@ class MoERunner(nn.Module):
         *,
         shared_order: SharedOrder = "before",
         reduction: Reduction | None = None,
+        routed_input_transform: nn.Module | None = None,
+        routed_output_transform: nn.Module | None = None,
     ) -> None:
         super().__init__()
         expect_type("experts", experts, (FusedMoE, ModularKernel))
@@ -91,7 +96,13 @@ class MoERunner(nn.Module):
             _expect_overlap(experts, shared_experts, reduction)
         if reduction is not None and reduction.of == "shared" and shared_experts is None:
             raise ValueError("reduction.of='shared': expected 'sum' with shared_experts=None")
+        if (routed_input_transform is None) != (routed_output_transform is None):
+            raise ValueError("routed_input_transform, routed_output_transform: expected both or neither")
+        if routed_input_transform is not None and shared_order == "beside" and isinstance(experts, FusedMoE):
+            raise ValueError("routed_input_transform with shared_order='beside' a FusedMoE: expected None")
         self.experts, self.gate, self.router, self.shared_experts = experts, gate, router, shared_experts
+        self.routed_input_transform = routed_input_transform
+        self.routed_output_transform = routed_output_transform
         self.shared_order, self.reduction = shared_order, reduction
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor | RouterOutput | None = None) -> Tensor:
@@ -106,7 +117,11 @@ class MoERunner(nn.Module):
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         routing = self._route(tokens, router_logits)
-        output = self._run(tokens, routing)
+        into, back = self.routed_input_transform, self.routed_output_transform
+        if into is None or back is None:
+            output = self._run(tokens, routing)
+        else:
+            output = self._run_between(into, back, tokens, routing)
         if self.reduction is not None:
             output = self.reduction.applied(output, "sum")
         return output.reshape(hidden_states.shape)
@@ -130,6 +145,22 @@ class MoERunner(nn.Module):
         if self.shared_order == "beside" and isinstance(self.shared_experts, SharedExperts):
             return self.experts(tokens, routing, self.shared_experts.operand(tokens))
         return self.experts(tokens, routing, self._shared(tokens))
+
+    def _run_between(
+        self, into: nn.Module, back: nn.Module, tokens: Tensor, routing: Tensor | RouterOutput
+    ) -> Tensor:
+        """As `_run`, but the sums of routed and shared experts meet behind the way back."""
+        routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
+        shared = self._shared(tokens) if self.shared_order == "before" else None
+        if self.shared_order == "beside" and isinstance(self.experts, ModularKernel):
+            prepared = self.experts.start(into(tokens), routed)
+            shared = self._shared(tokens)
+            output = self.experts.finish(prepared.wait()).wait()
+        else:
+            output = self.experts(into(tokens), routed)
+        if self.shared_order == "after":
+            shared = self._shared(tokens)
+        return back(output) if shared is None else back(output) + shared
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         if self.shared_experts is None:
