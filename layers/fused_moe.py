@@ -123,7 +123,7 @@ class FusedMoE(ExpertParameters):
     def get_expert_weights(self) -> list[Tensor]:
         """Tensors of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
 
-        Weights and biases, then scales, then those of `lora`. Of a layer that `ExpertParallel` sharded, the local parts.
+        Weights, biases, scales, then those of `lora`. Of a layer that `ExpertParallel` sharded, the local parts.
 
         Raises:
             ValueError: a parameter is not contiguous.

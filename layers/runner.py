@@ -117,11 +117,7 @@ class MoERunner(nn.Module):
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         routing = self._route(tokens, router_logits)
-        into, back = self.routed_input_transform, self.routed_output_transform
-        if into is None or back is None:
-            output = self._run(tokens, routing)
-        else:
-            output = self._run_between(into, back, tokens, routing)
+        output = self._run(tokens, routing)
         if self.reduction is not None:
             output = self.reduction.applied(output, "sum")
         return output.reshape(hidden_states.shape)
@@ -135,32 +131,35 @@ class MoERunner(nn.Module):
         return logits if self.router is None or isinstance(logits, RouterOutput) else self.router(logits)
 
     def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
+        latent, routing = self._transformed(tokens, routing)
         if self.shared_order == "beside" and isinstance(self.experts, ModularKernel):
-            prepared = self.experts.start(tokens, routing)
-            shared = self._shared(tokens)
-            return self.experts.finish(prepared.wait(), shared).wait()
+            kernel, started = self.experts, self.experts.start(latent, routing)
+            return self._with(
+                self._shared(tokens), lambda shared: kernel.finish(started.wait(), shared).wait()
+            )
         if self.shared_order == "after":
-            output, shared = self.experts(tokens, routing), self._shared(tokens)
+            output = self._with(None, lambda shared: self.experts(latent, routing, shared))
+            shared = self._shared(tokens)
             return output if shared is None else output + shared
         if self.shared_order == "beside" and isinstance(self.shared_experts, SharedExperts):
             return self.experts(tokens, routing, self.shared_experts.operand(tokens))
-        return self.experts(tokens, routing, self._shared(tokens))
+        return self._with(self._shared(tokens), lambda shared: self.experts(latent, routing, shared))
 
-    def _run_between(
-        self, into: nn.Module, back: nn.Module, tokens: Tensor, routing: Tensor | RouterOutput
-    ) -> Tensor:
-        """As `_run`, but the sums of routed and shared experts meet behind the way back."""
+    def _transformed(
+        self, tokens: Tensor, routing: Tensor | RouterOutput
+    ) -> tuple[Tensor, Tensor | RouterOutput]:
+        """What routed experts see: of transformed tokens, the routing is that of the tokens before."""
+        if self.routed_input_transform is None:
+            return tokens, routing
         routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
-        shared = self._shared(tokens) if self.shared_order == "before" else None
-        if self.shared_order == "beside" and isinstance(self.experts, ModularKernel):
-            prepared = self.experts.start(into(tokens), routed)
-            shared = self._shared(tokens)
-            output = self.experts.finish(prepared.wait()).wait()
-        else:
-            output = self.experts(into(tokens), routed)
-        if self.shared_order == "after":
-            shared = self._shared(tokens)
-        return back(output) if shared is None else back(output) + shared
+        return self.routed_input_transform(tokens), routed
+
+    def _with(self, shared: Tensor | None, run: Callable[[Tensor | None], Tensor]) -> Tensor:
+        """`shared` in the sum of the routed experts; behind the way back, where there is one."""
+        if self.routed_output_transform is None:
+            return run(shared)
+        output = self.routed_output_transform(run(None))
+        return output if shared is None else output + shared
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         if self.shared_experts is None:

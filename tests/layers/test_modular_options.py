@@ -1,4 +1,4 @@
-"""What a layer is configured to do, behind an exchange: routing of any kind, replicas, padding, latent experts, chunks."""
+"""What a layer is configured to do, behind an exchange: any routing, replicas, padding, latent experts, chunks."""
 
 import copy
 
@@ -165,8 +165,8 @@ def test_weights_on_the_input_are_of_one_expert():
 @pytest.mark.parametrize(
     ("experts", "options", "message"),
     [
-        (StandardExperts, {"experts": ExpertsConfig(num_zero_experts=2)}, r"config.experts.num_zero_experts=2: expected 0"),
-        (StandardExperts, {"experts": ExpertsConfig(post_norm_eps=1e-6)}, r"config.experts.post_norm_eps=1e-06: expected None"),
+        (StandardExperts, {"experts": ExpertsConfig(num_zero_experts=2)}, r"experts.num_zero_experts=2: expected 0"),
+        (StandardExperts, {"experts": ExpertsConfig(post_norm_eps=1e-6)}, r"post_norm_eps=1e-06: expected None"),
         (BatchedExperts, {"experts": ExpertsConfig(chunk_size=4)}, r"config.experts.chunk_size=4: expected None"),
         (
             StandardExperts,
