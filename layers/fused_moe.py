@@ -128,7 +128,7 @@ class FusedMoE(ExpertParameters):
         Raises:
             ValueError: a parameter is not contiguous.
         """
-        parameters = dict(self.named_parameters(recurse=False))
+        parameters: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         for name in ("expert_scale", "post_norm_weight"):  # of logical experts, and of all
             parameters.pop(name, None)
         if self.lora is not None:
