@@ -96,11 +96,15 @@ def _expert_pairs(
 
 
 def _load_single(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
-    if shard_id != "w2" and expert_data.shape == (2,) and weight.numel() == 1:  # one of gate, one of up
-        expert_data = expert_data[int(shard_id == "w3")]
+    if expert_data.shape == (2,) and weight.numel() == 1:  # gate and up have one each
+        expert_data = _value_of(shard_id, expert_data)
     if weight.numel() != expert_data.numel():
         _copy(expert_data, weight)  # raises
     expert_data.copy_(weight.reshape(expert_data.shape))
+
+
+def _value_of(shard_id: str, expert_data: Tensor) -> Tensor:
+    return expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
 
 
 def _load_group_index(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
@@ -131,8 +135,7 @@ def _load_scale(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor,
     kind = WeightScale.of(param)
     dim = _sharded_dim(param, shard_id)
     if kind is WeightScale.TENSOR:
-        target = expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
-        _load_single(module, param, target, weight, shard_id)
+        _load_single(module, param, _value_of(shard_id, expert_data), weight, shard_id)
     elif shard_id == "w2" and (kind is WeightScale.CHANNEL or getattr(param, "load_full_w2", False)):
         _copy(expert_data, weight)
     elif kind is WeightScale.BLOCK and shard_id != "w2" and module.config.activation.interleaved:
