@@ -52,7 +52,8 @@ class MoERunner(nn.Module):
     Args:
         experts: `FusedMoE`, or a `ModularKernel`.
         gate: a module, tokens to logits. None: the caller has the logits.
-        router: logits to `RouterOutput`, such as `experts.route`, so that the experts get ids. None: they get logits.
+        router: logits [T, E] and tokens [T, H] to `RouterOutput`, such as `experts.route`, so that the experts get ids.
+            None: they get logits.
         shared_experts: a module, tokens [T, H] to [T, H], or None.
         shared_order: "before" the routed experts, whose sum their output joins before it is rounded; "beside" the way
             to the experts of a `ModularKernel`, or `SharedExperts` beside a `FusedMoE` in one operator, and then the
@@ -63,7 +64,7 @@ class MoERunner(nn.Module):
             a `reduction` comes behind both.
 
     Raises:
-        TypeError: `experts` is neither.
+        TypeError: `experts` is neither, or another part is no module.
         ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
             (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, a `reduction` of these alone, or
             transforms; a `reduction` of shared experts that there are not; one transform without the other.
@@ -81,7 +82,7 @@ class MoERunner(nn.Module):
         self,
         experts: FusedMoE | ModularKernel,
         gate: nn.Module | None = None,
-        router: Callable[[Tensor], RouterOutput] | None = None,
+        router: Callable[[Tensor, Tensor], RouterOutput] | None = None,
         shared_experts: nn.Module | None = None,
         *,
         shared_order: SharedOrder = "before",
@@ -96,6 +97,15 @@ class MoERunner(nn.Module):
             _expect_overlap(experts, shared_experts, reduction)
         if reduction is not None and reduction.of == "shared" and shared_experts is None:
             raise ValueError("reduction.of='shared': expected 'sum' with shared_experts=None")
+        modules = {
+            "gate": gate,
+            "shared_experts": shared_experts,
+            "routed_input_transform": routed_input_transform,
+            "routed_output_transform": routed_output_transform,
+        }
+        for name, module in modules.items():
+            if module is not None:
+                expect_type(name, module, nn.Module)
         if (routed_input_transform is None) != (routed_output_transform is None):
             raise ValueError("routed_input_transform, routed_output_transform: expected both or neither")
         if routed_input_transform is not None and shared_order == "beside" and isinstance(experts, FusedMoE):
@@ -128,7 +138,9 @@ class MoERunner(nn.Module):
         logits = given if self.gate is None else self.gate(tokens)
         if logits is None:
             value_error("router_logits=None: expected logits, for gate=None")
-        return logits if self.router is None or isinstance(logits, RouterOutput) else self.router(logits)
+        if self.router is None or isinstance(logits, RouterOutput):
+            return logits
+        return self.router(logits.reshape(tokens.shape[0], -1), tokens)
 
     def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
         latent, routing = self._transformed(tokens, routing)

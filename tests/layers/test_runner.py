@@ -169,8 +169,10 @@ def test_a_routing_function_sees_the_tokens_in_front_of_the_transform(hidden, na
         return router_logits.topk(top_k)
 
     runner, _ = _latent_runner(name, "before", router=RouterConfig(routing_function=spy))
-    runner(hidden)
-    assert len(seen) == 1 and torch.equal(seen[0], hidden.flatten(0, 1))
+    expected = runner(hidden)
+    runner.router = runner.experts.route
+    assert torch.equal(runner(hidden), expected)
+    assert len(seen) == 2 and all(torch.equal(each, hidden.flatten(0, 1)) for each in seen)
 
 
 def test_shared_experts_run_while_latent_tokens_are_under_way(hidden):
@@ -215,6 +217,9 @@ def test_what_makes_no_sense(block):
         Reduction(torch.neg, "routed")
     with pytest.raises(TypeError, match="reduce=None: expected a function of a tensor"):
         Reduction(None)
+    for name in ("gate", "shared_experts", "routed_input_transform", "routed_output_transform"):
+        with pytest.raises(TypeError, match=f"{name}=3: expected Module, got int"):
+            MoERunner(layer, **{name: 3})
     transforms = dict.fromkeys(("routed_input_transform", "routed_output_transform"), torch.nn.Identity())
     for name in transforms:
         with pytest.raises(
