@@ -39,6 +39,10 @@ class ExpertParameters(nn.Module):
         expect_type("config", config, MoEConfig)
         expect_type("shard", shard, TensorShard)
         expect_floating_dtype("dtype", dtype)
+        if shard.size > 1 and config.experts.post_norm_eps is not None:
+            raise ValueError(
+                f"experts.post_norm_eps={config.experts.post_norm_eps}: expected None in a shard"
+            )
         self.config = config
         self.shard = shard
         self._placement = (
@@ -61,6 +65,15 @@ class ExpertParameters(nn.Module):
     def num_local_experts(self) -> int:
         """How many experts have their weights here: without an `expert_map` all, replicas included."""
         return self.config.num_physical_experts if self._placement is None else max(self._placement) + 1
+
+    @property
+    def is_first_part(self) -> bool:
+        """Whether this part of a layer holds the first expert and, of its shards, the first.
+
+        Outputs of parts are summed, so what each would add alike, such as the tokens of zero experts, is added by one.
+        """
+        has_first_expert = self._placement is None or self._placement[0] >= 0
+        return has_first_expert and self.shard.rank == 0
 
     def hold(self, expert_map: Tensor | None) -> None:
         """From now on the parameters are those of the experts that `expert_map` [E] says are here; None for all."""
@@ -177,8 +190,18 @@ class ExpertParameters(nn.Module):
 
     def extra_repr(self) -> str:
         config = self.config
-        sizes = f"num_experts={config.num_experts}, hidden_size={config.hidden_size}"
-        return f"{sizes}, intermediate_size={config.intermediate_size}, routing={config.routing.spec!r}"
+        activation: Any = config.activation
+        shown = {
+            "num_experts": config.num_experts,
+            "num_local_experts": self.num_local_experts,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "shard": f"{self.shard.rank}/{self.shard.size}",
+            "routing": repr(config.routing.spec),
+            "activation": repr(activation.spec),
+        }
+        usual = {"num_local_experts": config.num_experts, "shard": "0/1"}
+        return ", ".join(f"{name}={value}" for name, value in shown.items() if value != usual.get(name))
 
 
 def weight_shapes(

@@ -76,7 +76,7 @@ class FusedMoE(ExpertParameters):
 
     Raises:
         TypeError, ValueError: `config` is not a `MoEConfig`, `expert_map` does not describe `config.num_experts`
-            experts, or `shard` does not divide `config.intermediate_size`.
+            experts, or `shard` does not divide `config.intermediate_size` or would cut what a norm needs whole.
     """
 
     def __init__(
@@ -123,15 +123,14 @@ class FusedMoE(ExpertParameters):
     def get_expert_weights(self) -> list[Tensor]:
         """Tensors of the experts that are here, [E_local, -1] each, without copies: what moves when an expert does.
 
-        Those of `lora` come last.
-
-        Of a layer that `ExpertParallel` sharded these are the local parts.
+        Weights, biases, scales, then those of `lora`. Of a layer that `ExpertParallel` sharded, the local parts.
 
         Raises:
             ValueError: a parameter is not contiguous.
         """
-        names = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
-        parameters = {name: each for name in names if (each := getattr(self, name)) is not None}
+        parameters: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        for name in ("expert_scale", "post_norm_weight"):  # of logical experts, and of all
+            parameters.pop(name, None)
         if self.lora is not None:
             parameters |= {f"lora.{name}": each for name, each in self.lora.named_parameters()}
         for name, parameter in parameters.items():
@@ -212,7 +211,7 @@ class FusedMoE(ExpertParameters):
         # Ranks exchange all tokens at once, as often as each other; what they get is then run in chunks.
         chunk_size = config.experts.chunk_size if self.parallel is None else None
         if isinstance(router_logits, RouterOutput):
-            routed, ids = router_logits, self._physical(router_logits.topk_ids)
+            routed, ids = router_logits, self.places_of(router_logits.topk_ids)
         else:
             logits = _rows("router_logits", router_logits, config.router_size)
             if not self._is_routed_apart() and not isinstance(addend, SharedExpert):
@@ -233,14 +232,14 @@ class FusedMoE(ExpertParameters):
         is_ours = self.routing_override is None and self.config.router.routing_function is None
         if self.balancing is None or not is_ours:
             routed = self.route(logits, tokens)
-            return routed, self._physical(routed.topk_ids)
+            return routed, self.places_of(routed.topk_ids)
         router = Router(logits, self.e_score_correction_bias, self._routing.spec)
         weights, topk_ids, ids = self.balancing.route(router)
         self._captured(topk_ids)
         return self._scaled(RouterOutput(logits, weights, topk_ids)), ids
 
-    def _physical(self, topk_ids: Tensor) -> Tensor:
-        """Where the chosen experts are: physical ids, where experts have replicas."""
+    def places_of(self, topk_ids: Tensor) -> Tensor:
+        """Physical experts for logical ones [T, K], by `balancing`; `capture` and its load are told of them."""
         self._captured(topk_ids)
         return topk_ids if self.balancing is None else self.balancing(topk_ids)
 
@@ -281,7 +280,7 @@ class FusedMoE(ExpertParameters):
             output = self.parallel.run(args, self.num_local_experts, self._run_received, beside, extras)
         else:
             output = self._run_here(args, adapter_ids)
-        if config.experts.num_zero_experts:
+        if config.experts.num_zero_experts and (self.parallel is not None or self.is_first_part):
             output = output + zero_experts(tokens, routed, config.num_experts)
         return output
 

@@ -3,20 +3,37 @@
 Letters: T tokens, H hidden size, E experts held here, S routed slots, M rows set aside for an expert.
 """
 
+from collections.abc import Set
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from layers._checks import expect_features, expect_type, present
 from layers.config import MoEConfig, emitted
+from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
 from layers.lora import ExpertLora, run_with_lora
-from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduceDelegate
+from layers.modular_parts import (
+    ActivationFormat,
+    ExpertOutput,
+    Prepared,
+    TopKWeightAndReduce,
+    TopKWeightAndReduceDelegate,
+)
 from layers.router import RouterOutput
-from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
-from moe_ops import batched_gemm, build_dispatch, gated_activation, gather_gemm_act, grouped_gemm, permute
+from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOp
+from moe_ops import (
+    batched_gemm,
+    build_dispatch,
+    combine,
+    gated_activation,
+    gather_gemm_act,
+    grouped_gemm,
+    permute,
+)
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import FusedExperts, Placement
 from moe_ops.fused_experts import emits_stages
@@ -31,26 +48,39 @@ _LAYER = _SIZES | {
     "save_for_backward",
     "router",
     "shared_experts",
+    "experts",
+    "num_redundant_experts",
 }
-_ROUTER = {"has_bias", "has_correction_bias", "gate_dtype", "weight_on"}
+_ROUTER = {
+    "has_bias",
+    "has_correction_bias",
+    "gate_dtype",
+    "weight_on",
+    "has_expert_scale",
+    "routing_function",
+}
 
 
 class LocalExperts(nn.Module):
     """What both formats share: the weights, and who they are.
 
     Args:
-        layer: its weights and its routing are used, its forward is not.
+        layer: its weights, its routing, `balancing` and `capture` are used, its forward is not.
 
     Raises:
         TypeError: `layer` is not a `FusedMoE`.
         ValueError: its config has an option that these experts do not know.
     """
 
+    known_options = frozenset({"latent_size", "padded_size"})
+    """Fields of `ExpertsConfig` that these experts know."""
+
     def __init__(self, layer: FusedMoE) -> None:
         super().__init__()
         expect_type("layer", layer, FusedMoE)
         _expect_known("config", layer.config, _LAYER)
         _expect_known("config.router", layer.config.router, _ROUTER)
+        _expect_known("config.experts", layer.config.experts, self.known_options)
         if layer.config.emit == "batch_invariant":
             raise ValueError("config.emit='batch_invariant': expected another in a ModularKernel")
         self.layer = layer
@@ -81,35 +111,67 @@ class LocalExperts(nn.Module):
         lora = self.layer.lora
         return () if lora is None else (lora.ids_of_tokens(num_tokens),)
 
-    def route(self, router_logits: Tensor) -> RouterOutput:
+    def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
         """See `FusedMoE.route`."""
-        return self.layer.route(router_logits)
+        return self.layer.route(router_logits, hidden_states)
+
+    def places_of(self, topk_ids: Tensor) -> Tensor:
+        """See `FusedMoE.places_of`."""
+        return self.layer.places_of(topk_ids)
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew."""
         self.layer.reset_parameters()
+
+    def forward(self, prepared: Prepared) -> ExpertOutput:
+        """What the experts return for tokens in their format; rows of no token may hold anything.
+
+        Raises:
+            TypeError, ValueError: `prepared` does not hold floating point tokens in this format.
+        """
+        x, padded = prepared.hidden_states, self.config.experts.padded_size
+        expect_features("hidden_states", x, self.config.expert_hidden_size)
+        if padded is None:
+            return self._run(prepared)
+        output = self._run(prepared._replace(hidden_states=F.pad(x, (0, padded - x.shape[-1]))))
+        return output._replace(rows=output.rows[..., : x.shape[-1]])
+
+    def _run(self, prepared: Prepared) -> ExpertOutput:
+        raise NotImplementedError
 
 
 class StandardExperts(LocalExperts):
     """Experts that put tokens [T, H] in order themselves and return rows [S, H].
 
     A compiler sees the stages of the plain layer. Eager, the first product gathers its rows and gates its output.
+    Where the layer has a `chunk_size` they run so many tokens at a time and return sums [T, H], so that no tensor has
+    rows of more.
 
     Example:
         >>> kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(FusedMoE(config)))
     """
 
     activation_formats = (ActivationFormat.Standard, ActivationFormat.Standard)
-    weigh_and_reduce = TopKWeightAndReduceContiguous()
+    weigh_and_reduce: TopKWeightAndReduce = TopKWeightAndReduceContiguous()
+    known_options = LocalExperts.known_options | {"chunk_size"}
 
-    def forward(self, prepared: Prepared) -> ExpertOutput:
-        """Rows [S, H] in expert order.
+    def __init__(self, layer: FusedMoE) -> None:
+        super().__init__(layer)
+        if layer.config.experts.chunk_size is not None:
+            self.weigh_and_reduce = TopKWeightAndReduceNoOp()
 
-        Raises:
-            TypeError, ValueError: `prepared.hidden_states` is not a floating point tensor [T, H].
-        """
+    def _run(self, prepared: Prepared) -> ExpertOutput:
+        size = self.config.experts.chunk_size
+        if size is None:
+            return self._rows(prepared)
+        return ExpertOutput(in_chunks(self._sums, size, *prepared[:3], *prepared.extra_tensors))
+
+    def _sums(self, tokens: Tensor, weights: Tensor, ids: Tensor, *extras: Tensor) -> Tensor:
+        output = self._rows(Prepared(tokens, weights, ids, extra_tensors=extras))
+        return combine(output.rows, weights, present("inverse", output.inverse))
+
+    def _rows(self, prepared: Prepared) -> ExpertOutput:
         layer, config, x = self.layer, self.config, prepared.hidden_states
-        expect_features("hidden_states", x, config.hidden_size)
         if layer.lora is not None:
             return self._adapted(layer.lora, prepared)
         plan = build_dispatch(prepared.topk_ids, self.num_experts, self.expert_map)
@@ -132,7 +194,7 @@ class StandardExperts(LocalExperts):
 
 
 class BatchedExperts(LocalExperts):
-    """Experts that find their tokens in [E, M, H] and leave the sum to the `PrepareAndFinalize`.
+    """Experts that find their tokens in [E, M, H] and leave the sum of rows [E, M, H] to the `PrepareAndFinalize`.
 
     Example:
         >>> kernel = ModularKernel(BatchedPrepareAndFinalize(max_tokens=64), BatchedExperts(FusedMoE(config)))
@@ -141,14 +203,8 @@ class BatchedExperts(LocalExperts):
     activation_formats = (ActivationFormat.BatchedExperts, ActivationFormat.BatchedExperts)
     weigh_and_reduce = TopKWeightAndReduceDelegate()
 
-    def forward(self, prepared: Prepared) -> ExpertOutput:
-        """Rows [E, M, H], zero past the count; rows without a token may hold anything.
-
-        Raises:
-            TypeError, ValueError: `prepared` does not hold hidden_states [E, M, H] and counts [E].
-        """
+    def _run(self, prepared: Prepared) -> ExpertOutput:
         layer, x, counts = self.layer, prepared.hidden_states, present("counts", prepared.counts)
-        expect_features("hidden_states", x, self.config.hidden_size)
         gate_up = batched_gemm(x, layer.w13_weight, counts, layer.w13_bias)
         if layer.lora is not None:
             return self._adapted(layer.lora, prepared, counts, gate_up)
@@ -169,7 +225,7 @@ class BatchedExperts(LocalExperts):
         return ExpertOutput(rows + change, prepared.inverse)
 
 
-def _expect_known(name: str, config: Any, known: set[str]) -> None:
+def _expect_known(name: str, config: Any, known: Set[str]) -> None:
     for option in fields(config):
         value = getattr(config, option.name)
         if option.name not in known and value != option.default:

@@ -108,9 +108,9 @@ class ModularKernel(nn.Module):
         prepared = self.start(tokens, router_logits, extra_tensors).wait()
         return self.finish(prepared, addend).wait().reshape(hidden_states.shape)
 
-    def route(self, router_logits: Tensor) -> RouterOutput:
-        """Scores the logits [..., E_global] and picks the experts of each of the T tokens; see `RouterOutput`."""
-        return self.experts.route(router_logits)
+    def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
+        """Scores the logits [..., E_global] and picks the experts of each of the T tokens; see `FusedMoE.route`."""
+        return self.experts.route(router_logits, hidden_states)
 
     def start(
         self,
@@ -123,11 +123,13 @@ class ModularKernel(nn.Module):
         What is independent of it may run before `wait`.
         """
         is_routed = isinstance(router_logits, RouterOutput)
-        routed = router_logits if is_routed else self.route(router_logits)
+        routed = router_logits if is_routed else self.route(router_logits, hidden_states)
         weights, ids = routed.topk_weights, routed.topk_ids
-        expect_shape("topk_ids", ids, (hidden_states.shape[0], "K"))
+        weighs_input = self.experts.apply_router_weight_on_input
+        expect_shape("topk_ids", ids, (hidden_states.shape[0], 1 if weighs_input else "K"))
         expect_shape("topk_weights", weights, tuple(ids.shape))
-        if self.experts.apply_router_weight_on_input:
+        ids = self.experts.places_of(ids)
+        if weighs_input:
             hidden_states, weights = hidden_states * weights.to(hidden_states.dtype), torch.ones_like(weights)
         extras = *extra_tensors, *self.experts.extra_tensors(hidden_states.shape[0])
         expect_row_per_token(extras, hidden_states.shape[0])

@@ -170,8 +170,12 @@ class PermuteExpertsUnpermute(Protocol):
         """[T, ...] that they want to get of each token besides what the caller gives: adapter ids."""
         ...
 
-    def route(self, router_logits: Tensor) -> RouterOutput:
-        """Picks the experts of each token."""
+    def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
+        """Picks the logical experts of each token; functions of a user's may want to see the tokens."""
+        ...
+
+    def places_of(self, topk_ids: Tensor) -> Tensor:
+        """[T, K]: where the chosen experts are, physical ones where experts have replicas. Called once a forward."""
         ...
 
     def reset_parameters(self) -> None:

@@ -52,18 +52,22 @@ class MoERunner(nn.Module):
     Args:
         experts: `FusedMoE`, or a `ModularKernel`.
         gate: a module, tokens to logits. None: the caller has the logits.
-        router: logits to `RouterOutput`, such as `experts.route`, so that the experts get ids. None: they get logits.
+        router: logits [T, E] and tokens [T, H] to `RouterOutput`, such as `experts.route`, so that the experts get ids.
+            None: they get logits.
         shared_experts: a module, tokens [T, H] to [T, H], or None.
         shared_order: "before" the routed experts, whose sum their output joins before it is rounded; "beside" the way
             to the experts of a `ModularKernel`, or `SharedExperts` beside a `FusedMoE` in one operator, and then the
             same; "after" them, and rounded once more.
         reduction: None on one device.
+        routed_input_transform, routed_output_transform: modules around the routed experts, into a space of another
+            size and back (latent experts), or None. Gate, router and shared experts see what the runner is given;
+            a `reduction` comes behind both.
 
     Raises:
-        TypeError: `experts` is neither.
+        TypeError: `experts` is neither, or another part is no module.
         ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
-            (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, or a `reduction` of these alone; a
-            `reduction` of shared experts that there are not.
+            (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, a `reduction` of these alone, or
+            transforms; a `reduction` of shared experts that there are not; one transform without the other.
 
     Example:
         >>> runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)  # what `block` does
@@ -78,11 +82,13 @@ class MoERunner(nn.Module):
         self,
         experts: FusedMoE | ModularKernel,
         gate: nn.Module | None = None,
-        router: Callable[[Tensor], RouterOutput] | None = None,
+        router: Callable[[Tensor, Tensor], RouterOutput] | None = None,
         shared_experts: nn.Module | None = None,
         *,
         shared_order: SharedOrder = "before",
         reduction: Reduction | None = None,
+        routed_input_transform: nn.Module | None = None,
+        routed_output_transform: nn.Module | None = None,
     ) -> None:
         super().__init__()
         expect_type("experts", experts, (FusedMoE, ModularKernel))
@@ -91,7 +97,22 @@ class MoERunner(nn.Module):
             _expect_overlap(experts, shared_experts, reduction)
         if reduction is not None and reduction.of == "shared" and shared_experts is None:
             raise ValueError("reduction.of='shared': expected 'sum' with shared_experts=None")
+        modules = {
+            "gate": gate,
+            "shared_experts": shared_experts,
+            "routed_input_transform": routed_input_transform,
+            "routed_output_transform": routed_output_transform,
+        }
+        for name, module in modules.items():
+            if module is not None:
+                expect_type(name, module, nn.Module)
+        if (routed_input_transform is None) != (routed_output_transform is None):
+            raise ValueError("routed_input_transform, routed_output_transform: expected both or neither")
+        if routed_input_transform is not None and shared_order == "beside" and isinstance(experts, FusedMoE):
+            raise ValueError("routed_input_transform with shared_order='beside' a FusedMoE: expected None")
         self.experts, self.gate, self.router, self.shared_experts = experts, gate, router, shared_experts
+        self.routed_input_transform = routed_input_transform
+        self.routed_output_transform = routed_output_transform
         self.shared_order, self.reduction = shared_order, reduction
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor | RouterOutput | None = None) -> Tensor:
@@ -117,19 +138,40 @@ class MoERunner(nn.Module):
         logits = given if self.gate is None else self.gate(tokens)
         if logits is None:
             value_error("router_logits=None: expected logits, for gate=None")
-        return logits if self.router is None or isinstance(logits, RouterOutput) else self.router(logits)
+        if self.router is None or isinstance(logits, RouterOutput):
+            return logits
+        return self.router(logits.reshape(tokens.shape[0], -1), tokens)
 
     def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
+        latent, routing = self._transformed(tokens, routing)
         if self.shared_order == "beside" and isinstance(self.experts, ModularKernel):
-            prepared = self.experts.start(tokens, routing)
-            shared = self._shared(tokens)
-            return self.experts.finish(prepared.wait(), shared).wait()
+            kernel, started = self.experts, self.experts.start(latent, routing)
+            return self._with(
+                self._shared(tokens), lambda shared: kernel.finish(started.wait(), shared).wait()
+            )
         if self.shared_order == "after":
-            output, shared = self.experts(tokens, routing), self._shared(tokens)
+            output = self._with(None, lambda shared: self.experts(latent, routing, shared))
+            shared = self._shared(tokens)
             return output if shared is None else output + shared
         if self.shared_order == "beside" and isinstance(self.shared_experts, SharedExperts):
             return self.experts(tokens, routing, self.shared_experts.operand(tokens))
-        return self.experts(tokens, routing, self._shared(tokens))
+        return self._with(self._shared(tokens), lambda shared: self.experts(latent, routing, shared))
+
+    def _transformed(
+        self, tokens: Tensor, routing: Tensor | RouterOutput
+    ) -> tuple[Tensor, Tensor | RouterOutput]:
+        """What routed experts see: of transformed tokens, the routing is that of the tokens before."""
+        if self.routed_input_transform is None:
+            return tokens, routing
+        routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
+        return self.routed_input_transform(tokens), routed
+
+    def _with(self, shared: Tensor | None, run: Callable[[Tensor | None], Tensor]) -> Tensor:
+        """`shared` in the sum of the routed experts; behind the way back, where there is one."""
+        if self.routed_output_transform is None:
+            return run(shared)
+        output = self.routed_output_transform(run(None))
+        return output if shared is None else output + shared
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         if self.shared_experts is None:

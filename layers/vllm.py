@@ -7,15 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers._checks import expect_choice, expect_type
 from layers.config import MoEConfig, RouterConfig
 from layers.fused_moe import FusedMoE
 from moe_ops import RoutingConfig
 from moe_ops.types import ScoreFn
 
+CustomRouting = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class ByKeyword:
+    """A routing function as vLLM calls it, by the names of its arguments, in whatever order it has them."""
+
+    function: CustomRouting
+
+    def __call__(
+        self, hidden_states: Tensor, router_logits: Tensor, top_k: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(weights, ids) [T, K] of tokens [T, H] and logits [T, E]."""
+        return self.function(
+            hidden_states=hidden_states, gating_output=router_logits, topk=top_k, renormalize=renormalize
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class FusedMoEArguments:
-    """What vLLM's `FusedMoE` (mid-2025) is constructed with, under its names and with its defaults.
+    """What vLLM's `FusedMoE` (mid-2025, and below the line what came later) is constructed with, with its defaults.
 
     Args:
         num_experts, top_k, hidden_size, intermediate_size: as in `layers.MoEConfig`.
@@ -23,12 +41,18 @@ class FusedMoEArguments:
         reduce_results: whether ranks add up their outputs; one device has nothing to add.
         renormalize, scoring_func, use_grouped_topk, num_expert_group, topk_group: as in `moe_ops.RoutingConfig`; groups
             count only with `use_grouped_topk`. With a correction bias a group's score is the sum of its two best.
-        e_score_correction_bias: [E], for the selection only.
-        custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids).
-        apply_router_weight_on_input, activation: as in `layers.MoEConfig`.
+        e_score_correction_bias: [E] float32, for the selection only, with groups and without. The layer's buffer has
+            its memory, so that what is loaded into it later counts.
+        custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids), called by these
+            names.
+        apply_router_weight_on_input, activation: as in `layers.MoEConfig`; but "relu2" has a gate in vLLM, where
+            ours is called "relu2_no_mul".
         prefix: plays no part: a layer's name is in no graph.
         enable_eplb, num_redundant_experts: places for replicas, which need balancing; see `FusedMoE.set_eplb_state`.
-        quant_config, tp_size, ep_size, dp_size: only their defaults, sizes also 1.
+        quant_config, tp_size, ep_size, dp_size: only their defaults, sizes also 1. No size is taken from a process
+            group.
+        has_bias, routed_scaling_factor, apply_routed_scale_to_output: as in `layers.MoEConfig`; the factor counts with
+            every kind of routing but a custom one, of which it scales the output only.
 
     Raises:
         ValueError, TypeError: an argument, named with its value, that has another form here.
@@ -49,13 +73,17 @@ class FusedMoEArguments:
     ep_size: int | None = None
     dp_size: int | None = None
     prefix: str = ""
-    custom_routing_function: Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]] | None = None
+    custom_routing_function: CustomRouting | None = None
     scoring_func: ScoreFn = "softmax"
     e_score_correction_bias: Tensor | None = None
     apply_router_weight_on_input: bool = False
     activation: str = "silu"
     enable_eplb: bool = False
     num_redundant_experts: int = 0
+    # Later versions.
+    has_bias: bool = False
+    routed_scaling_factor: float = 1.0
+    apply_routed_scale_to_output: bool = False
 
     def __post_init__(self) -> None:
         for name, elsewhere in _ELSEWHERE.items():
@@ -71,11 +99,33 @@ class FusedMoEArguments:
                 f"num_expert_group={self.num_expert_group}, topk_group={self.topk_group}: expected both with "
                 "use_grouped_topk=True"
             )
-        if self.use_grouped_topk and self.custom_routing_function is not None:
-            raise ValueError("use_grouped_topk=True with custom_routing_function: expected one of them")
+        expect_choice("scoring_func", self.scoring_func, ScoreFn)
+        if self.activation == "relu2":
+            raise ValueError("activation='relu2': expected 'relu2_no_mul'; with a gate it is none of ours")
+        others = {
+            "use_grouped_topk=True": self.use_grouped_topk,
+            "e_score_correction_bias": self.e_score_correction_bias is not None,
+        }
+        for name, is_given in others.items():
+            if is_given and self.custom_routing_function is not None:
+                raise ValueError(f"{name} with custom_routing_function: expected one of them")
+        if self.e_score_correction_bias is not None:
+            self._check_bias(self.e_score_correction_bias)
+
+    def _check_bias(self, bias: Tensor) -> None:
+        expect_type("e_score_correction_bias", bias, Tensor)
+        if bias.dtype != torch.float32:
+            raise TypeError(
+                f"e_score_correction_bias has dtype {bias.dtype}: expected torch.float32, which is shared"
+            )
+        if bias.shape != (self.num_experts,):
+            raise ValueError(
+                f"e_score_correction_bias has shape {list(bias.shape)}: expected [{self.num_experts}]"
+            )
 
     def config(self) -> MoEConfig:
         """The layer as our config."""
+        custom = self.custom_routing_function
         return MoEConfig(
             self.num_experts,
             self.top_k,
@@ -83,11 +133,13 @@ class FusedMoEArguments:
             self.intermediate_size,
             routing=self._routing(),
             activation=self.activation,
+            has_bias=self.has_bias,
             num_redundant_experts=self.num_redundant_experts,
             router=RouterConfig(
                 has_correction_bias=self.e_score_correction_bias is not None,
                 weight_on="input" if self.apply_router_weight_on_input else "output",
-                routing_function=self.custom_routing_function,
+                scale_on="output" if self.apply_routed_scale_to_output else "weights",
+                routing_function=None if custom is None else ByKeyword(custom),
             ),
         )
 
@@ -95,14 +147,15 @@ class FusedMoEArguments:
         groups: dict[str, Any] = {"num_groups": self.num_expert_group, "topk_groups": self.topk_group}
         groups["group_score"] = "max" if self.e_score_correction_bias is None else "top2_sum"
         options = groups if self.use_grouped_topk else {}
-        return RoutingConfig(self.top_k, self.scoring_func, renormalize=self.renormalize, **options)
+        options |= {"renormalize": self.renormalize, "scale": self.routed_scaling_factor}
+        return RoutingConfig(self.top_k, self.scoring_func, **options)
 
 
 _ELSEWHERE = {
     "quant_config": "experts here have floating weights",
-    "tp_size": "give layers.FusedMoE the rank's shard=TensorShard(...) and add up the outputs of all ranks",
-    "ep_size": "give layers.FusedMoE the rank's expert_map, from layers.determine_expert_map",
-    "dp_size": "gather tokens and scatter outputs around the layer",
+    "tp_size": "layers.parallel.ParallelConfig(tp=...) cuts a layer among ranks, TensorShard makes one of the parts",
+    "ep_size": "layers.parallel.ParallelConfig(ep=True) spreads experts, layers.determine_expert_map is for one part",
+    "dp_size": "layers.parallel.ParallelConfig(dp=...) is for ranks with tokens of their own",
 }
 
 
@@ -110,7 +163,8 @@ def fused_moe(**arguments: Any) -> FusedMoE:
     """Our layer from the keyword arguments of vLLM's; see `FusedMoEArguments`.
 
     Returns:
-        A module with `forward(hidden_states, router_logits)`, `weight_loader` and `make_expert_params_mapping`.
+        A module with `forward(hidden_states, router_logits)`, `weight_loader` and `make_expert_params_mapping`. Its
+        parameters have `weight_loader` as an attribute, for loops over a model's parameters, until they are replaced.
 
     Raises:
         TypeError, ValueError: an unknown or missing argument, or a value that has another form here.
@@ -122,5 +176,7 @@ def fused_moe(**arguments: Any) -> FusedMoE:
     given = FusedMoEArguments(**arguments)
     layer = FusedMoE(given.config(), dtype=given.params_dtype)
     if given.e_score_correction_bias is not None:
-        layer.e_score_correction_bias = given.e_score_correction_bias.detach().float()
+        layer.e_score_correction_bias = given.e_score_correction_bias.detach()
+    for parameter in layer.parameters():
+        parameter.weight_loader = layer.weight_loader  # type: ignore[attr-defined]
     return layer

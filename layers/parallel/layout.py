@@ -83,6 +83,9 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         "w13_bias": rows,
         "w2_bias": ParameterLayout(None),
     }
+    for name, _ in module.named_parameters(recurse=False):
+        if name not in layouts and name != "expert_scale":
+            raise ValueError(f"module has {name}: expected no scales of weights among ranks")
     present = {name: layout for name, layout in layouts.items() if getattr(module, name) is not None}
     sizes = config.num_physical_experts, config.top_k, config.hidden_size, config.intermediate_size
     return ExpertsLayout(*sizes, module.w2_weight.dtype, present)

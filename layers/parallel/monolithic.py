@@ -24,7 +24,7 @@ class AllGatherMonolithic(nn.Module):
         group: ranks with tokens of their own.
         layer: with the experts, or the part of each, that this rank holds.
         max_tokens: as in `AllGatherPrepareAndFinalize`. Rows past a rank's tokens have zeros for logits: they are
-            routed, and run for nothing.
+            routed, and run for nothing. `layer.balancing` counts them, and every rank's tokens on every rank.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or `max_tokens` is not the same on all ranks; later, as

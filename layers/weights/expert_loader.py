@@ -88,15 +88,23 @@ def _expert_pairs(
         local = expert_id if local_of is None else int(local_of[expert_id])
         return [] if local < 0 else [(param.data[local], loaded)]
     places = range(param.shape[0]) if local_of is None else local_of.tolist()
-    if len(places) != loaded.shape[0]:
-        raise ValueError(f"loaded_weight has shape {tuple(loaded.shape)}: expected {len(places)} experts")
-    return [(param.data[local], weight) for local, weight in zip(places, loaded, strict=True) if local >= 0]
+    num_experts = module.config.num_experts
+    if loaded.shape[0] not in (num_experts, len(places)):
+        raise ValueError(f"loaded_weight has shape {tuple(loaded.shape)}: expected {num_experts} experts")
+    weights = (loaded[physical % loaded.shape[0]] for physical in range(len(places)))  # replicas are copies
+    return [(param.data[local], weight) for local, weight in zip(places, weights, strict=True) if local >= 0]
 
 
 def _load_single(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
+    if expert_data.shape == (2,) and weight.numel() == 1:  # gate and up have one each
+        expert_data = _value_of(shard_id, expert_data)
     if weight.numel() != expert_data.numel():
         _copy(expert_data, weight)  # raises
     expert_data.copy_(weight.reshape(expert_data.shape))
+
+
+def _value_of(shard_id: str, expert_data: Tensor) -> Tensor:
+    return expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
 
 
 def _load_group_index(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
@@ -127,8 +135,7 @@ def _load_scale(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor,
     kind = WeightScale.of(param)
     dim = _sharded_dim(param, shard_id)
     if kind is WeightScale.TENSOR:
-        target = expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
-        _load_single(module, param, target, weight, shard_id)
+        _load_single(module, param, _value_of(shard_id, expert_data), weight, shard_id)
     elif shard_id == "w2" and (kind is WeightScale.CHANNEL or getattr(param, "load_full_w2", False)):
         _copy(expert_data, weight)
     elif kind is WeightScale.BLOCK and shard_id != "w2" and module.config.activation.interleaved:

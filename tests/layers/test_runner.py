@@ -10,6 +10,7 @@ from layers import (
     MoEBlock,
     MoERunner,
     Reduction,
+    RouterConfig,
     SharedExpertConfig,
     StandardExperts,
 )
@@ -127,6 +128,65 @@ def test_reduction(block, hidden, order):
         assert_matches_oracle(runner(hidden), expected)
 
 
+def _latent_runner(name, order, **options):
+    """A runner of latent experts, and the block that it stands for."""
+    torch.manual_seed(4)
+    latent = MoEBlock(
+        config(experts=ExpertsConfig(latent_size=12), shared_experts=SharedExpertConfig(40), **options)
+    )
+    experts = latent.experts if name == "layer" else FORMATS[name](latent.experts)
+    runner = MoERunner(
+        experts, latent.gate, shared_experts=latent.shared_experts, shared_order=order,
+        routed_input_transform=latent.routed_input_transform,
+        routed_output_transform=latent.routed_output_transform,
+    )  # fmt: skip
+    return runner, latent
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("layer", "before"), ("layer", "after"), ("standard", "before"), ("standard", "beside"), ("batched", "after")],
+)  # fmt: skip
+def test_latent_experts(hidden, name, order):
+    runner, latent = _latent_runner(name, order)
+    expected = oracle.block(latent, hidden)
+    assert_matches_oracle(runner(hidden), expected)
+    assert_matches_oracle(torch.compile(runner, fullgraph=True, backend="aot_eager")(hidden), expected)
+    logits = runner.gate(hidden)
+    runner.gate = None
+    assert_matches_oracle(runner(hidden, latent.experts.route(logits)), expected)
+    runner.reduction = Reduction(lambda tensor: 2 * tensor)
+    assert_matches_oracle(runner(hidden, logits), 2 * expected)
+    assert not runner(torch.randn(0, H), torch.randn(0, 8)).numel()
+
+
+@pytest.mark.parametrize("name", ["layer", "standard"])
+def test_a_routing_function_sees_the_tokens_in_front_of_the_transform(hidden, name):
+    seen = []
+
+    def spy(hidden_states, router_logits, top_k, renormalize):
+        seen.append(hidden_states)
+        return router_logits.topk(top_k)
+
+    runner, _ = _latent_runner(name, "before", router=RouterConfig(routing_function=spy))
+    expected = runner(hidden)
+    runner.router = runner.experts.route
+    assert torch.equal(runner(hidden), expected)
+    assert len(seen) == 2 and all(torch.equal(each, hidden.flatten(0, 1)) for each in seen)
+
+
+def test_shared_experts_run_while_latent_tokens_are_under_way(hidden):
+    runner, latent = _latent_runner("standard", "beside")
+    exchange = Recorded()
+    runner.experts = ModularKernel(exchange, StandardExperts(latent.experts))
+    runner.shared_experts.register_forward_hook(lambda *args: exchange.events.append("shared"))
+    for order, place in (("beside", 1), ("before", 0), ("after", -1)):
+        runner.shared_order = order
+        exchange.events.clear()
+        assert_matches_oracle(runner(hidden), oracle.block(latent, hidden))
+        assert exchange.events.index("shared") == place % len(exchange.events)
+
+
 def test_without_shared_experts_the_order_means_nothing(block, hidden):
     expected = block.experts(hidden, block.gate(hidden))
     for order in ("before", "beside", "after"):
@@ -157,4 +217,15 @@ def test_what_makes_no_sense(block):
         Reduction(torch.neg, "routed")
     with pytest.raises(TypeError, match="reduce=None: expected a function of a tensor"):
         Reduction(None)
+    for name in ("gate", "shared_experts", "routed_input_transform", "routed_output_transform"):
+        with pytest.raises(TypeError, match=f"{name}=3: expected Module, got int"):
+            MoERunner(layer, **{name: 3})
+    transforms = dict.fromkeys(("routed_input_transform", "routed_output_transform"), torch.nn.Identity())
+    for name in transforms:
+        with pytest.raises(
+            ValueError, match="routed_input_transform, routed_output_transform: expected both"
+        ):
+            MoERunner(layer, **{name: torch.nn.Identity()})
+    with pytest.raises(ValueError, match="routed_input_transform with shared_order='beside' a FusedMoE"):
+        MoERunner(layer, shared_experts=block.shared_experts, shared_order="beside", **transforms)
     assert isinstance(MoERunner(layer).experts, FusedMoE)

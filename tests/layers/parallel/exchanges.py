@@ -40,14 +40,14 @@ def make_layer(moe: MoEConfig, dtype=torch.float32) -> FusedMoE:
 
 
 def owners(moe: MoEConfig, strategy="balanced") -> ExpertRanks:
-    return ExpertRanks(moe.num_experts, dist.get_world_size(), strategy)
+    return ExpertRanks(moe.num_physical_experts, dist.get_world_size(), strategy)
 
 
 def part_of_experts(layer: FusedMoE, ranks: ExpertRanks) -> FusedMoE:
     """What this rank holds of the experts."""
     expert_map = ranks.expert_map(dist.get_rank())
     part = FusedMoE(layer.config, expert_map, dtype=layer.w13_weight.dtype)
-    held = torch.arange(layer.config.num_experts) if expert_map is None else held_by(expert_map)
+    held = torch.arange(layer.config.num_physical_experts) if expert_map is None else held_by(expert_map)
     with torch.no_grad():
         for name, parameter in part.named_parameters():
             parameter.copy_(layer.get_parameter(name)[held])

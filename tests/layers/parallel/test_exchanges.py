@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from layers import RouterOutput
+from layers import EplbState, ExpertPlacement, RouterOutput
 from moe_ops import Activation
 from moe_ops.reference import reference_experts
 from tests.helpers import assert_matches_oracle, assert_same
@@ -69,6 +69,23 @@ def test_options_and_dtypes(name, options, dtype):
     out = ALL[name](layer)(hidden, routed)
     assert out.dtype == dtype
     assert_matches_oracle(out, oracle(layer, hidden, routed))
+
+
+@on_ranks(2)
+@exchanges
+def test_replicas(name):
+    """Whoever routes speaks of logical experts; ranks hold physical ones, and count what their own tokens chose."""
+    plain, layer = make_layer(config()), make_layer(config(num_redundant_experts=4))
+    held = torch.tensor([3, 1, 0, 2, 7, 6, 5, 4, 0, 0, 3, 1])
+    with torch.no_grad():
+        for mine, other in zip(layer.parameters(), plain.parameters(), strict=True):
+            mine.copy_(other[held])
+    kernel, state = ALL[name](layer), EplbState.initial(1, E, 4)
+    kernel.experts.layer.set_eplb_state(0, *state)
+    kernel.experts.layer.balancing.commit(ExpertPlacement.of(held, E))
+    hidden, routed = tokens_of(dist.get_rank(), name)
+    assert_matches_oracle(kernel(hidden, routed), oracle(plain, hidden, routed))
+    assert state.expert_load_view.sum() == hidden.shape[0] * K
 
 
 @on_ranks(2)

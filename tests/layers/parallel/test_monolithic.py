@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from layers import EplbState, ExpertsConfig
 from layers.parallel import AllGatherMonolithic
 from tests.helpers import assert_matches_oracle, assert_same
 from tests.layers import oracle
@@ -91,3 +92,25 @@ def test_ranks_that_differ():
 def test_layers_that_are_none():
     with pytest.raises(TypeError, match="layer=None: expected FusedMoE"):
         AllGatherMonolithic(dist.group.WORLD, None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("part", [whole_experts, shard_of_experts])
+def test_zero_experts_count_once(part):
+    """Every rank is given every token, and one of them adds it."""
+    layer = make_layer(config(experts=ExpertsConfig(num_zero_experts=6)))
+    kernel = AllGatherMonolithic(dist.group.WORLD, part(layer))
+    torch.manual_seed(dist.get_rank())
+    hidden, logits = torch.randn(5, H), torch.randn(5, 14)
+    assert_matches_oracle(kernel(hidden, logits), oracle.experts(layer, hidden, logits))
+
+
+@on_ranks(2)
+def test_load_is_that_of_all_ranks_and_of_rows_of_no_token():
+    layer = make_layer(config())
+    kernel = AllGatherMonolithic(dist.group.WORLD, whole_experts(layer), max_tokens=MOST)
+    state = EplbState.initial(1, 8)
+    kernel.layer.set_eplb_state(0, *state)
+    hidden, logits = torch.randn(5, H), torch.randn(5, 8)
+    assert_matches_oracle(kernel(hidden, logits), oracle.experts(layer, hidden, logits))
+    assert state.expert_load_view.sum() == 2 * MOST * layer.config.top_k

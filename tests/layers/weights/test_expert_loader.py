@@ -214,6 +214,10 @@ def test_single_values_and_group_indices():
     scale, index = nn.Parameter(torch.zeros(E)), nn.Parameter(torch.zeros(E, 5, dtype=torch.int32), False)
     assert experts.weight_loader(scale, torch.tensor([2.5]), "experts.1.input_scale", "w1", 1, True)
     assert scale.tolist() == [0, 2.5, 0, 0, 0, 0]
+    apart = nn.Parameter(torch.zeros(E, 2))  # gate and up have an input scale each
+    for shard_id, value in (("w1", 3.0), ("w3", 4.0)):
+        experts.weight_loader(apart, torch.tensor(value), "experts.1.input_scale", shard_id, 1)
+    assert apart[1].tolist() == [3, 4] and not apart[0].any()
     experts.weight_loader(index, torch.arange(10, dtype=torch.int32), "experts.2.g_idx", "w2", 2)
     experts.weight_loader(index, torch.arange(5, dtype=torch.int32), "experts.3.g_idx", "w1", 3)
     assert index[2].tolist() == [5, 6, 7, 8, 9] and index[3].tolist() == [0, 1, 2, 3, 4]
