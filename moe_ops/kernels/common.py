@@ -54,11 +54,14 @@ def in_range(ids, count, otherwise):
 
 @triton.jit
 def local_expert(ids_ptr, map_ptr, slots, mask, top_k, stride_t, stride_k, num_ids, num_experts):
-    """Local expert of each slot, `num_experts` where the slot is dropped or masked.
-
-    The map is read for valid ids only.
-    """
+    """Local expert of each slot, `num_experts` where the slot is dropped or masked."""
     ids = tl.load(slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k), mask=mask, other=-1)
+    return mapped(ids, map_ptr, num_ids, num_experts)
+
+
+@triton.jit
+def mapped(ids, map_ptr, num_ids, num_experts):
+    """Local experts of ids, `num_experts` for those that have none. The map is read for valid ids only."""
     if map_ptr is not None:
         ids = tl.load(map_ptr + in_range(ids, num_ids, 0), mask=(ids >= 0) & (ids < num_ids), other=-1)
     return in_range(ids, num_experts, num_experts)

@@ -11,17 +11,17 @@ from moe_ops.kernels.common import activate, joined, local_expert, offset
 
 
 @triton.jit
-def _slot_and_column(features, BLOCK_N: tl.constexpr, TAKE_TURNS: tl.constexpr):
-    """(slot or token, first output column) of a program.
+def slot_and_column(program, programs, features, BLOCK_N: tl.constexpr, TAKE_TURNS: tl.constexpr):
+    """(slot or token, first output column) of a program, of so many.
 
     Where slots take turns at each block of columns, those that share an expert find its rows in the cache.
     """
     blocks = tl.cdiv(features, BLOCK_N)
     if TAKE_TURNS:
-        num_slots = tl.num_programs(0) // blocks
-        slot, block = tl.program_id(0) % num_slots, tl.program_id(0) // num_slots
+        num_slots = programs // blocks
+        slot, block = program % num_slots, program // num_slots
     else:
-        slot, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+        slot, block = program // blocks, program % blocks
     return slot, block * BLOCK_N
 
 
@@ -53,6 +53,56 @@ def gate_and_up(value, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: 
 
 
 @triton.jit
+def multiply_and_activate(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, token, slot, expert, first, features,
+    x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[slot] = activation(weight[expert] @ x[token]), BLOCK_N output columns from `first` on.
+
+    A program reads the gate and up rows of these as one block, so that all loads go out together.
+    """
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED)
+    inside = column < features
+    x_row_ptr = x_ptr + offset(token, x_stride_m)
+    row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
+    inner = tl.arange(0, BLOCK_K)
+    bias = tl.zeros((ROWS,), ACC)
+    if bias_ptr is not None:
+        bias_offsets = offset(expert, bias_stride_e) + offset(weight_row, bias_stride_n)
+        bias = tl.load(bias_ptr + bias_offsets, mask=inside, other=0.0).to(ACC)
+    if BLOCK_K >= DEPTH:
+        mask = inside[:, None] & (inner < DEPTH)[None, :]
+        weight_ptrs = row_ptr[:, None] + offset(inner, weight_stride_k)[None, :]
+        weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=inner < DEPTH, other=0.0)
+        value = tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1) + bias
+    else:
+        sums = tl.zeros((ROWS, BLOCK_K), ACC)
+        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+            mask = inside[:, None] & (inner < DEPTH - k)[None, :]
+            weight_ptrs = row_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
+            weight = tl.load(weight_ptrs, mask=mask, other=0.0)
+            x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=inner < DEPTH - k, other=0.0)
+            sums += weight.to(ACC) * x.to(ACC)[None, :]
+        value = tl.sum(sums, 1) + bias
+    gate, up = gate_and_up(value, BLOCK_N, GATED, INTERLEAVED)
+    columns = first + tl.arange(0, BLOCK_N)
+    result = activate(
+        gate, up, expert, columns, columns < features,
+        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+    )  # fmt: skip
+    out_row_ptr = out_ptr + slot.to(tl.int64) * features
+    tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)
+
+
+@triton.jit
 def gemv_activation_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
     top_k, num_ids, num_experts, features,
@@ -63,50 +113,18 @@ def gemv_activation_kernel(
     F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TAKE_TURNS: tl.constexpr,
 ):  # fmt: skip
-    """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
-
-    A program reads the gate and up rows of BLOCK_N output columns as one block, so that all loads go out together.
-    """
-    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    slot, first = _slot_and_column(features, BLOCK_N, TAKE_TURNS)
+    """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing."""
+    slot, first = slot_and_column(tl.program_id(0), tl.num_programs(0), features, BLOCK_N, TAKE_TURNS)
     expert = local_expert(
         ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
     if expert < num_experts:
-        column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED)
-        inside = column < features
-        x_row_ptr = x_ptr + offset(slot // top_k, x_stride_m)
-        row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
-        inner = tl.arange(0, BLOCK_K)
-        bias = tl.zeros((ROWS,), ACC)
-        if bias_ptr is not None:
-            bias_offsets = offset(expert, bias_stride_e) + offset(weight_row, bias_stride_n)
-            bias = tl.load(bias_ptr + bias_offsets, mask=inside, other=0.0).to(ACC)
-        if BLOCK_K >= DEPTH:
-            mask = inside[:, None] & (inner < DEPTH)[None, :]
-            weight_ptrs = row_ptr[:, None] + offset(inner, weight_stride_k)[None, :]
-            weight = tl.load(weight_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=inner < DEPTH, other=0.0)
-            value = tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1) + bias
-        else:
-            sums = tl.zeros((ROWS, BLOCK_K), ACC)
-            for k in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
-                mask = inside[:, None] & (inner < DEPTH - k)[None, :]
-                weight_ptrs = row_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
-                weight = tl.load(weight_ptrs, mask=mask, other=0.0)
-                x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=inner < DEPTH - k, other=0.0)
-                sums += weight.to(ACC) * x.to(ACC)[None, :]
-            value = tl.sum(sums, 1) + bias
-        gate, up = gate_and_up(value, BLOCK_N, GATED, INTERLEAVED)
-        columns = first + tl.arange(0, BLOCK_N)
-        result = activate(
-            gate, up, expert, columns, columns < features,
-            operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+        multiply_and_activate(
+            x_ptr, weight_ptr, bias_ptr, out_ptr, slot // top_k, slot, expert, first, features,
+            x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+            bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
-        out_row_ptr = out_ptr + slot.to(tl.int64) * features
-        tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)
 
 
 @triton.jit
@@ -140,7 +158,7 @@ def gemv_combine_kernel(
     many (STAGES of them in flight), else all steps at once.
     """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
-    token, first = _slot_and_column(features, BLOCK_N, TAKE_TURNS)
+    token, first = slot_and_column(tl.program_id(0), tl.num_programs(0), features, BLOCK_N, TAKE_TURNS)
     rows = tl.arange(0, ROUTES * BLOCK_N)
     route, column = rows // BLOCK_N, first + rows % BLOCK_N
     slot = token * TOP_K + route

@@ -1,6 +1,7 @@
 """When and how the decode kernels run: a choice and block sizes from shapes alone, and the launches."""
 
 from dataclasses import dataclass
+from math import log2
 from typing import Any
 
 import torch
@@ -105,8 +106,13 @@ def row_config(rows: int, weight: TensorMeta, target_bytes: int, gpu: Gpu) -> Ge
     if row_bytes > most // share:
         return _looped(rows * itemsize * share, gpu)
     block_n = max(min(target_bytes // share // row_bytes, 8), 1)
-    num_warps = min(max(block_n * row_bytes * share // (32 * _BYTES_PER_THREAD), 1), _MAX_WARPS)
-    return GemvConfig(block_n, depth, num_warps)
+    return GemvConfig(block_n, depth, _warps_for(block_n * rows * weight.shape[2] * itemsize * share))
+
+
+def _warps_for(num_bytes: int) -> int:
+    """The power of two of warps that is nearest, as a ratio, to what these bytes of weights, without padding, fill."""
+    wanted = max(num_bytes, 1) / (32 * _BYTES_PER_THREAD)
+    return min(1 << max(round(log2(wanted)), 0), _MAX_WARPS)
 
 
 def _looped(step_bytes: int, gpu: Gpu) -> GemvConfig:

@@ -11,6 +11,7 @@ from moe_ops.arguments import FusedExperts
 from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv
+from moe_ops.kernels.decode_routed import routed, routes_inside
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.formula import gate_of
 from moe_ops.kernels.gemm import Gemm, Operand, operands
@@ -84,7 +85,11 @@ def fused_moe_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.fused_moe` and `moe.fused_moe_formula`."""
     buffers, launches = routing_launches(args.router)
     topk_weights, topk_ids = (buffer.meta for buffer in buffers)
-    more_buffers, more_launches = _experts_launches(args.routed(topk_weights, topk_ids), gpu)
+    experts = args.routed(topk_weights, topk_ids)
+    more_buffers, more_launches = _experts_launches(experts, gpu)
+    if _is_gemv(experts) and routes_inside(args.router):
+        first, *rest = more_launches
+        launches, more_launches = (routed(first, *launches, gate_of(experts)),), tuple(rest)
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
 
 

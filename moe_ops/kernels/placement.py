@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 
 from moe_ops.arguments import MapAndRecord, MapReplicas
+from moe_ops.kernels.choosing import route_tokens
 from moe_ops.kernels.common import cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
-from moe_ops.kernels.routing import route_tokens, routing_launches
+from moe_ops.kernels.routing import routing_launches
 from moe_ops.types import RoutingConfig
 
 # Up to so many slots blocks are small and add each slot by itself; measured on an H200, docs/PERFORMANCE.md.

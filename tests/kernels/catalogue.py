@@ -9,6 +9,7 @@ from moe_ops.kernels import (
     combine,
     decode,
     decode_columns,
+    decode_routed,
     dense,
     dispatch,
     exchange,
@@ -38,6 +39,7 @@ _MODULES = (
     combine,
     decode,
     decode_columns,
+    decode_routed,
     dense,
     dispatch,
     exchange,
@@ -139,6 +141,12 @@ def _decode(*weights: torch.Tensor) -> Program:
     return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), *_beside(1), HALVES)
 
 
+def _decode_from_logits() -> Program:
+    inputs = _strided(1, 64), _strided(1, 8), _strided(8, 128, 64), _strided(8, 64, 64)
+    router = _strided(8, dtype=torch.float32), _strided(8, 128), _strided(8, 64)
+    return program_of("fused_moe", *inputs, *router, _index(8), RoutingConfig(top_k=2), HALVES)
+
+
 def _beside(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A shared expert's gate, and a residual."""
     return _strided(tokens, 1), _strided(tokens, 64)
@@ -214,5 +222,6 @@ def programs() -> list[Program]:
         *_gemms(INTERLEAVED),
         *_gemms(Activation("relu2")),
         _decode(_strided(8, 128, 64), _strided(8, 64, 64)),
+        _decode_from_logits(),
         _decode(meta(8, 128, 96)[:, :, :64], meta(8, 64, 96)[:, :, :64]),
     ]

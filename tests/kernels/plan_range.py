@@ -18,12 +18,16 @@ from moe_ops.arguments import (
     FusedExperts,
     GroupedLinear,
     Placement,
+    Router,
 )
 from moe_ops.kernels import dense, gemm_config, grouped_gemm
 from moe_ops.kernels.decode_plan import gemv_launches
+from moe_ops.kernels.decode_routed import routed
+from moe_ops.kernels.formula import gate_of
 from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, TensorMeta, describe
+from moe_ops.kernels.routing import routing_launches
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import catalogue
 from tests.kernels.by_name import program_of
@@ -114,7 +118,11 @@ def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
     epilogue = Epilogue(gate, residual)
     args = FusedExperts(x, experts, weights, ids, Placement(expert_map), shared, act.spec, epilogue)
     name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec}"
-    return list(_planned(name, *gemv_launches(args, gpu), dtype))
+    buffers, launches = gemv_launches(args, gpu)
+    logits, correction = _metas(torch.float32, (1, 128), (128,))
+    routes, routing = routing_launches(Router(logits, correction, RoutingConfig(top_k=top_k).spec))
+    first = routed(launches[0], *routing, gate_of(args))
+    return list(_planned(name, (*routes, *buffers), (*launches, first), dtype))
 
 
 def products(gpu: Gpu, size: Range) -> Iterator[Planned]:

@@ -1,0 +1,79 @@
+"""Decode from logits: the first of the two GEMV launches routes as well, so that no launch stands before it.
+
+The first programs, one to a token, write the routes that the second launch reads. Every other program finds the expert
+of its slot itself, by as many maxima of the token's logits as the slot's place: a hundred or two instructions, which
+other programs' loads hide, where a launch of its own takes two to three microseconds on an H200.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.choosing import nth_choice, route_tokens
+from moe_ops.kernels.common import mapped
+from moe_ops.kernels.decode import multiply_and_activate, slot_and_column
+from moe_ops.kernels.formula import with_formula
+from moe_ops.kernels.program import Launch
+from moe_ops.types import RoutingConfig
+
+_MOST_EXPERTS = 512  # a warp's maximum of more takes longer than what it saves
+
+
+@triton.jit
+def routed_gemv_activation_kernel(
+    x_ptr, weight_ptr, bias_ptr, logits_ptr, correction_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
+    num_tokens, num_ids, num_experts, features, stride_t, stride_e, stride_b,
+    x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    TAKE_TURNS: tl.constexpr,
+    TOP_K: tl.constexpr, SCORE: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
+    RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MEMBERS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """`topk_routing` and `gemv_activation_kernel` in one."""
+    program = tl.program_id(0)
+    if program < num_tokens:
+        route_tokens(
+            logits_ptr, correction_ptr, weights_ptr, ids_ptr, num_tokens, stride_t, stride_e, stride_b,
+            TOP_K, SCORE, SCORE_FIRST, RENORMALIZE, RENORM_EPS, SCALE, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM,
+            GROUP_FILL, NUM_EXPERTS, MEMBERS, 1, BLOCK_E, BLOCK_G, BLOCK_K_SLOTS,
+        )  # fmt: skip
+    else:
+        programs = tl.num_programs(0) - num_tokens
+        slot, first = slot_and_column(program - num_tokens, programs, features, BLOCK_N, TAKE_TURNS)
+        id = nth_choice(
+            logits_ptr, correction_ptr, slot // TOP_K, slot % TOP_K, stride_t, stride_e, stride_b,
+            weights_ptr.dtype.element_ty, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,
+            NUM_EXPERTS, MEMBERS, BLOCK_E, BLOCK_G,
+        )  # fmt: skip
+        expert = mapped(id, map_ptr, num_ids, num_experts)
+        if expert < num_experts:
+            multiply_and_activate(
+                x_ptr, weight_ptr, bias_ptr, out_ptr, slot // TOP_K, slot, expert, first, features,
+                x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+                bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+                NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
+
+
+def routes_inside(router: Any) -> bool:
+    """Whether finding a slot's expert is short enough for every program to do."""
+    is_limited = RoutingConfig.from_spec(router.routing).num_groups > 1
+    return not is_limited and router.router_logits.shape[1] <= _MOST_EXPERTS
+
+
+def routed(up: Launch, routing: Launch, gate: Any) -> Launch:
+    """The launch `up` of `gemv_activation_kernel` that does what `routing` does, too."""
+    given = dict(routing.args)
+    given["correction_ptr"], given["BLOCK_K_SLOTS"] = given.pop("bias_ptr"), given.pop("BLOCK_K")
+    given.update(up.args)
+    for name in ("top_k", "ids_stride_t", "ids_stride_k", "ROWS"):
+        del given[name]
+    grid = (up.grid[0] + given["num_tokens"],)
+    return replace(up, kernel=with_formula(routed_gemv_activation_kernel, gate), grid=grid, args=given)
