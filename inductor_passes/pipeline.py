@@ -36,6 +36,7 @@ from inductor_passes.raising import RaiseExperts, RaiseRouters
 from inductor_passes.returned_inputs import read_inputs_themselves
 from inductor_passes.share_repeats import ShareRepeats
 from inductor_passes.sharing import share_layers
+from moe_ops import tuning_key
 
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
@@ -101,7 +102,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         read_inputs_themselves(graph)
 
     def uuid(self) -> Any | None:
-        """A key over the source and state of every pass, ours and the user's; None (no caching) without one."""
+        """A key over the source and state of every pass, ours and the user's, and the tuning table; None (no caching) without one."""
         passes, chained = self._settled()
         try:
             keys = (tuple(map(pass_key, passes)), tuple(map(own_key, chained)))
@@ -109,7 +110,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
             compile_log.key_asked(str(reason))
             return None
         compile_log.key_asked()
-        return ("moe", source_hash(), *keys)
+        return ("moe", source_hash(), tuning_key(), *keys)
 
     def _settled(self) -> tuple[tuple[MoEPass, ...], tuple[UserPass, ...]]:
         """Our passes and the user's, as things are now."""
