@@ -29,6 +29,7 @@ from inductor_passes.lowerings import (
     MultiplyFewTokens,
     MultiplyHalves,
     PackageProducts,
+    TimeProducts,
 )
 from inductor_passes.naming import LayerNames
 from inductor_passes.overlap import overlap_exchanges
@@ -51,6 +52,7 @@ FUSIONS: tuple[MoEPass, ...] = (
 LOWERINGS: tuple[MoEPass, ...] = (
     MultiplyHalves(),
     MultiplyFewTokens(),
+    TimeProducts(),
     ExpandFewSlots(),
     ExpandOnCpu(),
     ExpandPointwise(),
@@ -102,7 +104,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         read_inputs_themselves(graph)
 
     def uuid(self) -> Any | None:
-        """A key over the source and state of every pass, ours and the user's, and the tuning table; None (no caching) without one."""
+        """A key over the tuning table in use, and source and state of every pass; None (no caching) without one."""
         passes, chained = self._settled()
         try:
             keys = (tuple(map(pass_key, passes)), tuple(map(own_key, chained)))

@@ -128,7 +128,7 @@ def _elapsed_ms(graph: torch.cuda.CUDAGraph) -> float:
 def measure(
     gemm: Gemm, among: Iterable[Way], device: torch.device, stopwatch: Stopwatch = graph_times
 ) -> list[Timed]:
-    """Times each way to compute `gemm` on `device`, on tensors of its own; those that are wrong or fail have no time."""
+    """Times each way to compute `gemm` on `device`, on tensors of its own; a wrong or failing one has no time."""
     with torch.no_grad():
         trial = Trial.of(timed_as(gemm), device)
         failures = {way: trial.failure(way) for way in among}
@@ -232,7 +232,9 @@ def _routing(gemm: Gemm, skew: float, generator: torch.Generator) -> Routing:
     return Routing(ids.argsort(stable=True).to(torch.int32), offsets)
 
 
-def _groups(gemm: Gemm, tensors: dict[str, Tensor], routing: Routing) -> Iterator[tuple[int, int, int, Tensor]]:
+def _groups(
+    gemm: Gemm, tensors: dict[str, Tensor], routing: Routing
+) -> Iterator[tuple[int, int, int, Tensor]]:
     """Of each expert that has rows: its number, its first and end row, and the rows."""
     x, ends = tensors[gemm.x.name], routing.expert_offsets.tolist()
     for expert, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
@@ -249,14 +251,18 @@ def _reference(gemm: Gemm, tensors: dict[str, Tensor], routing: Routing) -> Tens
         product = rows.double() @ weight[expert].double().T
         if linear.bias is not None:
             product += tensors[linear.bias.name][expert].double()
-        out[start:end] = product if gemm.activation is None else apply_activation(product, gemm.activation)
+        out[start:end] = _activated(product, gemm.activation)
     return out
+
+
+def _activated(product: Tensor, activation: Any) -> Tensor:
+    return product if activation is None else apply_activation(product, activation)
 
 
 def _by_library(gemm: Gemm, tensors: dict[str, Tensor]) -> Tensor:
     x, weight = tensors[gemm.x.name], tensors[gemm.linear.weight.name]
     rows = x if gemm.top_k is None else torch.ops.moe.permute(x, tensors["sorted_slots"])
-    product = torch._grouped_mm(rows, weight.transpose(1, 2), offs=tensors["expert_offsets"][1:])
+    product = torch.ops.aten._grouped_mm(rows, weight.transpose(1, 2), offs=tensors["expert_offsets"][1:])
     if gemm.activation is None:
         return product
     return torch.ops.moe.gated_activation(product, gemm.activation.spec)

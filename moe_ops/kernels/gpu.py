@@ -15,7 +15,7 @@ _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """capability: 90 for compute capability 9.0. shared_memory: bytes that one CTA can have. tuning: the table in use."""
+    """capability: 90 for compute capability 9.0. shared_memory: bytes that one CTA can have. tuning: table in use."""
 
     capability: int
     multiprocessors: int

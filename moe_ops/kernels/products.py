@@ -48,5 +48,5 @@ _PRODUCTS: dict[type, Callable[[Any, Gpu], tuple[Gemm, ...]]] = {
 
 
 def of(args: Any, gpu: Gpu) -> tuple[Gemm, ...]:
-    """The products of the operator that takes `args`, a record of metadata; none where a layer multiplies few tokens."""
+    """The products of the operator that takes `args`, described; none of a layer in the form for few tokens."""
     return _PRODUCTS[type(args)](args, gpu)

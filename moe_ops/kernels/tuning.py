@@ -93,11 +93,11 @@ class Tuning:
         try:
             read = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{path}: {error}: expected a JSON file by `python -m benchmarks tune`") from None
+            raise ValueError(
+                f"{path}: {error}: expected a JSON file by `python -m benchmarks tune`"
+            ) from None
         table = _read(path, read, _TABLE)
-        choices = [
-            _choice(f"{path}: choices[{index}]", each) for index, each in enumerate(table["choices"])
-        ]
+        choices = [_choice(f"{path}: choices[{index}]", each) for index, each in enumerate(table["choices"])]
         _expect_different(path, choices)
         return cls(table["gpu"], tuple(choices))
 
@@ -147,9 +147,7 @@ _CHOICE = {
     "rows": _ROWS,
     "config": _OBJECT,
 }
-_CONFIG = dict.fromkeys(
-    ("block_m", "block_n", "block_k", "num_warps", "num_stages", "ctas_per_sm"), _COUNT
-)
+_CONFIG = dict.fromkeys(("block_m", "block_n", "block_k", "num_warps", "num_stages", "ctas_per_sm"), _COUNT)
 
 
 def _read(where: str, value: Any, rules: Mapping[str, _Rule]) -> dict[str, Any]:
