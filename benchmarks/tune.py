@@ -195,7 +195,8 @@ def tune(cases: Sequence[Case], gpu: Any, timer: Timer) -> list[Any]:
     choices: dict[Any, Any] = {}
     for done, (case, gemm) in enumerate(todo, 1):
         timed = timer(gemm, _ours(gemm))
-        best, in_use = product_timing.fastest(timed), timed[0]
+        best: Any = product_timing.fastest(timed)
+        in_use = timed[0]
         for each in timed:
             if each.failure:
                 print(f"  dropped {_sized(each.way)}: {each.failure}", flush=True)

@@ -193,7 +193,8 @@ class _Writer:
     def experts(self, args: Any) -> Node:
         experts = args.experts
         plan = self.call(of.BuildDispatch(args.topk_ids, args.placement, _num_experts(experts.w13)))
-        sorted_slots, inverse, offsets = (pick(self.graph, plan, index) for index in range(3))
+        parts: list[Any] = [pick(self.graph, plan, index) for index in range(3)]
+        sorted_slots, inverse, offsets = parts
         first = args.first_half(sorted_slots, offsets)
         activated: Any = self.timed(first) if self.ours[0] else self.first_half(first)
         second = of.GemmCombine(
