@@ -12,6 +12,7 @@ from inductor_passes import pipeline
 from inductor_passes.lowerings import LaunchPrograms, TimeProducts, timed
 from moe_ops.product_timing import GroupedMm, Timed, ways
 from tests.compile.fake_cuda import body, compile_for_h200
+from tests.helpers import relative_error
 
 TOKENS, HIDDEN, EXPERTS, INTERMEDIATE = 64, 64, 8, 32
 ROUTING = moe_ops.RoutingConfig(top_k=2)
@@ -162,7 +163,7 @@ def test_nothing_is_timed_without_max_autotune_for_few_tokens_or_on_a_cpu():
     with inductor_config.patch({"max_autotune_gemm": True, "post_grad_custom_pre_pass": _passes(timer)}):
         torch._dynamo.reset()
         out = torch.compile(_layer, fullgraph=True)(*on_cpu)
-    torch.testing.assert_close(out, _layer(*on_cpu))
+    assert relative_error(out, _layer(*on_cpu)) <= 1e-5
     assert not timer.asked
 
 
@@ -178,7 +179,7 @@ def _told(caplog, timer, **options):
 def test_without_a_gpu_the_plain_choice_is_launched_and_told(caplog):
     compiled, line = _told(caplog, timed.time_here)
     assert _ours(compiled) == [*_sorts(), "_tile_map_kernel", GEMM, GEMM, "_combine_kernel"]
-    assert re.search(r"not timed 1 time: (RuntimeError|AssertionError): ", line)
+    assert re.search(r"not timed 1 time: \w+Error: ", line)
 
 
 def test_a_symbolic_count_is_told(caplog):
@@ -280,6 +281,5 @@ def test_values_by_torchs_product(function, monkeypatch):
         out = torch.compile(function, fullgraph=True, dynamic=False)(*given)
     operator = f"moe.{OPERATORS[function]}.default"
     assert operator in before and operator not in after and "aten._grouped_mm.default" in after
-    error = (out.double() - expected.double()).norm() / expected.double().norm()
-    assert error <= 2 * torch.finfo(torch.bfloat16).eps
+    assert relative_error(out, expected) <= 2 * torch.finfo(torch.bfloat16).eps
     assert not out[expected == 0].any()
