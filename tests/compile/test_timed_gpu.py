@@ -1,4 +1,4 @@
-"""Products chosen by time on a GPU: values, one timing for alike layers, and the same choice out of Inductor's cache."""
+"""Products chosen by time on a GPU: values, one timing for alike layers, the same choice out of Inductor's cache."""
 
 import logging
 
@@ -51,9 +51,12 @@ def eager(x, logits, w13, w2):
 def compiled(timer, **options):
     passes = (TimeProducts(timer) if isinstance(each, TimeProducts) else each for each in PIPELINE)
     options |= {"post_grad_custom_pre_pass": MoEPasses(passes=tuple(passes))}
-    return torch.compile(
-        layers, fullgraph=True, dynamic=False, options=inductor_passes.options("max-autotune", **options)
-    )
+    return autotuned(**options)
+
+
+def autotuned(**options):
+    made = inductor_passes.options("max-autotune", **options)
+    return torch.compile(layers, fullgraph=True, dynamic=False, options=made)
 
 
 @torch.no_grad()
@@ -87,18 +90,12 @@ def test_torchs_product_in_the_graph():
 @torch.no_grad()
 def test_on_a_hit_the_earlier_choice_comes_back(caplog):
     args = given()
-    default = torch.compile(
-        layers, fullgraph=True, dynamic=False, options=inductor_passes.options("max-autotune")
-    )
-    first = default(*args).clone()
+    first = autotuned()(*args).clone()
     asked = timed._timed.cache_info().misses
     torch._dynamo.reset()
     counters.clear()
     with caplog.at_level(logging.INFO, logger="inductor_passes"):
-        again = torch.compile(
-            layers, fullgraph=True, dynamic=False, options=inductor_passes.options("max-autotune")
-        )
-        assert torch.equal(again(*args), first)
+        assert torch.equal(autotuned()(*args), first)
     assert counters["inductor"]["fxgraph_cache_hit"] or counters["aot_autograd"]["autograd_cache_hit"]
     assert timed._timed.cache_info().misses == asked == 2
     assert not any("not timed" in each for each in caplog.messages)
