@@ -211,6 +211,17 @@ def test_a_timer_that_fails_is_asked_once(caplog):
     assert len(asked) == 1
 
 
+def test_an_operator_without_a_plan_is_told(monkeypatch, caplog):
+    def broken(arguments):
+        raise NotImplementedError("no kernel for this")
+
+    monkeypatch.setattr("moe_ops.kernels.plans.products_of", broken)
+    timer = Prefers(by_library)
+    _, line = _told(caplog, timer)
+    assert "not timed 1 time: the kernels make no launch plan: NotImplementedError('no kernel" in line
+    assert not timer.asked
+
+
 def _plan_of(hidden):
     return moe_ops.build_dispatch(_ids(hidden), EXPERTS), hidden[:, :2].float()
 
