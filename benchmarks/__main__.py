@@ -20,6 +20,7 @@ from benchmarks import (
     soak_bench,
     stock_bench,
     training_bench,
+    tune,
 )
 
 COMMANDS = {
@@ -37,6 +38,7 @@ COMMANDS = {
     "soak": soak_bench,
     "stock": stock_bench,
     "training": training_bench,
+    "tune": tune,
     "compile-time": compile_bench,
     "gpu": gpu_proof,
 }

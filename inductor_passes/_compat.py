@@ -1,4 +1,4 @@
-"""Every private torch API the passes use, in one place.
+"""Every private torch API the passes use, in one place, but for those of `_compat_options.py`.
 
 Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`, `torch._functorch` or
 `torch._higher_order_ops`: when a torch release moves a name, this file is what changes. Tested on torch 2.11 and
@@ -43,24 +43,14 @@ except ImportError:  # torch 2.11
 __all__ = [
     "cache_hits", "call_region", "call_when_compiled", "call_with_is_inference", "called_op", "can_call_regions",
     "compile_fx", "compile_id", "CustomGraphPass", "detect_fake_mode", "finish_region", "graph_breaks", "grouped_mm",
-    "inductor_option_names", "inductor_seconds", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node",
-    "is_packaging", "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "mode_table", "op_body",
+    "inductor_seconds", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node",
+    "is_packaging", "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "op_body",
     "order_behind", "packages_grouped_mm", "post_grad_backend", "POST_GRAD_SLOT", "PRE_GRAD_SLOT",
     "preserved_dynamo_state", "real_tensors", "reorder_for_locality", "slot_and_covered", "stable_topological_sort",
     "statically_known_true", "trace", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
     "written_arguments",
 ]
 # fmt: on
-
-
-def mode_table() -> dict[str, dict[str, Any]]:
-    """`torch.compile` modes and the Inductor options each stands for."""
-    return torch._inductor.list_mode_options()  # type: ignore[return-value]
-
-
-def inductor_option_names() -> frozenset[str]:
-    """Names that `torch.compile(options=...)` takes."""
-    return frozenset(torch._inductor.list_options())
 
 
 # The slots our passes sit in

@@ -60,6 +60,8 @@ class PassLog:
     """What a lowering wrote out, and as what."""
     kept: list[Refused] = field(default_factory=list)
     """What a lowering left as an operator call, and why."""
+    untimed: list[Refused] = field(default_factory=list)
+    """What was to be chosen by time and was not, and why: it is computed as without max-autotune."""
 
     def lift(self, kind: str, anchor: torch.fx.Node, nodes: Iterable[torch.fx.Node]) -> None:
         """Records that `nodes` of a model became our operators."""
@@ -97,6 +99,12 @@ class PassLog:
     def keep(self, refusal: Refusal, anchor: torch.fx.Node) -> None:
         """Records why `anchor` stays an operator call."""
         self.kept.append(_logged("kept", Refused(layer_of(anchor), refusal.node.name, refusal.reason)))
+
+    def leave_untimed(self, refusal: Refusal, anchor: torch.fx.Node) -> None:
+        """Records why products of `anchor` were not timed."""
+        self.untimed.append(
+            _logged("not timed", Refused(layer_of(anchor), refusal.node.name, refusal.reason))
+        )
 
     def counts(self) -> Counter[str]:
         """How often each kind of fusion happened."""

@@ -83,6 +83,7 @@ def _told(compiling: _Compile) -> str:
         *([f"{len(raised)} raised from plain PyTorch"] if raised else []),
         *_reasons("refused", [each for log in graphs for each in log.refused]),
         *_reasons("kept as a call", [each for log in graphs for each in log.kept]),
+        *_reasons("not timed", [each for log in graphs for each in log.untimed]),
         *_hazards(compiling.hazards),
     ]
     return "; ".join(told)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from inductor_passes import _compat
+from inductor_passes import _compat, _compat_options
 from inductor_passes.pipeline import MoEPasses
 from inductor_passes.training import RaiseForTraining
 
@@ -43,14 +43,14 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
 def _expand(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
-    table = _compat.mode_table()
+    table = _compat_options.mode_table()
     if mode not in table:
         raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, table))}")
     return dict(table[mode])
 
 
 def _expect_known(patches: Iterable[str]) -> None:
-    known = _compat.inductor_option_names()
+    known = _compat_options.inductor_option_names()
     for name in patches:
         if name not in known:
             raise ValueError(f"option {name!r}: expected an option of torch._inductor.config")

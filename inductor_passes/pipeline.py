@@ -29,6 +29,7 @@ from inductor_passes.lowerings import (
     MultiplyFewTokens,
     MultiplyHalves,
     PackageProducts,
+    TimeProducts,
 )
 from inductor_passes.naming import LayerNames
 from inductor_passes.overlap import overlap_exchanges
@@ -36,6 +37,7 @@ from inductor_passes.raising import RaiseExperts, RaiseRouters
 from inductor_passes.returned_inputs import read_inputs_themselves
 from inductor_passes.share_repeats import ShareRepeats
 from inductor_passes.sharing import share_layers
+from moe_ops import tuning_key
 
 RAISES: tuple[MoEPass, ...] = (RaiseExperts(), RaiseRouters())
 FUSIONS: tuple[MoEPass, ...] = (
@@ -50,6 +52,7 @@ FUSIONS: tuple[MoEPass, ...] = (
 LOWERINGS: tuple[MoEPass, ...] = (
     MultiplyHalves(),
     MultiplyFewTokens(),
+    TimeProducts(),
     ExpandFewSlots(),
     ExpandOnCpu(),
     ExpandPointwise(),
@@ -101,7 +104,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         read_inputs_themselves(graph)
 
     def uuid(self) -> Any | None:
-        """A key over the source and state of every pass, ours and the user's; None (no caching) without one."""
+        """A key over the tuning table in use, and source and state of every pass; None (no caching) without one."""
         passes, chained = self._settled()
         try:
             keys = (tuple(map(pass_key, passes)), tuple(map(own_key, chained)))
@@ -109,7 +112,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
             compile_log.key_asked(str(reason))
             return None
         compile_log.key_asked()
-        return ("moe", source_hash(), *keys)
+        return ("moe", source_hash(), tuning_key(), *keys)
 
     def _settled(self) -> tuple[tuple[MoEPass, ...], tuple[UserPass, ...]]:
         """Our passes and the user's, as things are now."""

@@ -29,6 +29,7 @@ from moe_ops.placement import map_replicas
 from moe_ops.routing import routing_weights, topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
 from moe_ops.shared import fused_experts_with_shared
+from moe_ops.tuning import Tuning, tuning_key, use_tuning
 from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 from moe_ops.warmup import warmup
 from moe_ops.warmup_step import warmup_step
@@ -37,6 +38,7 @@ __all__ = [
     "Activation",
     "DispatchPlan",
     "RoutingConfig",
+    "Tuning",
     "act_gemm_combine",
     "batched_gemm",
     "build_dispatch",
@@ -56,6 +58,8 @@ __all__ = [
     "routing_weights",
     "source_hash",
     "topk_routing",
+    "tuning_key",
+    "use_tuning",
     "warmup",
     "warmup_step",
 ]

@@ -108,6 +108,12 @@ def _plans() -> Any:
     return plans
 
 
+def forget_launches() -> None:
+    """Has every operator plan anew: what plans are made from has changed."""
+    if _plans.cache_info().currsize:  # else nothing was launched, and Triton is not asked for
+        _plans().forget_known()
+
+
 def _traced(fake: Op) -> Op:
     """A fake runs while a compiler traces, before it computes the key of what it compiles.
 

@@ -20,6 +20,7 @@ from inductor_passes.lowerings.logits import MultiplyHalves
 from inductor_passes.lowerings.packaged import PackageProducts
 from inductor_passes.lowerings.pointwise import ExpandPointwise
 from inductor_passes.lowerings.programs import LaunchPrograms
+from inductor_passes.lowerings.timed import TimeProducts
 
 __all__ = [
     "ExpandFewSlots",
@@ -29,4 +30,5 @@ __all__ = [
     "MultiplyFewTokens",
     "MultiplyHalves",
     "PackageProducts",
+    "TimeProducts",
 ]

@@ -58,7 +58,7 @@ def _rewrite(graph: Graph, product: Node, log: PassLog) -> None:
         plain = graph.call_function(_compat.grouped_mm(), (args.x, *operands))  # type: ignore[arg-type]
         inherit_meta(plain, product)
         plain.meta["val"] = product.meta["val"].clone()
-        result = write_out(graph, _finish, [plain, *nodes], product)[0]  # type: ignore[list-item]
+        result = write_out(graph, finish, [plain, *nodes], product)[0]  # type: ignore[list-item]
     expect_same_value(result, product)
     log.lower("ATen", product)
     product.replace_all_uses_with(result)
@@ -80,10 +80,10 @@ def _operands(weight: Tensor, expert_offsets: Tensor) -> tuple[Tensor, Tensor]:
     return weight.transpose(1, 2), expert_offsets[1:]
 
 
-def _finish(rows: Tensor, expert_offsets: Tensor, *biases: Tensor) -> Tensor:
+def finish(rows: Tensor, expert_offsets: Tensor, *biases: Tensor) -> Tensor:
     """`rows` [S, B] with the bias [E, B] of their experts, if any; zeros where a row is no expert's."""
-    index = torch.arange(rows.shape[0])
+    index = torch.arange(rows.shape[0], device=rows.device)
     for bias in biases:
         expert = torch.searchsorted(expert_offsets[1:], index, right=True)
         rows = rows + bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))
-    return rows.masked_fill((index >= expert_offsets[-1]).unsqueeze(1), 0.0)
+    return rows.masked_fill((index >= expert_offsets.select(0, -1)).unsqueeze(1), 0.0)

@@ -33,6 +33,9 @@ _OF_TRAINING = (
     *("permute", "permute_backward", "topk_routing_backward"),
 )
 
+TIMED = "moe_gpu_timed"
+"""`node.meta[TIMED]` is the `Gpu` to plan an operator for, with a tuning table of what was timed for it."""
+
 
 class LaunchPrograms:
     """Fused operators and those of a backward become Triton launches."""
@@ -43,11 +46,12 @@ class LaunchPrograms:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out the launches of every fused operator with static sizes on CUDA."""
-        candidates = [node for node in find(graph, *self.requires) if _on_cuda(node)]
+        candidates = [node for node in find(graph, *self.requires) if on_cuda(node)]
         rewrite_each(graph, candidates, partial(_rewrite, launched={}), log, log.keep)
 
 
-def _on_cuda(node: Node) -> bool:
+def on_cuda(node: Node) -> bool:
+    """Whether all tensors that an operator of ours takes are on a GPU."""
     return all(value.device.type == "cuda" for value in _tensors(node).values())
 
 
@@ -62,7 +66,7 @@ _Launched = dict[Any, dict[str, Node]]
 
 
 def _rewrite(graph: Graph, fused: Node, log: PassLog, launched: _Launched) -> None:
-    _expect_static(fused)
+    expect_static(fused)
     program = _program(fused)
     launcher = _Launcher(graph, fused, dict(launched))
     try:
@@ -78,7 +82,8 @@ def _rewrite(graph: Graph, fused: Node, log: PassLog, launched: _Launched) -> No
     _replace(graph, fused, results)
 
 
-def _expect_static(fused: Node) -> None:
+def expect_static(fused: Node) -> None:
+    """Refuses sizes that are symbolic or 0."""
     sizes = {name: (*value.shape, *value.stride()) for name, value in _tensors(fused).items()}
     for name, numbers in sizes.items():
         if not all(isinstance(number, int) for number in numbers):
@@ -92,7 +97,7 @@ def _program(fused: Node) -> Any:
     try:
         from moe_ops.kernels import plans
 
-        return plans.program(records.transform(_metadata, arguments(fused)))
+        return plans.program(records.transform(metadata, arguments(fused)), fused.meta.get(TIMED))
     except Exception as error:
         LOGGER.warning("no launch plan for %s, it stays an operator call: %r", fused.target, error)
         raise Refusal(fused, f"the kernels make no launch plan: {error!r}") from error
@@ -118,7 +123,8 @@ class _Metadata:
         raise RuntimeError("a tensor of a graph has no address")
 
 
-def _metadata(argument: Any) -> Any:
+def metadata(argument: Any) -> Any:
+    """What a plan may ask of an argument."""
     if not isinstance(argument, Node):
         return argument
     value = argument.meta["val"]

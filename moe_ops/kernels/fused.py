@@ -26,13 +26,15 @@ _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
 _MOST_BYTES_BESIDE = 1.5e9  # of weights read: from there on another stream's reads cost what they save (H200)
 
 
-def _up_gemm(args: Any, w13: Any, num_slots: int, gpu: Gpu) -> Gemm:
+def up_gemm(args: Any, w13: Any, num_slots: int, gpu: Gpu) -> Gemm:
+    """The first product, of gathered rows, with its activation."""
     top_k, linear = num_slots // max(args.hidden_states.shape[0], 1), operands("w13", w13)
     x = Operand("hidden_states", args.hidden_states)
     return Gemm(x, linear, "activated", num_slots, gpu, top_k, gate_of(args))
 
 
-def _down_gemm(x: Operand, w2: Any, gpu: Gpu) -> Gemm:
+def down_gemm(x: Operand, w2: Any, gpu: Gpu) -> Gemm:
+    """The second product."""
     return Gemm(x, operands("w2", w2), "expert_out", x.meta.shape[0], gpu)
 
 
@@ -47,22 +49,27 @@ def routing_dispatch_program(args: Any, gpu: Gpu) -> Program:
 def gather_gemm_act_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.gather_gemm_act` and `moe.gather_gemm_formula`."""
     num_slots = args.sorted_slots.shape[0]
-    gemm = _up_gemm(args, args.w13, num_slots, gpu)
+    gemm = up_gemm(args, args.w13, num_slots, gpu)
     return Program(*plan(replace(gemm, tail=True)), ("activated",))
 
 
 def gather_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.gather_gemm`."""
+    return Program(*plan(gathered_gemm(args, gpu)), ("gate_up",))
+
+
+def gathered_gemm(args: Any, gpu: Gpu) -> Gemm:
+    """The product of `moe.gather_gemm`."""
     x, num_slots = Operand("hidden_states", args.hidden_states), args.sorted_slots.shape[0]
     top_k, w13 = num_slots // max(args.hidden_states.shape[0], 1), operands("w13", args.w13)
-    return Program(*plan(Gemm(x, w13, "gate_up", num_slots, gpu, top_k, tail=True)), ("gate_up",))
+    return Gemm(x, w13, "gate_up", num_slots, gpu, top_k, tail=True)
 
 
 def act_gemm_combine_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.act_gemm_combine`."""
     gate = gated_activation_program(args, gpu)
     (activated,) = gate.buffers
-    gemm = _down_gemm(Operand(activated.name, activated.meta), args.w2, gpu)
+    gemm = down_gemm(Operand(activated.name, activated.meta), args.w2, gpu)
     buffers, launches = plan(gemm)
     buffer, launch = combine_launch(gemm.out_meta, args)
     return Program((activated, *buffers, buffer), (*gate.launches, *launches, launch), (buffer.name,))
@@ -70,7 +77,7 @@ def act_gemm_combine_program(args: Any, gpu: Gpu) -> Program:
 
 def gemm_combine_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.gemm_combine`."""
-    gemm = _down_gemm(Operand("x", args.x), args.w2, gpu)
+    gemm = down_gemm(Operand("x", args.x), args.w2, gpu)
     buffers, launches = plan(gemm)
     buffer, launch = combine_launch(gemm.out_meta, args)
     return Program((*buffers, buffer), (*launches, launch), (buffer.name,))
@@ -87,7 +94,7 @@ def fused_moe_program(args: Any, gpu: Gpu) -> Program:
     topk_weights, topk_ids = (buffer.meta for buffer in buffers)
     experts = args.routed(topk_weights, topk_ids)
     more_buffers, more_launches = _experts_launches(experts, gpu)
-    if _is_gemv(experts) and routes_inside(args.router):
+    if is_gemv(experts) and routes_inside(args.router):
         first, *rest = more_launches
         launches, more_launches = (routed(first, *launches, gate_of(experts)),), tuple(rest)
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
@@ -100,10 +107,11 @@ def leaves_room(args: FusedExperts) -> bool:
     """
     w13, w2 = (linear.weight for linear in args.experts)
     bytes_read = args.topk_ids.numel() * (w13.nbytes + w2.nbytes) // w13.shape[0]
-    return _is_gemv(args) and bytes_read <= _MOST_BYTES_BESIDE
+    return is_gemv(args) and bytes_read <= _MOST_BYTES_BESIDE
 
 
-def _is_gemv(args: Any) -> bool:
+def is_gemv(args: Any) -> bool:
+    """Whether the layer runs in the form for few tokens."""
     num_ids = args.placement.num_ids(args.experts.w13.weight.shape[0])
     return prefers_gemv(*args.topk_ids.shape, num_ids)
 
@@ -114,19 +122,27 @@ def batch_invariant_experts_program(args: Any, gpu: Gpu) -> Program:
 
 
 def _experts_launches(args: Any, gpu: Gpu) -> _Plan:
-    return gemv_launches(args, gpu) if _is_gemv(args) else _grouped_experts(args, gpu, None)
+    return gemv_launches(args, gpu) if is_gemv(args) else _grouped_experts(args, gpu, None)
+
+
+def grouped_products(args: Any, gpu: Gpu, rows_per_tile: int | None = None) -> tuple[Gemm, Gemm]:
+    """The two products of a layer's grouped form; the first may be one of rows copied into expert order."""
+    (num_tokens, top_k), (w13, w2) = args.topk_ids.shape, args.experts
+    num_slots = num_tokens * top_k
+    up = replace(up_gemm(args, w13, num_slots, gpu), rows_per_tile=rows_per_tile)
+    if sorts_rows_first(up):
+        rows, _ = permute_launch(args.hidden_states, num_slots)
+        up = replace(up, x=Operand(rows.name, rows.meta), top_k=None)
+    down = down_gemm(Operand(up.out, up.out_meta), w2, gpu)
+    return up, replace(down, rows_per_tile=rows_per_tile)
 
 
 def _grouped_experts(args: Any, gpu: Gpu, rows_per_tile: int | None) -> _Plan:
-    (num_tokens, top_k), (w13, w2) = args.topk_ids.shape, args.experts
-    num_slots = num_tokens * top_k
-    buffers, launches = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
-    up = replace(_up_gemm(args, w13, num_slots, gpu), rows_per_tile=rows_per_tile)
-    if sorts_rows_first(up):
-        rows, permute = permute_launch(args.hidden_states, num_slots)
+    up, down = grouped_products(args, gpu, rows_per_tile)
+    buffers, launches = dispatch_launches(args.topk_ids, args.placement, args.experts.w13.weight.shape[0])
+    if up.top_k is None:
+        rows, permute = permute_launch(args.hidden_states, up.num_slots)
         buffers, launches = (*buffers, rows), (*launches, permute)
-        up = replace(up, x=Operand(rows.name, rows.meta), top_k=None)
-    down = replace(_down_gemm(Operand(up.out, up.out_meta), w2, gpu), rows_per_tile=rows_per_tile)
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, args)
     return (*buffers, *gemm_buffers, buffer), (*launches, *gemm_launches, launch)

@@ -8,6 +8,7 @@ from moe_ops.formula import Formula
 from moe_ops.kernels import tma
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Ref, TensorMeta
+from moe_ops.kernels.tuning import Product, name_of
 from moe_ops.types import Activation
 
 
@@ -82,6 +83,13 @@ class Gemm:
     def out_meta(self) -> TensorMeta:
         """Metadata of the output buffer."""
         return TensorMeta((self.num_slots, self.features), (self.features, 1), self.x.meta.dtype, True)
+
+    @property
+    def product(self) -> Product:
+        """What a tuning table knows it by."""
+        weight = self.linear.weight.meta
+        layout = "transposed" if tma.is_transposed(weight) else "rows"
+        return Product(*weight.shape, name_of(weight.dtype), layout, self.gated, self.top_k is not None)
 
     @property
     def boxed_weight(self) -> tma.Boxed:

@@ -1,4 +1,7 @@
-"""Which grouped-GEMM kernel and block sizes a problem gets: a pure function of shapes, strides and dtypes."""
+"""Which grouped-GEMM kernel and block sizes a problem gets: a pure function of shapes, strides, dtypes and the GPU.
+
+A tuning table in use, part of the `Gpu`, comes first; for what it does not have, rules choose from `gemm_tables`.
+"""
 
 import torch
 
@@ -75,7 +78,27 @@ def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
 
 
 def pick_config(gemm: Gemm) -> LaunchConfig:
-    """Configuration for rows spread over the experts of the weight [E, B, A]."""
+    """Configuration for rows spread over the experts of the weight [E, B, A]: the table's in use, else by rule."""
+    return _tuned(gemm) or config_by_rule(gemm)
+
+
+def _tuned(gemm: Gemm) -> LaunchConfig | None:
+    """What was measured for such a product, where its kernel and rows are those that were measured."""
+    tuning = gemm.gpu.tuning
+    if tuning is None or gemm.rows_per_tile is not None or gemm.max_tokens is not None:
+        return None
+    config = tuning.choice(gemm.product, gemm.num_slots)
+    return config if config in alternatives(gemm) else None
+
+
+def alternatives(gemm: Gemm) -> tuple[LaunchConfig, ...]:
+    """Those of `candidates` that are for rows which load as these do."""
+    in_pieces = _loads_rows_in_pieces(gemm.x.meta)
+    return tuple(each for each in candidates(gemm) if in_pieces or loads_rows_by_tma(gemm, each.block_m))
+
+
+def config_by_rule(gemm: Gemm) -> LaunchConfig:
+    """The choice without a table."""
     num_experts, _, depth = gemm.linear.weight.meta.shape
     mean_rows = _TMA_TILE_ROWS if mixes_heights(gemm) else gemm.num_slots / num_experts
     wanted = gemm.rows_per_tile or _rows_per_tile(mean_rows)

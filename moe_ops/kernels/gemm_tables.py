@@ -1,4 +1,4 @@
-"""Block sizes of the grouped GEMMs, as data: keyed by rows per tile.
+"""Block sizes of the grouped GEMMs, as data: keyed by rows per tile. A tuning table chooses among them by shape.
 
 Those of an H200 were measured there. Ahead-of-time tests compile all of them for every GPU that docs/PERFORMANCE.md
 names, and find them within its shared memory and registers.
@@ -92,3 +92,15 @@ _F32 = Tables(
 )
 _F64 = Tables({16: LaunchConfig(16, 32, 16, 4, 2), 32: LaunchConfig(32, 32, 16, 4, 2)}, {}, {})
 BY_POINTER = {torch.bfloat16: _HALF, torch.float16: _HALF, torch.float32: _F32, torch.float64: _F64}
+
+
+def _all_of(tables: Tables) -> frozenset[LaunchConfig]:
+    return frozenset(config for table in (tables.h200, tables.elsewhere) for config in table.values())
+
+
+_BY_BOX = _all_of(BY_TMA) | {*BY_TMA_IN_SHORT_STEPS.values(), *TMA_ALTERNATIVES}
+offered = {
+    dtype: _all_of(tables) | (_BY_BOX if dtype.itemsize == 2 else frozenset())
+    for dtype, tables in BY_POINTER.items()
+}
+"""All that a product of a dtype whose rows load in pieces can be launched with: what a tuning table may name."""

@@ -1,11 +1,13 @@
 """What a launch plan may know of the GPU it is made for."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from moe_ops.kernels.tuning import Tuning
 
 KIB = 1024
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
@@ -13,11 +15,12 @@ _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """capability: 90 for compute capability 9.0. shared_memory: bytes that one CTA can have."""
+    """capability: 90 for compute capability 9.0. shared_memory: bytes that one CTA can have. tuning: table in use."""
 
     capability: int
     multiprocessors: int
     shared_memory: int
+    tuning: Tuning | None = None
 
     @property
     def has_tma(self) -> bool:
@@ -29,14 +32,41 @@ H200 = Gpu(90, 132, 227 * KIB)
 """H100 and H200 alike; what plans are made for where there is no GPU to ask (fake tensors, the interpreter)."""
 
 
+H200_NAME = "NVIDIA H200"
+_IN_USE: list[Tuning] = []
+
+
 @lru_cache(maxsize=None)
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU behind `device`, an H200 for any other device and where there is no GPU."""
+    """The GPU behind `device`, an H200 for any other device and where there is no GPU, and the table in use for it."""
     if device.type != "cuda" or not torch.cuda.is_available():
-        return H200
+        return replace(H200, tuning=_tuning_of(H200_NAME))
     found = torch.cuda.get_device_properties(device)
     capability = 10 * found.major + found.minor
-    return Gpu(capability, found.multi_processor_count, found.shared_memory_per_block_optin)
+    tuning = _tuning_of(found.name)
+    return Gpu(capability, found.multi_processor_count, found.shared_memory_per_block_optin, tuning)
+
+
+def _tuning_of(name: str) -> Tuning | None:
+    return next((tuning for tuning in _IN_USE if tuning.gpu == name), None)
+
+
+def names() -> list[str]:
+    """Of the GPUs here, or of the one that plans are for where there is none."""
+    if not torch.cuda.is_available():
+        return [H200_NAME]
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def use(tuning: Tuning | None) -> None:
+    """From now on `gpu_of` a GPU of its name has this table, and no other has one."""
+    _IN_USE[:] = [] if tuning is None else [tuning]
+    gpu_of.cache_clear()
+
+
+def in_use() -> Tuning | None:
+    """The table given to `use` last."""
+    return next(iter(_IN_USE), None)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -145,15 +145,16 @@ def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 
 def grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.grouped_gemm`."""
-    return Program(*plan(_gemm(args, gpu)), ("product",))
+    return Program(*plan(gemm_of(args, gpu)), ("product",))
 
 
 def batch_invariant_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.batch_invariant_gemm`."""
-    gemm = replace(_gemm(args, gpu), rows_per_tile=gemm_config.INVARIANT_ROWS)
+    gemm = replace(gemm_of(args, gpu), rows_per_tile=gemm_config.INVARIANT_ROWS)
     return Program(*plan(gemm), ("product",))
 
 
-def _gemm(args: Any, gpu: Gpu) -> Gemm:
+def gemm_of(args: Any, gpu: Gpu) -> Gemm:
+    """The product of `moe.grouped_gemm`."""
     x, linear = Operand("x", args.x), operands("weight", args.weight)
     return Gemm(x, linear, "product", args.x.shape[0], gpu, tail=True)

@@ -22,6 +22,12 @@ class Loader:
         known = {**dtypes, **{buffer.name: buffer.dtype for buffer in program.buffers}}
         return [self._one(launch, known) for launch in program.launches]
 
+    def compile(self, program: Program, dtypes: Mapping[str, torch.dtype]) -> None:
+        """The same without loading: within `triton.AsyncCompileMode` it starts to be compiled."""
+        known = {**dtypes, **{buffer.name: buffer.dtype for buffer in program.buffers}}
+        for launch in program.launches:
+            self._compiled(launch, known)
+
     def _one(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Any:
         key = variant(launch, dtypes)
         if key not in self._loaded:
@@ -30,11 +36,14 @@ class Loader:
 
     def _load(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Any:
         with torch.cuda.device(self._device):
-            args = [self._stand_in(launch.args[name], dtypes) for name in launch.kernel.arg_names]
-            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            compiled = launch.kernel.warmup(*args, grid=launch.grid, **options)
+            compiled = self._compiled(launch, dtypes)
             compiled._init_handles()  # what the first launch would do: the module goes to the device
             return compiled
+
+    def _compiled(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Any:
+        args = [self._stand_in(launch.args[name], dtypes) for name in launch.kernel.arg_names]
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        return launch.kernel.warmup(*args, grid=launch.grid, **options)
 
     def _stand_in(self, argument: Argument, dtypes: Mapping[str, torch.dtype]) -> Any:
         name = _tensor_of(argument)

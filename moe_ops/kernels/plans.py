@@ -19,6 +19,7 @@ from moe_ops.kernels import (
     grouped_gemm,
     permute,
     placement,
+    products,
     routing,
     weight_gradient,
 )
@@ -249,6 +250,13 @@ def program(arguments: Any, gpu: Gpu | None = None) -> Program:
     return plan.make(*plan.described(leaves, gpu))
 
 
+def products_of(arguments: Any, gpu: Gpu | None = None) -> tuple[products.Gemm, ...]:
+    """The grouped products among the launches of `program(arguments)`, those of which there is a choice."""
+    plan = _PLANS[type(arguments)]
+    gpu, *leaves = plan.described(plan.flatten(arguments), gpu)
+    return products.of(records.builder(plan.record)(*leaves), gpu)
+
+
 def _expect_contiguous(name: str, index: Any) -> None:
     if index is not None and index.shape[0] > 1 and index.stride()[0] != 1:
         raise ValueError(f"{name} has stride {index.stride()[0]}: expected a contiguous tensor")
@@ -286,6 +294,13 @@ def launch_known(record: type, leaves: tuple[Any, ...]) -> Any:
     else:
         results = None
     return None if results is None else _results(results)
+
+
+def forget_known() -> None:
+    """Has the next call of each operator checked and planned again, for the GPU as `gpu_of` then says it is."""
+    for plan in _PLANS.values():
+        plan.known.clear()
+        plan.checked.clear()
 
 
 def _results(results: tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._dynamo import device_interface
 from torch._dynamo.source import ConstantSource
-from torch._inductor import codecache
+from torch._inductor import codecache, decomposition
 from torch._inductor.codegen.common import init_backend_registration
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -118,6 +118,7 @@ def fake_h200() -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(_triton, "has_triton_tensor_descriptor_host_tma", _answer(True))
         )
+        stack.enter_context(mock.patch.object(decomposition, "select_decomp_table", _decompositions))
         init_backend_registration()
         stack.callback(_forget_what_torch_found)
         _forget_what_torch_found()

@@ -23,6 +23,8 @@ if "passes" in sys.argv:
     import inductor_passes
 import moe_ops
 from torch._dynamo.utils import counters
+if "tuned" in sys.argv:
+    moe_ops.use_tuning(moe_ops.Tuning("NVIDIA H200", ()))
 
 def gate(x):
     return moe_ops.gated_activation(x, "silu")
@@ -203,6 +205,14 @@ def test_a_changed_kernel_or_table_misses_everywhere(workspace, name):
         file.write("\n# changed\n")
     changed = workspace.run("passes")
     assert _missed(changed["plain_caches"]) and _missed(changed["lowered_caches"])
+
+
+def test_another_tuning_table_misses_where_launches_are_compiled_in(filled, workspace):
+    """A plain compile calls operators, which choose when they run: it keeps its cache."""
+    tuned = workspace.run("passes", "tuned")
+    assert _missed(tuned["lowered_caches"]) and tuned["plain_caches"]["fxgraph_cache_hit"] >= 1
+    again = workspace.run("passes", "tuned", run=run_anew)
+    assert again["lowered_caches"]["fxgraph_cache_hit"] >= 1 and again["lowered"] == filled[1]["lowered"]
 
 
 def test_a_process_without_the_passes_gets_its_own_right_code(filled, workspace):

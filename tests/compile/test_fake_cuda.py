@@ -159,8 +159,8 @@ def test_a_plan_with_other_outputs_leaves_the_call(monkeypatch, caplog):
 
     plan = plans.program
 
-    def other(arguments):
-        program = plan(arguments)
+    def other(arguments, gpu):
+        program = plan(arguments, gpu)
         unlike = next(buffer for buffer in program.buffers if buffer.name not in program.outputs)
         return dataclasses.replace(program, outputs=(unlike.name,))
 

@@ -42,7 +42,7 @@ def _scale(source, target, warps):
     return Launch(_scale_kernel, (32,), {**args, "NAME": "silu", "BLOCK": 128}, warps, 2)
 
 
-def _program(arguments):
+def _program(arguments, gpu):
     count = TOKENS * HIDDEN
     add = {
         "weight_desc": Descriptor("w13", (EXPERTS * 2 * INTERMEDIATE, HIDDEN), (HIDDEN, 1), (16, 64)),

@@ -280,6 +280,9 @@ def fewer_tokens_are_not_checked_again() -> None:
         layer(94, w13_bias=aligned(E, 2 * I))
         layer(95, router_logits=aligned(95, 2 * E)[:, ::2])
         assert len(checked) == 2
+        plans.forget_known()
+        layer(88)
+        assert len(checked) == 3
     finally:
         plans.launch_checked = check
 

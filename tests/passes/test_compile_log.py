@@ -119,10 +119,11 @@ def test_what_was_raised_and_kept_is_told(caplog):
     log.fused += [Fusion(f"l.{i}", "fused_moe", ()) for i in range(2)]
     log.kept += [Refused(f"l.{i}", "fused_moe", "symbolic") for i in range(2)]
     log.refused += [Refused("l.1", "add", "no"), Refused("?", "mul", "of no layer")]
+    log.untimed += [Refused("l.0", "fused_moe", "no GPU")]
     compile_log.passes_ran(log, torch.fx.Graph())
     assert [record.getMessage() for record in caplog.records] == [
         "2 MoE layers (l.0-1): 2 fused_moe; 2 raised from plain PyTorch; refused 1 time: no; "
-        "kept as a call 2 times: symbolic"
+        "kept as a call 2 times: symbolic; not timed 1 time: no GPU"
     ]
 
 

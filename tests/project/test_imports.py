@@ -16,7 +16,7 @@ PRIVATE = (
     "torch._higher_order_ops",
     "torch._subclasses",
 )
-ALLOWED = [ROOT / "inductor_passes" / "_compat.py"]
+ALLOWED = [ROOT / "inductor_passes" / name for name in ("_compat.py", "_compat_options.py")]
 
 
 def _is_private(name: str) -> bool:
