@@ -24,6 +24,7 @@ from moe_ops.kernels import (
     weight_gradient,
 )
 from moe_ops.kernels.gpu import Gpu, gpu_of
+from moe_ops.kernels.keys import alike_of, key_of
 from moe_ops.kernels.packed import Packed
 from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, describe_index
 from moe_ops.kernels.templates import OfCounts, Templates
@@ -195,43 +196,12 @@ def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
         tuple(index for index, leaf in enumerate(leaves) if Role.INDEX in leaf.roles),
         lru_cache(maxsize=1024)(planned),
         Templates(planned),
-        _key_of(leaves),
+        key_of(leaves),
         {},
         frozenset(index for index, leaf in enumerate(leaves) if Role.PER_TOKEN in leaf.roles),
-        None if record in _TAKES else _alike_of(leaves),
+        None if record in _TAKES else alike_of(leaves),
         {},
     )
-
-
-def _key_of(leaves: Sequence[records.Leaf]) -> Callable[..., Hashable]:
-    """The function of leaves that says all that checks and plans read of them; written out, as it runs in every call.
-
-    But for where tensors start: a run that finds one elsewhere does not launch what was kept.
-    """
-    return eval(f"lambda {_names(leaves)}: ({_parts(leaves, '{0}.shape')},)")
-
-
-def _alike_of(leaves: Sequence[records.Leaf]) -> Callable[..., tuple[int, Hashable]] | None:
-    """The function of leaves that gives the number of tokens, and all that counts but for it; None without tokens."""
-    rows = [index for index, leaf in enumerate(leaves) if Role.PER_TOKEN in leaf.roles]
-    if not rows or leaves[rows[0]].is_optional:
-        return None
-    others = _parts(leaves, "{0}.shape[1:], {0}.shape[0] == tokens", Role.PER_TOKEN)
-    return eval(f"lambda {_names(leaves)}: (tokens := leaf{rows[0]}.shape[0], ({others},))")
-
-
-def _names(leaves: Sequence[records.Leaf]) -> str:
-    return ", ".join(f"leaf{index}" for index in range(len(leaves)))
-
-
-def _parts(leaves: Sequence[records.Leaf], shape: str, role: Role | None = None) -> str:
-    """Expressions of all that counts of leaves; of those with `role`, if any, `shape` stands for the shape."""
-    parts = []
-    for index, leaf in enumerate(leaves):
-        sizes = shape if role in (None, *leaf.roles) else "{0}.shape"
-        described = f"None if {{0}} is None else ({sizes}, {{0}}.stride(), {{0}}.dtype, {{0}}.device)"
-        parts.append((described if leaf.is_tensor else "{0}").format(f"leaf{index}"))
-    return ", ".join(parts)
 
 
 _PLANS = {record: _plan(record, make) for record, make in _PROGRAMS.items()}

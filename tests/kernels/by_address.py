@@ -76,7 +76,7 @@ def of_plan(layer: Layer, tokens: int) -> packed.Packed:
 
 
 def the_machine_gets_what_triton_gives_it() -> None:
-    for tokens, least in ((FEW, 3), (MANY, 5)):
+    for tokens, least in ((FEW, 2), (MANY, 5)):
         layer = Layer().ready(tokens)
         layer(tokens)
         compare(layer, tokens, least)
@@ -214,9 +214,9 @@ def hooks_are_told() -> None:
     layer = Layer().ready(FEW)
     with watched(told):
         layer(FEW)
-    assert len(told) == 3
+    assert len(told) == 2
     layer(FEW)
-    assert len(told) == 3 and len(DRIVER.launched()) == 6
+    assert len(told) == 2 and len(DRIVER.launched()) == 4
 
 
 class watched:
@@ -255,7 +255,7 @@ def other_metadata_is_checked() -> None:
                 layer(FEW, **changed)
     layer(FEW, w13_bias=aligned(E, 2 * I))
     layer(FEW)
-    assert len(DRIVER.launched()) == 6
+    assert len(DRIVER.launched()) == 4
 
 
 def fewer_tokens_are_not_checked_again() -> None:
