@@ -270,8 +270,7 @@ def fewer_tokens_are_not_checked_again() -> None:
             assert layer(tokens).shape == (tokens, H)
             assert len(checked) == again, (tokens, len(checked))
             checked.clear()
-            assert len(DRIVER.launched()) > 3
-            assert of_plan(layer, tokens)
+            assert len(DRIVER.launched()) > 3 and of_plan(layer, tokens)
         with pytest.raises(ValueError, match="router_logits has shape"):
             layer(93, router_logits=aligned(92, E))
         with pytest.raises(ValueError, match="w2 has shape"):
@@ -279,7 +278,6 @@ def fewer_tokens_are_not_checked_again() -> None:
         assert moe_ops.fused_moe(aligned(0, H), aligned(0, E), layer.w13, layer.w2, ROUTING).shape == (0, H)
         layer(94, w13_bias=aligned(E, 2 * I))
         layer(95, router_logits=aligned(95, 2 * E)[:, ::2])
-        assert len(checked) == 2
         plans.forget_known()
         layer(88)
         assert len(checked) == 3
