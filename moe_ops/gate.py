@@ -97,14 +97,21 @@ def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
 
 def apply_formula(gate_up: Tensor, gate: Gate, expert_offsets: Tensor) -> Tensor:
     """The definition of a captured gate: [S, 2I or I] to [S, I], zeros for rows of dropped slots."""
-    formula, values = Formula.from_spec(gate.formula), _in_compute_dtype(gate_up, expert_offsets)
-    columns = split_gate_up(values, formula) if formula.is_gated else (values, values)
+    formula = Formula.from_spec(gate.formula)
+    columns = split_gate_up(gate_up, formula) if formula.is_gated else (gate_up,)
+    return apply_to_halves(columns, gate, expert_offsets)
+
+
+def apply_to_halves(halves: Sequence[Tensor], gate: Gate, expert_offsets: Tensor) -> Tensor:
+    """`apply_formula` of gate and up [S, I] as tensors of their own; of one tensor without a gate."""
+    formula, (first, *_) = Formula.from_spec(gate.formula), halves
+    columns = [_in_compute_dtype(half, expert_offsets) for half in halves]
     rows = []
     if gate.operands:
-        expert = expert_of_rows(expert_offsets, gate_up.shape[0])
+        expert = expert_of_rows(expert_offsets, first.shape[0])
         rows = formula.rows_of(gate.operands, expert, columns[0])
-    result = formula(*columns, rows).to(gate_up.dtype)
-    return result.where(_is_kept(expert_offsets, gate_up.shape[0]), 0.0)
+    result = formula(columns[0], columns[-1], rows).to(first.dtype)
+    return result.where(_is_kept(expert_offsets, first.shape[0]), 0.0)
 
 
 def check_gate(gate: Gate, num_experts: int, features: int, x: Tensor) -> Formula:
