@@ -84,7 +84,7 @@ def expect_linear(
     _checks.expect_same_dtype(x.dtype, input_name, **named)
     _checks.expect_same_device(x.device, input_name, **named)
     if isinstance(linear, PairedLinear):
-        expect_pair(name, linear, x)
+        expect_pair(name, linear, input_name, x)
 
 
 def check_offsets(expert_offsets: Tensor, linear: GroupedLinear | PairedLinear, like: str, x: Tensor) -> None:

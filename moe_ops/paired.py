@@ -7,7 +7,7 @@ lie. Its product [S, 2I] has gate columns, then up columns, so only gates that a
 import torch
 from torch import Tensor
 
-from moe_ops import _checks
+from moe_ops import _checks, records
 from moe_ops.activation import out_features
 from moe_ops.errors import value_error
 from moe_ops.formula import Formula
@@ -33,22 +33,20 @@ def linear_of(name: str, weight: Weight, bias: Weight | None) -> PairedLinear:
     return PairedLinear(gate, gate_bias, up, up_bias)
 
 
-def expect_pair(name: str, linear: PairedLinear, x: Tensor) -> None:
-    """Checks the up half of the product `name` of x against its gate half, which is checked."""
+def expect_pair(name: str, linear: PairedLinear, input_name: str, x: Tensor) -> None:
+    """Checks the up half of the product `name` of x, its input, against its gate half, which is checked."""
     if linear.up is None:
         if linear.up_bias is not None:
-            value_error("{}_up_bias is given without {}_up: expected both or none", name, name)
+            value_error("up_bias of {} is given without up: expected both or none", name)
         return
     if (linear.bias is None) != (linear.up_bias is None):
-        value_error("{} has a bias for one half: expected one for gate and up each, or none", name)
-    for leaf, first, second in (
-        (f"{name}_up", linear.weight, linear.up),
-        (f"{name}_up_bias", linear.bias, linear.up_bias),
-    ):
+        value_error("{} has one bias, bias or up_bias: expected both for a pair, or none", name)
+    up, up_bias = (records.leaf_name(name, "weight", leaf) for leaf in ("up", "up_bias"))
+    for leaf, first, second in ((up, linear.weight, linear.up), (up_bias, linear.bias, linear.up_bias)):
         if first is not None and second is not None:
             _checks.expect_shape(leaf, second, first.shape)
-            _checks.expect_same_dtype(x.dtype, "its input", **{leaf: second})
-            _checks.expect_same_device(x.device, "its input", **{leaf: second})
+            _checks.expect_same_dtype(x.dtype, input_name, **{leaf: second})
+            _checks.expect_same_device(x.device, input_name, **{leaf: second})
             _expect_same_strides(leaf, second, first)
 
 
@@ -56,7 +54,10 @@ def _expect_same_strides(name: str, tensor: Tensor, gate: Tensor) -> None:
     sizes = zip(tensor.shape, tensor.stride(), gate.stride(), strict=True)
     if any(not _is_one(size) and not _checks.are_equal(ours, theirs) for size, ours, theirs in sizes):
         value_error(
-            "{} has strides {}: expected {}, those of the gate", name, list(tensor.stride()), list(gate.stride())
+            "{} has strides {}: expected {}, those of the gate",
+            name,
+            list(tensor.stride()),
+            list(gate.stride()),
         )
 
 
@@ -74,4 +75,6 @@ def expect_halves(w13: PairedLinear, gated: bool, interleaved: bool) -> None:
     """Raises ValueError for a pair where a gate wants other columns than gate ones, then up ones."""
     if w13.up is not None and (interleaved or not gated):
         layout = "interleaved" if interleaved else "ungated"
-        value_error("w13 is a pair with an {} activation: expected one of gate columns, then up columns", layout)
+        value_error(
+            "w13 is a pair with an {} activation: expected one of gate columns, then up columns", layout
+        )

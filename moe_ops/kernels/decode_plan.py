@@ -190,7 +190,10 @@ def _output_args(args: Any) -> dict[str, Any]:
 def _up_launch(args: Any, gpu: Gpu) -> Launch:
     (num_tokens, top_k), x = args.topk_ids.shape, args.hidden_states
     w13, gate = operands("w13", args.experts.w13), gate_of(args)
-    features, config = args.experts.w2.weight.shape[2], up_config(_as_one(args.experts.w13), gate.is_gated, gpu)
+    features, config = (
+        args.experts.w2.weight.shape[2],
+        up_config(_as_one(args.experts.w13), gate.is_gated, gpu),
+    )
     given = {
         **_route_args(args),
         **_weight_args(w13.weight, config),
@@ -218,7 +221,9 @@ def _as_one(w13: Any) -> TensorMeta:
     if up is None:
         return weight
     num_experts, rows, depth = weight.shape
-    return TensorMeta((num_experts, 2 * rows, depth), weight.strides, weight.dtype, weight.aligned and up.aligned)
+    return TensorMeta(
+        (num_experts, 2 * rows, depth), weight.strides, weight.dtype, weight.aligned and up.aligned
+    )
 
 
 def _down_launch(args: Any, config: GemvConfig) -> Launch:
