@@ -159,7 +159,7 @@ def samples():
             + (t(3, 8), None, None, t(3, 4), None, t(3, 1), "gelu", "silu"),
             (
                 t(3, 4),
-                w1,
+                w13,
                 t(3, 4, 4),
                 t(3, 2),
                 IDS,
