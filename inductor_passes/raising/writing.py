@@ -73,7 +73,8 @@ def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
 
 
 def _weigh(rows: Tensor, topk_weights: Tensor, sorted_slots: Tensor) -> Tensor:
-    return (rows * topk_weights.reshape(-1)[sorted_slots].unsqueeze(1)).to(rows.dtype)
+    scale = torch.ops.aten.index.Tensor(topk_weights.reshape(-1), [sorted_slots])
+    return (rows * scale.unsqueeze(1)).to(rows.dtype)
 
 
 def _product(graph: Graph, rows: Node, offsets: Node, outcomes: Sequence[Outcome], like: Node) -> Node:

@@ -51,10 +51,10 @@ class TestGolden(expecttest.TestCase):
 %10 = getitem(%7, 0) : int32[3*T0]
 %11 = moe.permute.default(%2, %10) : bfloat16[3*T0, 64]
 %12 = input() : bfloat16[13, 64, 64]
-%13 = moe.grouped_gemm.default(%11, %12, %8, None) : bfloat16[3*T0, 64]
+%13 = moe.grouped_gemm.default(%11, %12, %8, None, None, None) : bfloat16[3*T0, 64]
 %14 = moe.gated_activation.default(%13, 'silu') : bfloat16[3*T0, 32]
 %15 = input() : bfloat16[13, 64, 32]
-%16 = moe.grouped_gemm.default(%14, %15, %8, None) : bfloat16[3*T0, 64]
+%16 = moe.grouped_gemm.default(%14, %15, %8, None, None, None) : bfloat16[3*T0, 64]
 %17 = moe.combine.default(%16, %6, %9, None, None, None) : bfloat16[T0, 64]
 return [%17]""",
         )
