@@ -73,7 +73,7 @@ class TestGolden(expecttest.TestCase):
   t2=mul(t0,t1)
   t3=mul(t2,a0)
   t3') : float32[T0, 16]
-return [%5]""",
+return [%5]""",  # noqa: E501
         )
         assert result.log.counts() == COUNTS
 

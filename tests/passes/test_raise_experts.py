@@ -29,7 +29,7 @@ from tests.passes.stock import (
 )
 
 PIPELINE = (*RAISES, *FUSIONS)
-ONE_OPERATOR = ("grouped", "batched", "unsorted", "looped")
+ONE_OPERATOR = ("grouped", "batched", "einsums", "unsorted", "looped")
 
 
 class TestGolden(expecttest.TestCase):
@@ -77,8 +77,8 @@ def test_every_style_is_raised(name, size):
     result, out = computed(STYLES[name], *inputs, passes=PIPELINE)
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
     whole = ["fused_moe"]
-    apart = ["routing_dispatch", "permute", "grouped_gemm", "grouped_gemm", "gemm_combine"]
-    assert result.ops() == (whole if name in ONE_OPERATOR else apart)
+    weighed = ["routing_dispatch", "permute", "grouped_gemm", "gated_activation", "gemm_combine"]
+    assert result.ops() == (whole if name in ONE_OPERATOR else weighed)
     assert not any(
         "bmm" in str(node.target) or "_grouped_mm" in str(node.target) for node in result.graph.nodes
     )
