@@ -113,6 +113,10 @@ def test_one_operator_with_one_first_product(case, tokens):
 def test_rows_that_are_weighed_first_have_the_gate_in_their_product_too(tokens):
     compiled, log = _compiled(torchtitan, _inputs, tokens=tokens)
     assert log.counts() == {"routing_dispatch": 1, "gather_gemm_act": 1, "gemm_combine": 1}
+    (refused,) = log.refused
+    assert refused.reason.startswith(
+        "the rows of gather_gemm_act come from prims.convert_element_type, not from"
+    )
     assert len(_first_products(compiled)) == 2
     _assert_no_weight_is_copied(compiled)
 
