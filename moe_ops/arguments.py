@@ -1,6 +1,7 @@
 """What every operator takes, declared once, by name: for schemas, checks, gradients, vmap, launch plans and passes.
 
-T tokens, H hidden size, E experts held here, K experts per token, S = T*K slots, I intermediate size."""
+T tokens, H hidden size, E experts held here, K experts per token, S = T*K slots, I intermediate size.
+"""
 
 from typing import Annotated, NamedTuple
 
