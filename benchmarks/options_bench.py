@@ -261,8 +261,8 @@ def apart(x: Tensor, logits: Tensor, halves: tuple[Tensor, Tensor], w2: Tensor, 
     counted = ranked.int() if ranked.is_cuda else ranked.float()  # neither takes the other's
     counts = torch.histc(counted, bins=w2.shape[0], min=0, max=w2.shape[0] - 1)
     rows, offsets = x[order // top_k], counts.cumsum(0, dtype=torch.int32)
-    gate, up = (torch._grouped_mm(rows, half.transpose(-2, -1), offsets) for half in halves)
-    out = torch._grouped_mm(swiglu(gate, up), w2.transpose(-2, -1), offsets) * weights
+    gate, up = (torch.ops.aten._grouped_mm(rows, half.transpose(-2, -1), offsets) for half in halves)
+    out = torch.ops.aten._grouped_mm(swiglu(gate, up), w2.transpose(-2, -1), offsets) * weights
     return torch.zeros_like(x, dtype=out.dtype).index_add(0, order // top_k, out).to(x.dtype)
 
 

@@ -52,7 +52,7 @@ def grouped_gemm(x: Tensor, weight: Weight, expert_offsets: Tensor, bias: Weight
 
 def product(x: Tensor, linear: GroupedLinear | PairedLinear, expert_offsets: Tensor) -> Tensor:
     """`grouped_gemm` in the dtypes given: a gradient has those of its forward, also where autocast is on by now."""
-    return _library.call(GroupedGemm(x, PairedLinear(*linear), expert_offsets))
+    return _library.call(GroupedGemm(x, PairedLinear(*linear), expert_offsets))  # type: ignore[arg-type]  # by position
 
 
 def check(args: GroupedGemm, name: str = "weight") -> None:
@@ -170,7 +170,7 @@ def gradients(grad: Tensor, args: GroupedGemm, needs: GroupedGemm) -> GroupedGem
     to_x = _input_gradients(grads, linear, expert_offsets) if needs.x else None
     halves = zip(grads, needs.weight.halves, strict=False)
     to_halves = [linear_gradient(half, x, expert_offsets, needed) for half, needed in halves]
-    to_weight = PairedLinear(*(leaf for half in to_halves for leaf in half))
+    to_weight = PairedLinear(*(leaf for half in to_halves for leaf in half))  # type: ignore[arg-type]  # gradients
     return partial(GroupedGemm, x=to_x, weight=to_weight)
 
 
