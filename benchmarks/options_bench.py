@@ -1,4 +1,4 @@
-"""What options of the layer cost on a GPU: overlapped shared experts, balancing, chunks of a long input, own gates.
+"""What options of the layer cost on a GPU: overlapped shared experts, balancing, chunks, own gates, pairs of weights.
 
 Every result is compared with the one that it must equal before anything is timed.
 """
@@ -253,9 +253,58 @@ def _inlined(layer: Callable[..., Tensor], inputs: Inputs) -> Callable[..., Tens
     return torch.compile(layer, fullgraph=True, dynamic=False, options=inductor_passes.options())
 
 
+def apart(x: Tensor, logits: Tensor, halves: tuple[Tensor, Tensor], w2: Tensor, top_k: int) -> Tensor:
+    """A layer with gate and up in two tensors as torchtitan writes it, weighing what its experts give."""
+    weights, ids = logits.float().softmax(-1).topk(top_k, dim=-1)
+    ranked, order = ids.reshape(-1).sort(stable=True)
+    weights = (weights / weights.sum(-1, keepdim=True)).reshape(-1)[order].unsqueeze(-1)
+    counted = ranked.int() if ranked.is_cuda else ranked.float()  # neither takes the other's
+    counts = torch.histc(counted, bins=w2.shape[0], min=0, max=w2.shape[0] - 1)
+    rows, offsets = x[order // top_k], counts.cumsum(0, dtype=torch.int32)
+    gate, up = (torch.ops.aten._grouped_mm(rows, half.transpose(-2, -1), offsets) for half in halves)
+    out = torch.ops.aten._grouped_mm(swiglu(gate, up), w2.transpose(-2, -1), offsets) * weights
+    return torch.zeros_like(x, dtype=out.dtype).index_add(0, order // top_k, out).to(x.dtype)
+
+
+def pair_layers(weights: Weights, top_k: int) -> dict[str, Callable[..., Tensor]]:
+    """Layers of hidden states and logits that compute the same: ours with both in one tensor, in two, and stock's."""
+    routing, w2 = RoutingConfig(top_k), weights.w2
+    gate, up = (half.clone() for half in weights.w13.chunk(2, 1))
+
+    def ours(w13: Tensor | tuple[Tensor, Tensor]) -> Callable[..., Tensor]:
+        return lambda x, logits: moe_ops.fused_moe(x, logits, w13, w2, routing, emit="stages")
+
+    stock = lambda x, logits: apart(x, logits, (gate, up), w2, top_k)  # noqa: E731
+    return {"packed": ours(weights.w13), "pair": ours((gate, up)), "raised": stock, "stock": stock}
+
+
+def pairs(budget_ms: float) -> list[Row]:
+    """Gate and up in two tensors over one: microseconds of compiled layers, also of stock `torch.compile`."""
+    rows: list[Row] = []
+    for workload in (WORKLOADS["W2"], WORKLOADS["W1"]):
+        layers = pair_layers(make_weights(workload, 0, "cuda"), workload.top_k)
+        for tokens in (1, 8, 64, 512, 4096):
+            inputs = make_inputs(Cell(workload, tokens, "uniform"), "cuda")
+            torch.compiler.reset()
+            compiled = {name: _inlined(layer, inputs[0]) for name, layer in layers.items() if name != "stock"}
+            compiled["stock"] = torch.compile(layers["stock"], fullgraph=True, dynamic=False)
+            for layer in compiled.values():
+                _expect_close(layer(*_given(inputs[0])), compiled["packed"](*_given(inputs[0])))
+            calls: dict[str, list[Callable[[], object]]] = {
+                name: [partial(layer, *_given(each)) for each in inputs] for name, layer in compiled.items()
+            }
+            times = _timed(calls, budget_ms)
+            more = {
+                f"{name} over packed": times[name] / times["packed"] for name in ("pair", "raised", "stock")
+            }
+            _tell(rows, workload=workload.name, tokens=tokens, **times, **more)
+    return rows
+
+
 MEASUREMENTS: dict[str, Callable[[float], list[Row]]] = {
     "overlap": overlap,
     "balancing": balancing,
     "chunks": chunks,
     "gates": gates,
+    "pairs": pairs,
 }

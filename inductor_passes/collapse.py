@@ -76,6 +76,9 @@ def _rewrite(graph: Graph, down: Node, log: PassLog) -> None:
 
 
 def _plan_of(first: _FirstHalf, second: GemmCombine, down: Node) -> Node:
+    if getitem_source(first.sorted_slots) is None and getitem_source(second.inverse) is not None:
+        rows = describe(first.hidden_states)
+        raise Refusal(down, f"the rows of gather_gemm_act come from {rows}, not from tokens in expert order")
     plan = expect_one_plan(
         down,
         sorted_slots=first.sorted_slots,

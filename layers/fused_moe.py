@@ -31,6 +31,7 @@ from moe_ops.arguments import (
     FusedExperts,
     FusedMoe,
     GroupedLinear,
+    PairedLinear,
     Placement,
     Router,
     SharedExpert,
@@ -250,7 +251,7 @@ class FusedMoE(ExpertParameters):
     def expert_weights(self) -> ExpertWeights:
         """Weights and biases of the experts."""
         return ExpertWeights(
-            GroupedLinear(self.w13_weight, self.w13_bias), GroupedLinear(self.w2_weight, self.w2_bias)
+            PairedLinear(self.w13_weight, self.w13_bias), GroupedLinear(self.w2_weight, self.w2_bias)
         )
 
     def _run(self, tokens: Tensor, router_logits: Tensor, shared: Tensor | None) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from moe_ops import _checks
-from moe_ops._cpu_products import expert_linear, grouped_product
+from moe_ops._cpu_products import grouped_product, grouped_products, paired_product
 from moe_ops.activation import apply_activation
-from moe_ops.arguments import FusedExperts, GroupedLinear
+from moe_ops.arguments import FusedExperts, GroupedLinear, PairedLinear
 from moe_ops.combine import weighted_sum
 from moe_ops.dispatch import local_experts
 from moe_ops.types import Activation
@@ -27,7 +27,7 @@ def run_experts(args: FusedExperts) -> Tensor:
 
 
 class _Layer(NamedTuple):
-    w13: GroupedLinear
+    w13: PairedLinear
     w2: GroupedLinear
     activation: Activation
 
@@ -48,13 +48,9 @@ def _slot_by_slot(hidden_states: Tensor, layer: _Layer, scales: Tensor, experts:
         x, total = hidden_states[token : token + 1], out[token : token + 1]
         for expert, scale in zip(ids, weight_of, strict=True):
             if 0 <= expert < w13.weight.shape[0]:
-                activated = apply_activation(_expert_product(x, w13, expert), activation)
-                total.add_(_expert_product(activated, w2, expert), alpha=scale)
+                activated = apply_activation(paired_product(x, w13, expert), activation)
+                total.add_(paired_product(activated, PairedLinear(*w2), expert), alpha=scale)
     return out
-
-
-def _expert_product(x: Tensor, linear: GroupedLinear, expert: int) -> Tensor:
-    return expert_linear(x, linear.weight[expert], None if linear.bias is None else linear.bias[expert])
 
 
 def _sorted_by_expert(args: FusedExperts, layer: _Layer, scales: Tensor) -> Tensor:
@@ -66,7 +62,7 @@ def _sorted_by_expert(args: FusedExperts, layer: _Layer, scales: Tensor) -> Tens
     kept = int(expert_offsets[-1])
     slots = slots[:kept]
     rows = args.hidden_states.index_select(0, slots // top_k)
-    gate_up = grouped_product(rows, layer.w13, expert_offsets)
+    gate_up = grouped_products(rows, layer.w13, expert_offsets)
     # In the storage dtype: torch's own elementwise kernels compute in float32 inside.
     activated = apply_activation(gate_up, layer.activation)
     expert_out = grouped_product(activated, layer.w2, expert_offsets)

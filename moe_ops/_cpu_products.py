@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _compat
-from moe_ops.arguments import GroupedLinear
+from moe_ops.arguments import GroupedLinear, PairedLinear
 from moe_ops.errors import value_error
 
 _FEW_ROWS = 4  # that a product takes column-major
@@ -46,6 +46,21 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     else:
         product = F.linear(x, weight)
     return product if bias is None else product.add_(bias)
+
+
+def paired_product(x: Tensor, linear: PairedLinear, expert: int) -> Tensor:
+    """[m, B] of rows x [m, A] with the weight of `expert`; of a pair [m, 2B]."""
+    products = [
+        expert_linear(x, part.weight[expert], None if part.bias is None else part.bias[expert])
+        for part in linear.parts
+    ]
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
+
+
+def grouped_products(x: Tensor, linear: PairedLinear, expert_offsets: Tensor) -> Tensor:
+    """`grouped_product`, of a pair one beside the other: [S, 2B]."""
+    products = [grouped_product(x, part, expert_offsets) for part in linear.parts]
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) -> Tensor:

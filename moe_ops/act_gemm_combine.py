@@ -26,6 +26,7 @@ from moe_ops.arguments import (
     GatedActivation,
     GroupedGemm,
     GroupedLinear,
+    PairedLinear,
 )
 from moe_ops.combine import (
     check_joined,
@@ -113,7 +114,7 @@ def _check(args: ActGemmCombine) -> None:
 def reference(args: ActGemmCombine) -> Tensor:
     """The definition of `act_gemm_combine`: its stages, one after the other."""
     activated = activation_reference(GatedActivation(args.gate_up, args.activation))
-    expert_out = gemm_reference(GroupedGemm(activated, args.w2, args.expert_offsets))
+    expert_out = gemm_reference(GroupedGemm(activated, PairedLinear(*args.w2), args.expert_offsets))
     return combine_reference(Combine(expert_out, args.topk_weights, args.inverse, args.shared, args.epilogue))
 
 

@@ -13,6 +13,7 @@ g and u are the gate and up columns of gate_up [S, 2I]: halves, or alternating w
 float32 (float64 for float64), rounded once. A row of zeros stays zero. Pointwise; consumed by the w2 product.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,6 +142,15 @@ def reference(args: GatedActivation) -> Tensor:
     """The definition of `gated_activation`, in plain PyTorch."""
     gate_up = args.gate_up.to(_checks.compute_dtype(args.gate_up.dtype))
     return apply_activation(gate_up, Activation.from_spec(args.activation)).to(args.gate_up.dtype)
+
+
+def activate_halves(halves: Sequence[Tensor], activation: str) -> Tensor:
+    """`reference` of gate_up [S, 2I], or of gate and up [S, I] as tensors of their own."""
+    if len(halves) == 1:
+        return reference(GatedActivation(halves[0], activation))
+    dtype = halves[0].dtype
+    gate, up = (half.to(_checks.compute_dtype(dtype)) for half in halves)
+    return gate_times_up(gate, up, Activation.from_spec(activation)).to(dtype)
 
 
 def _cuda(args: GatedActivation) -> Tensor:

@@ -18,6 +18,7 @@ from moe_ops.values import (
     Ids,
     Index,
     LoadRecord,
+    PairedLinear,
     PerToken,
     PerTokenOrNone,
     Placement,
@@ -87,7 +88,7 @@ class GroupedGemm(NamedTuple):
     """Of `grouped_gemm`."""
 
     x: Tensor
-    weight: GroupedLinear
+    weight: PairedLinear
     expert_offsets: Index
 
 
@@ -181,7 +182,7 @@ class GatherGemmAct(NamedTuple):
     """Of `gather_gemm_act`."""
 
     hidden_states: Tensor
-    w13: GroupedLinear
+    w13: PairedLinear
     sorted_slots: Index
     expert_offsets: Index
     activation: str
@@ -191,7 +192,7 @@ class GatherGemmFormula(NamedTuple):
     """Of `gather_gemm_formula`."""
 
     hidden_states: Tensor
-    w13: GroupedLinear
+    w13: PairedLinear
     sorted_slots: Index
     expert_offsets: Index
     gate: Gate
@@ -213,7 +214,7 @@ class GatherGemm(NamedTuple):
     """Of `gather_gemm`."""
 
     hidden_states: Tensor
-    w13: GroupedLinear
+    w13: PairedLinear
     sorted_slots: Index
     expert_offsets: Index
 

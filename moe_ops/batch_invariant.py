@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _library, records
-from moe_ops._cpu_products import expert_linear, read_offsets
+from moe_ops._cpu_products import paired_product, read_offsets
 from moe_ops.arguments import FusedExperts, GroupedGemm, TopkRouting
 from moe_ops.fused_experts import check as check_experts, fake as fake_output, reference as experts_reference
 from moe_ops.grouped_gemm import check as check_product
@@ -72,12 +72,11 @@ def _run_experts(args: BatchInvariantExperts) -> Tensor:
 
 
 def _multiply(args: BatchInvariantGemm) -> Tensor:
-    x, (weight, bias), expert_offsets = args
-    out = x.new_zeros((x.shape[0], weight.shape[1]))
+    x, linear, expert_offsets = args
+    out = x.new_zeros((x.shape[0], linear.columns))
     for expert, (start, end) in enumerate(pairwise(read_offsets(expert_offsets, x.shape[0]))):
         for row in range(start, end):
-            expert_bias = None if bias is None else bias[expert]
-            out[row] = expert_linear(_alone(x, row), weight[expert], expert_bias)[0]
+            out[row] = paired_product(_alone(x, row), linear, expert)[0]
     return out
 
 
@@ -115,7 +114,7 @@ def _rows_of_one_layout(x: Tensor) -> Tensor:
 
 
 def _empty(args: BatchInvariantGemm) -> Tensor:
-    return args.x.new_empty((args.x.shape[0], args.weight.weight.shape[1]))
+    return args.x.new_empty((args.x.shape[0], args.weight.columns))
 
 
 _library.define(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.arguments import DenseGemm, GroupedLinear
+from moe_ops.arguments import DenseGemm, PairedLinear
 from moe_ops.invariant_arguments import BatchInvariantGemm
 from moe_ops.records import partial
 
@@ -64,7 +64,7 @@ def _one_expert(args: DenseGemm) -> Tensor:
     x, weight = args.x.to(args.dtype), args.weight.to(args.dtype)
     bias = None if args.bias is None else args.bias.to(args.dtype).unsqueeze(0)
     offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]
-    linear = GroupedLinear(weight.unsqueeze(0), bias)
+    linear = PairedLinear(weight.unsqueeze(0), bias)
     return _library.call(BatchInvariantGemm(x, linear, offsets))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops._cpu_experts import run_experts
 from moe_ops.act_gemm_combine import gradients as down_gradients
-from moe_ops.activation import activation_spec, gated_activation, out_features
+from moe_ops.activation import activation_spec, gated_activation
 from moe_ops.arguments import (
     ActGemmCombine,
     BuildDispatch,
@@ -37,22 +37,23 @@ from moe_ops.gate import Custom, GateFunction, apply_function, custom
 from moe_ops.gather_gemm import gradients as up_gradients, product_args
 from moe_ops.grouped_gemm import check_linear, expect_linear, product, product_flops
 from moe_ops.invariant_arguments import BatchInvariantExperts
+from moe_ops.paired import Weight, expect_halves, linear_of, up_features
 from moe_ops.permute import permute
 from moe_ops.records import partial
-from moe_ops.types import Activation, DispatchPlan, is_gated_spec
+from moe_ops.types import Activation, DispatchPlan, is_gated_spec, is_interleaved_spec
 
 Emit = Literal["auto", "stages", "fused", "batch_invariant"]
 
 
 def fused_experts(
     hidden_states: Tensor,
-    w13: Tensor,
+    w13: Weight,
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str | Activation | GateFunction = "silu",
     *,
-    w13_bias: Tensor | None = None,
+    w13_bias: Weight | None = None,
     w2_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
@@ -65,12 +66,13 @@ def fused_experts(
     Args:
         hidden_states: [T, H], any floating dtype.
         w13: [E, 2I, H] gate and up rows ([E, I, H] for an ungated activation), w2: [E, H, I]; dtype of
-            hidden_states, stride 1 in either of the last two dimensions, never copied.
+            hidden_states, stride 1 in either of the last two dimensions, never copied. Where gate and up are tensors of
+            their own, w13 is (gate, up), [E, I, H] each, with the same strides.
         topk_weights: [T, K], any floating dtype. topk_ids: [T, K] int32 or int64; an id out of range (padding,
             remote expert) contributes exactly zero.
         activation: a name, an `Activation`, or a function of plain PyTorch: `activation(gate, up)` of both halves
             [S, I] where w13 has 2I rows, `activation(x)` where it has I. It gets float32 (float64 for float64).
-        w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
+        w13_bias: [E, 2I], for a pair (gate, up) of [E, I]; w2_bias: [E, H], dtype of hidden_states.
         expert_map: [E_global] int32, global to local ids, -1 for remote ones; see `build_dispatch`.
         apply_router_weight_on_input: weigh the experts' input instead of their output; only for K = 1.
         shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
@@ -92,7 +94,7 @@ def fused_experts(
     Example:
         >>> out = moe_ops.fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
     """
-    experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
+    experts = ExpertWeights(linear_of("w13", w13, w13_bias), GroupedLinear(w2, w2_bias))
     spec, gate = gate_given(activation, per_expert, experts)
     args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), shared, spec)
     args = weigh_input(args) if apply_router_weight_on_input else args
@@ -113,7 +115,7 @@ def gate_given(
         return activation_spec(activation), None  # type: ignore[arg-type]
     if isinstance(activation, type):
         type_error("activation={}: expected a name, an Activation or a function", describe(activation))
-    return "", custom(activation, per_expert, experts.w13.weight, experts.w2.weight)
+    return "", custom(activation, per_expert, experts)
 
 
 def run(args: FusedExperts, emit: Emit) -> Tensor:
@@ -142,7 +144,7 @@ def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
     emits_stages(emit)  # for what it raises
     args = _autocast(args)
     features = args.experts.w2.weight.shape[2]
-    _check_in_callers_names(args, args.experts.w13.weight.shape[1] != features)
+    _check_in_callers_names(args, args.experts.w13.columns != features)
     return _between_stages(args, lambda gate_up, offsets: apply_function(gate_up, gate, features, offsets))
 
 
@@ -213,7 +215,8 @@ def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
     _checks.expect_floating("hidden_states", x)
     _checks.expect_shape("hidden_states", x, ("T", "H"))
     expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
-    columns = w13.weight.shape[1]
+    expect_halves(w13, gated, is_interleaved_spec(args.activation))
+    columns = w13.columns
     if gated and isinstance(columns, int) and columns % 2:
         value_error(
             "w13 has {} gate and up features: expected an even number for {!r}", columns, args.activation
@@ -251,7 +254,7 @@ def check_experts(hidden_states: Tensor, experts: ExpertWeights, gate: Activatio
     check_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
     if w13.weight.shape[0] < 1:
         value_error("w13 has shape {}: expected at least one expert", list(w13.weight.shape))
-    features = out_features(w13.weight.shape[1], gate, "w13")
+    features = up_features(w13, gate)
     check_linear("w2", w2, (w13.weight.shape[0], x.shape[1], features), "hidden_states", x)
 
 

@@ -36,6 +36,7 @@ from moe_ops.fused_experts import (
 )
 from moe_ops.gate import Custom, GateFunction
 from moe_ops.invariant_arguments import BatchInvariantRouting
+from moe_ops.paired import Weight, linear_of
 from moe_ops.records import partial
 from moe_ops.routing import (
     check_router,
@@ -49,12 +50,12 @@ from moe_ops.types import Activation, DispatchPlan, RoutingConfig
 def fused_moe(
     hidden_states: Tensor,
     router_logits: Tensor,
-    w13: Tensor,
+    w13: Weight,
     w2: Tensor,
     routing: RoutingConfig,
     activation: str | Activation | GateFunction = "silu",
     *,
-    w13_bias: Tensor | None = None,
+    w13_bias: Weight | None = None,
     w2_bias: Tensor | None = None,
     correction_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
@@ -79,7 +80,7 @@ def fused_moe(
         >>> out = moe_ops.fused_moe(hidden_states, logits, w13, w2, moe_ops.RoutingConfig(top_k=2))
     """
     router = Router(router_logits, correction_bias, routing_spec(routing))
-    experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
+    experts = ExpertWeights(linear_of("w13", w13, w13_bias), GroupedLinear(w2, w2_bias))
     spec, gate = gate_given(activation, per_expert, experts)
     args = FusedMoe(hidden_states, router, experts, Placement(expert_map), spec)
     return run(args, shared, emit) if gate is None else _run_custom(args, shared, gate, emit)

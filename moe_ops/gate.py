@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops import _checks, _library
 from moe_ops.activation import split_gate_up
-from moe_ops.arguments import Gate
+from moe_ops.arguments import ExpertWeights, Gate
 from moe_ops.errors import describe, type_error, value_error
 from moe_ops.formula import Formula
 
@@ -26,20 +26,21 @@ class Custom(NamedTuple):
     per_expert: tuple[Tensor, ...]
 
 
-def custom(function: GateFunction, per_expert: Sequence[Tensor], w13: Tensor, w2: Tensor) -> Custom:
+def custom(function: GateFunction, per_expert: Sequence[Tensor], experts: ExpertWeights) -> Custom:
     """A function for weights [E, 2I or I, H] and [E, H, I].
 
     Raises:
         ValueError: rows of w13 that are neither I nor 2I, a tensor per expert of another shape.
         TypeError: a tensor per expert that is none, or not floating.
     """
+    (w13, *_), (w2, _) = experts
     _checks.expect_shape("w13", w13, ("E", "2I", "H"))
     _checks.expect_shape("w2", w2, (w13.shape[0], w13.shape[2], "I"))
-    if w13.shape[1] not in (w2.shape[2], 2 * w2.shape[2]):
+    if experts.w13.columns not in (w2.shape[2], 2 * w2.shape[2]):
         value_error(
             "w13 has {} rows for the {} columns of w2: expected twice as many for activation(gate, up), or as many"
             " for activation(x)",
-            w13.shape[1],
+            experts.w13.columns,
             w2.shape[2],
         )
     for index, each in enumerate(per_expert):
@@ -96,14 +97,21 @@ def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
 
 def apply_formula(gate_up: Tensor, gate: Gate, expert_offsets: Tensor) -> Tensor:
     """The definition of a captured gate: [S, 2I or I] to [S, I], zeros for rows of dropped slots."""
-    formula, values = Formula.from_spec(gate.formula), _in_compute_dtype(gate_up, expert_offsets)
-    columns = split_gate_up(values, formula) if formula.is_gated else (values, values)
+    formula = Formula.from_spec(gate.formula)
+    columns = split_gate_up(gate_up, formula) if formula.is_gated else (gate_up,)
+    return apply_to_halves(columns, gate, expert_offsets)
+
+
+def apply_to_halves(halves: Sequence[Tensor], gate: Gate, expert_offsets: Tensor) -> Tensor:
+    """`apply_formula` of gate and up [S, I] as tensors of their own; of one tensor without a gate."""
+    formula, (first, *_) = Formula.from_spec(gate.formula), halves
+    columns = [_in_compute_dtype(half, expert_offsets) for half in halves]
     rows = []
     if gate.operands:
-        expert = expert_of_rows(expert_offsets, gate_up.shape[0])
+        expert = expert_of_rows(expert_offsets, first.shape[0])
         rows = formula.rows_of(gate.operands, expert, columns[0])
-    result = formula(*columns, rows).to(gate_up.dtype)
-    return result.where(_is_kept(expert_offsets, gate_up.shape[0]), 0.0)
+    result = formula(columns[0], columns[-1], rows).to(first.dtype)
+    return result.where(_is_kept(expert_offsets, first.shape[0]), 0.0)
 
 
 def check_gate(gate: Gate, num_experts: int, features: int, x: Tensor) -> Formula:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.arguments import GatherGemm, GroupedGemm, GroupedLinear
+from moe_ops.arguments import GatherGemm, GroupedGemm
 from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check_linear,
@@ -21,22 +21,23 @@ from moe_ops.grouped_gemm import (
     product_flops,
     reference as gemm_reference,
 )
+from moe_ops.paired import Weight, linear_of
 from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.records import partial
 from moe_ops.types import DispatchPlan
 
 
-def gather_gemm(hidden_states: Tensor, w13: Tensor, plan: DispatchPlan, bias: Tensor | None = None) -> Tensor:
+def gather_gemm(hidden_states: Tensor, w13: Weight, plan: DispatchPlan, bias: Weight | None = None) -> Tensor:
     """`permute` and `grouped_gemm` in one operator: the gate and up projections of every slot.
 
     Args:
         hidden_states: [T, H].
-        w13: [E, B, H], dtype of hidden_states.
+        w13: [E, B, H], dtype of hidden_states; or (gate, up), two of them that are as their concatenation.
         plan: from `build_dispatch`.
-        bias: [E, B], dtype of hidden_states.
+        bias: [E, B], dtype of hidden_states; of a pair two.
 
     Returns:
-        [S, B] in expert order, dtype of hidden_states. Rows of dropped slots are zeros.
+        [S, B], of a pair [S, 2B], in expert order, dtype of hidden_states. Rows of dropped slots are zeros.
 
     Raises:
         ValueError, TypeError: as the two stages do.
@@ -47,7 +48,7 @@ def gather_gemm(hidden_states: Tensor, w13: Tensor, plan: DispatchPlan, bias: Te
         >>> gate_up = moe_ops.gather_gemm(hidden_states, w13, plan)
     """
     expect_plan(plan)
-    hidden_states, linear = _library.autocast((hidden_states, GroupedLinear(w13, bias)))
+    hidden_states, linear = _library.autocast((hidden_states, linear_of("w13", w13, bias)))
     return _library.call(GatherGemm(hidden_states, linear, plan.sorted_slots, plan.expert_offsets))
 
 
@@ -73,7 +74,7 @@ def _cuda(args: GatherGemm) -> Tensor:
 
 
 def _fake(args: GatherGemm) -> Tensor:
-    return args.hidden_states.new_empty((args.sorted_slots.shape[0], args.w13.weight.shape[1]))
+    return args.hidden_states.new_empty((args.sorted_slots.shape[0], args.w13.columns))
 
 
 _library.define(GatherGemm, "Tensor", check=_check, cpu=reference, cuda=_cuda, fake=_fake)

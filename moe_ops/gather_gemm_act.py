@@ -15,10 +15,9 @@ from moe_ops.activation import (
     activation_gradient,
     activation_spec,
     gated_activation,
-    out_features,
     reference as activation_reference,
 )
-from moe_ops.arguments import GatedActivation, GatherGemmAct, GroupedGemm, GroupedLinear
+from moe_ops.arguments import GatedActivation, GatherGemmAct, GroupedGemm
 from moe_ops.dispatch import expect_plan
 from moe_ops.grouped_gemm import (
     check_linear,
@@ -28,6 +27,7 @@ from moe_ops.grouped_gemm import (
     product_flops,
     reference as gemm_reference,
 )
+from moe_ops.paired import Weight, linear_of, up_features
 from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan
@@ -35,19 +35,19 @@ from moe_ops.types import Activation, DispatchPlan
 
 def gather_gemm_act(
     hidden_states: Tensor,
-    w13: Tensor,
+    w13: Weight,
     plan: DispatchPlan,
     activation: str | Activation = "silu",
-    bias: Tensor | None = None,
+    bias: Weight | None = None,
 ) -> Tensor:
     """`permute`, `grouped_gemm` and `gated_activation` in one operator: the up half of the experts.
 
     Args:
         hidden_states: [T, H].
-        w13: [E, 2I, H], dtype of hidden_states ([E, I, H] for an ungated activation).
+        w13: [E, 2I, H], dtype of hidden_states ([E, I, H] for an ungated activation); or (gate, up), [E, I, H] each.
         plan: from `build_dispatch`.
         activation: a name or an `Activation`.
-        bias: [E, 2I], dtype of hidden_states.
+        bias: [E, 2I], dtype of hidden_states; of a pair [E, I] each.
 
     Returns:
         [S, I] in expert order, dtype of hidden_states. Rows of dropped slots are zeros.
@@ -59,7 +59,7 @@ def gather_gemm_act(
         >>> up = moe_ops.gather_gemm_act(hidden_states, w13, plan)
     """
     expect_plan(plan)
-    hidden_states, linear = _library.autocast((hidden_states, GroupedLinear(w13, bias)))
+    hidden_states, linear = _library.autocast((hidden_states, linear_of("w13", w13, bias)))
     slots, offsets, spec = plan.sorted_slots, plan.expert_offsets, activation_spec(activation)
     return _library.call(GatherGemmAct(hidden_states, linear, slots, offsets, spec))
 
@@ -72,7 +72,7 @@ def _check(args: GatherGemmAct) -> None:
     _checks.expect_same_device(x.device, "hidden_states", sorted_slots=args.sorted_slots)
     check_linear("w13", args.w13, ("E", "2I", x.shape[1]), "hidden_states", x)
     check_offsets(args.expert_offsets, args.w13, "hidden_states", x)
-    out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
+    up_features(args.w13, Activation.from_spec(args.activation))
 
 
 def reference(args: GatherGemmAct) -> Tensor:
@@ -88,7 +88,7 @@ def _cuda(args: GatherGemmAct) -> Tensor:
 
 
 def _fake(args: GatherGemmAct) -> Tensor:
-    features = out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
+    features = up_features(args.w13, Activation.from_spec(args.activation))
     return args.hidden_states.new_empty((args.sorted_slots.shape[0], features))
 
 

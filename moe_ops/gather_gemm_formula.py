@@ -9,11 +9,11 @@ reads are applied to the float32 accumulator. Rows of dropped slots are zeros.
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.activation import out_features
 from moe_ops.arguments import GatherGemmFormula
 from moe_ops.formula import Formula
 from moe_ops.gate import apply_formula, check_gate, launch
 from moe_ops.grouped_gemm import check_linear, check_offsets, product, product_flops
+from moe_ops.paired import up_features
 from moe_ops.permute import check_slots, permute
 
 
@@ -29,7 +29,7 @@ def _check(args: GatherGemmFormula) -> None:
 
 
 def _features(args: GatherGemmFormula) -> int:
-    return out_features(args.w13.weight.shape[1], Formula.from_spec(args.gate.formula), "w13")
+    return up_features(args.w13, Formula.from_spec(args.gate.formula))
 
 
 def run_stages(args: GatherGemmFormula) -> Tensor:

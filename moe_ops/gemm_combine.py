@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.arguments import Combine, Epilogue, GemmCombine, GroupedGemm, GroupedLinear
+from moe_ops.arguments import Combine, Epilogue, GemmCombine, GroupedGemm, GroupedLinear, PairedLinear
 from moe_ops.combine import (
     check_joined,
     check_weights as check_topk_weights,
@@ -80,7 +80,7 @@ def _check(args: GemmCombine) -> None:
 
 
 def _product_args(args: GemmCombine) -> GroupedGemm:
-    return GroupedGemm(args.x, args.w2, args.expert_offsets)
+    return GroupedGemm(args.x, PairedLinear(*args.w2), args.expert_offsets)
 
 
 def reference(args: GemmCombine) -> Tensor:
@@ -107,8 +107,9 @@ def _save(args: GemmCombine, output: Tensor) -> Any:
 def _backward(args: GemmCombine, needs: GemmCombine, grad: Tensor) -> GemmCombine:
     product_args = _product_args(args)
     grad_out, to_weights = combine_gradient(grad, product(*product_args), args.topk_weights, args.inverse)
-    to_x, to_w2, _ = gemm_gradients(grad_out, product_args, partial(GroupedGemm, x=needs.x, weight=needs.w2))
-    to_sum = partial(GemmCombine, x=to_x, w2=to_w2, topk_weights=to_weights)
+    wanted = partial(GroupedGemm, x=needs.x, weight=PairedLinear(*needs.w2))
+    to_x, to_w2, _ = gemm_gradients(grad_out, product_args, wanted)
+    to_sum = partial(GemmCombine, x=to_x, w2=to_w2.halves[0], topk_weights=to_weights)
     return with_joined_gradients(to_sum, grad, args, needs)
 
 

@@ -15,24 +15,26 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library, records
-from moe_ops._cpu_products import grouped_product
-from moe_ops.arguments import GroupedGemm, GroupedGemmWeightBackward, GroupedLinear
+from moe_ops._cpu_products import grouped_products
+from moe_ops.arguments import GroupedGemm, GroupedGemmWeightBackward, GroupedLinear, PairedLinear
+from moe_ops.paired import Weight, expect_pair, linear_of
 from moe_ops.records import partial
 
 Sizes = Sequence[int | torch.SymInt | str]
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Weight, expert_offsets: Tensor, bias: Weight | None = None) -> Tensor:
     """Multiplies ragged groups of rows with one weight each, accumulating in float32 (float64 for float64).
 
     Args:
         x: [S, A] rows in expert order, such as `permute` gives.
-        weight: [E, B, A], dtype of x, stride 1 in either of its last two dimensions; never copied.
+        weight: [E, B, A], dtype of x, stride 1 in either of its last two dimensions; never copied. Two of them with the
+            same strides, (gate, up), are as their concatenation [E, 2B, A].
         expert_offsets: [E+1] int32 exclusive prefix, from `build_dispatch`.
-        bias: [E, B], dtype of x.
+        bias: [E, B], dtype of x; of two weights two.
 
     Returns:
-        [S, B], dtype of x.
+        [S, B], dtype of x; of two weights [S, 2B].
 
     Raises:
         ValueError: ranks, sizes, devices that do not fit, or a weight with no dimension of stride 1.
@@ -44,13 +46,13 @@ def grouped_gemm(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor
     Example:
         >>> gate_up = moe_ops.grouped_gemm(rows, w13, plan.expert_offsets)
     """
-    x, linear = _library.autocast((x, GroupedLinear(weight, bias)))
+    x, linear = _library.autocast((x, linear_of("weight", weight, bias)))
     return product(x, linear, expert_offsets)
 
 
-def product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) -> Tensor:
+def product(x: Tensor, linear: GroupedLinear | PairedLinear, expert_offsets: Tensor) -> Tensor:
     """`grouped_gemm` in the dtypes given: a gradient has those of its forward, also where autocast is on by now."""
-    return _library.call(GroupedGemm(x, linear, expert_offsets))
+    return _library.call(GroupedGemm(x, PairedLinear(*linear), expert_offsets))  # type: ignore[arg-type]  # by position
 
 
 def check(args: GroupedGemm, name: str = "weight") -> None:
@@ -61,13 +63,17 @@ def check(args: GroupedGemm, name: str = "weight") -> None:
     check_offsets(args.expert_offsets, args.weight, "x", args.x)
 
 
-def check_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str, x: Tensor) -> None:
+def check_linear(
+    name: str, linear: GroupedLinear | PairedLinear, shape: Sizes, input_name: str, x: Tensor
+) -> None:
     """Checks weight and bias of the argument `name` against what they multiply, the argument `input_name`."""
     expect_linear(name, linear, shape, input_name, x)
     _checks.expect_weight_strides(name, linear.weight)
 
 
-def expect_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: str, x: Tensor) -> None:
+def expect_linear(
+    name: str, linear: GroupedLinear | PairedLinear, shape: Sizes, input_name: str, x: Tensor
+) -> None:
     """Shape [E, B, A], dtype and device, without strides."""
     named = {name: linear.weight}
     _checks.expect_shape(name, linear.weight, shape)
@@ -77,9 +83,11 @@ def expect_linear(name: str, linear: GroupedLinear, shape: Sizes, input_name: st
         named[bias_name] = linear.bias
     _checks.expect_same_dtype(x.dtype, input_name, **named)
     _checks.expect_same_device(x.device, input_name, **named)
+    if isinstance(linear, PairedLinear):
+        expect_pair(name, linear, input_name, x)
 
 
-def check_offsets(expert_offsets: Tensor, linear: GroupedLinear, like: str, x: Tensor) -> None:
+def check_offsets(expert_offsets: Tensor, linear: GroupedLinear | PairedLinear, like: str, x: Tensor) -> None:
     """Checks the offsets of a plan against the experts that there are, and the device of the input, named `like`."""
     _checks.expect_index("expert_offsets", expert_offsets, (torch.int32,))
     _checks.expect_shape("expert_offsets", expert_offsets, (linear.weight.shape[0] + 1,))
@@ -94,7 +102,7 @@ def _group_sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
 
 def reference(args: GroupedGemm) -> Tensor:
     """The definition of `grouped_gemm`, in plain PyTorch."""
-    return grouped_product(args.x, args.weight, args.expert_offsets)
+    return grouped_products(args.x, args.weight, args.expert_offsets)
 
 
 def _cuda(args: GroupedGemm) -> Tensor:
@@ -102,7 +110,7 @@ def _cuda(args: GroupedGemm) -> Tensor:
 
 
 def _fake(args: GroupedGemm) -> Tensor:
-    return args.x.new_empty((args.x.shape[0], args.weight.weight.shape[1]))
+    return args.x.new_empty((args.x.shape[0], args.weight.columns))
 
 
 def _check_weight_backward(args: GroupedGemmWeightBackward) -> None:
@@ -158,8 +166,20 @@ def gradients(grad: Tensor, args: GroupedGemm, needs: GroupedGemm) -> GroupedGem
     """Gradients of `grouped_gemm` to x [S, A], weight [E, B, A] and bias [E, B], those that `needs` asks for."""
     grad = grad.contiguous()  # A summed output hands down an expanded gradient; kernels want rows.
     x, linear, expert_offsets = args
-    to_x = input_gradient(grad, linear, expert_offsets) if needs.x else None
-    return partial(GroupedGemm, x=to_x, weight=linear_gradient(grad, x, expert_offsets, needs.weight))
+    grads = (grad,) if linear.up is None else grad.chunk(2, dim=1)
+    to_x = _input_gradients(grads, linear, expert_offsets) if needs.x else None
+    halves = zip(grads, needs.weight.halves, strict=False)
+    to_halves = [linear_gradient(half, x, expert_offsets, needed) for half, needed in halves]
+    to_weight = PairedLinear(*(leaf for half in to_halves for leaf in half))  # type: ignore[arg-type]  # gradients
+    return partial(GroupedGemm, x=to_x, weight=to_weight)
+
+
+def _input_gradients(grads: Sequence[Tensor], linear: PairedLinear, expert_offsets: Tensor) -> Tensor:
+    """[S, A], of both halves of a pair the sum."""
+    products = [
+        input_gradient(grad, part, expert_offsets) for grad, part in zip(grads, linear.parts, strict=True)
+    ]
+    return products[0] if len(products) == 1 else products[0] + products[1]
 
 
 def linear_gradient(grad: Tensor, x: Tensor, expert_offsets: Tensor, needs: GroupedLinear) -> GroupedLinear:
@@ -203,12 +223,17 @@ def _double_backward(
 
 
 def _tangent(args: GroupedGemm, tangents: GroupedGemm) -> _autograd.Tangents:
-    x, (weight, _), expert_offsets = args
-    to_x, (to_weight, to_bias), _ = tangents
-    through_x = product(_autograd.or_zeros(to_x, x), GroupedLinear(weight, to_bias), expert_offsets)
-    if to_weight is None:
-        return (through_x,)
-    return (through_x + product(x, GroupedLinear(to_weight), expert_offsets),)
+    to_x = _autograd.or_zeros(tangents.x, args.x)
+    parts = zip(args.weight.parts, tangents.weight.halves, strict=False)
+    results = [_tangent_of_part(args, to_x, part.weight, to_part) for part, to_part in parts]
+    return (results[0] if len(results) == 1 else torch.cat(results, 1),)
+
+
+def _tangent_of_part(args: GroupedGemm, to_x: Tensor, weight: Tensor, to_part: GroupedLinear) -> Tensor:
+    through_x = product(to_x, GroupedLinear(weight, to_part.bias), args.expert_offsets)
+    if to_part.weight is None:
+        return through_x
+    return through_x + product(args.x, GroupedLinear(to_part.weight), args.expert_offsets)
 
 
 def _tangent_weight_backward(
@@ -226,8 +251,9 @@ _autograd.define_gradient(
 
 
 def product_flops(num_slots: int, linear: Any) -> int:
-    """Of `num_slots` rows times a weight; `linear` holds shapes."""
-    return 2 * num_slots * linear.weight[1] * linear.weight[2]
+    """Of `num_slots` rows times a weight, or a pair; `linear` holds shapes."""
+    halves = 1 if getattr(linear, "up", None) is None else 2
+    return 2 * num_slots * halves * linear.weight[1] * linear.weight[2]
 
 
 _library.define_flops(GroupedGemm, lambda shapes: product_flops(shapes.x[0], shapes.weight))

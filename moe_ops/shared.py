@@ -23,19 +23,21 @@ from moe_ops.arguments import (
     FusedExperts,
     FusedExpertsWithShared,
     GroupedLinear,
+    PairedLinear,
     Placement,
     SharedAlone,
     SharedExpert,
 )
 from moe_ops.dispatch import build_dispatch
 from moe_ops.fused_experts import check, expert_gradients, fake, layer_flops, reference, run_stages
+from moe_ops.paired import Weight, linear_of
 from moe_ops.records import partial
 from moe_ops.types import Activation
 
 
 def fused_experts_with_shared(
     hidden_states: Tensor,
-    w13: Tensor,
+    w13: Weight,
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -45,7 +47,7 @@ def fused_experts_with_shared(
     *,
     shared_weights: Tensor | None = None,
     shared_activation: str | Activation | None = None,
-    w13_bias: Tensor | None = None,
+    w13_bias: Weight | None = None,
     w2_bias: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> Tensor:
@@ -70,7 +72,7 @@ def fused_experts_with_shared(
         >>> out = moe_ops.fused_experts_with_shared(hidden, w13, w2, topk_weights, topk_ids, shared_w13, shared_w2)
     """
     spec = activation_spec(activation)
-    experts = ExpertWeights(GroupedLinear(w13, w13_bias), GroupedLinear(w2, w2_bias))
+    experts = ExpertWeights(linear_of("w13", w13, w13_bias), GroupedLinear(w2, w2_bias))
     args = FusedExperts(hidden_states, experts, topk_weights, topk_ids, Placement(expert_map), None, spec)
     other = spec if shared_activation is None else activation_spec(shared_activation)
     return run(args, SharedExpert(shared_w13, shared_w2, shared_weights, other))
@@ -169,8 +171,9 @@ def _stages(args: FusedExpertsWithShared) -> Tensor:
 
 def _flops(shapes: Any) -> int:
     num_tokens, top_k = shapes.topk_ids
-    w13, w2 = (GroupedLinear((1, *shape)) for shape in shapes.shared[:2])  # type: ignore[arg-type]  # shapes
-    return layer_flops(num_tokens * top_k, shapes.experts) + layer_flops(num_tokens, ExpertWeights(w13, w2))
+    w13, w2 = ((1, *shape) for shape in shapes.shared[:2])
+    alone: Any = ExpertWeights(PairedLinear(w13), GroupedLinear(w2))  # type: ignore[arg-type]  # shapes
+    return layer_flops(num_tokens * top_k, shapes.experts) + layer_flops(num_tokens, alone)
 
 
 _autograd.define_gradient(FusedExpertsWithShared, _save, _backward, _autograd.tangent_of(_stages))

@@ -266,3 +266,8 @@ class Activation:
 def is_gated_spec(spec: str) -> bool:
     """Whether an activation's spec names a gated one, without parsing the rest: a compiler traces this."""
     return spec.partition(";")[0] not in _UNGATED
+
+
+def is_interleaved_spec(spec: str) -> bool:
+    """Whether an activation's spec says that gate and up alternate; a compiler traces this too."""
+    return "interleaved=True" in spec

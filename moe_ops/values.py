@@ -24,10 +24,39 @@ class GroupedLinear(NamedTuple):
     bias: Tensor | None = None
 
 
+class PairedLinear(NamedTuple):
+    """A product of each expert whose weight may be two tensors: gate rows, then up rows [E, B, A], biases [E, B].
+
+    Both have the same strides and either no bias or one each. Without `up` it is a `GroupedLinear`.
+    """
+
+    NAMED_AFTER_FIELD = True
+
+    weight: Tensor
+    bias: Tensor | None = None
+    up: Tensor | None = None
+    up_bias: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """What it makes of a row, of both tensors together."""
+        return self.weight.shape[1] * (1 if self.up is None else 2)
+
+    @property
+    def parts(self) -> tuple[GroupedLinear, ...]:
+        """The products that it consists of, one or two."""
+        return self.halves[:1] if self.up is None else self.halves
+
+    @property
+    def halves(self) -> tuple[GroupedLinear, GroupedLinear]:
+        """Both products, whether there is a second or not: of records that hold no tensors."""
+        return GroupedLinear(*self[:2]), GroupedLinear(*self[2:])  # type: ignore[arg-type]
+
+
 class ExpertWeights(NamedTuple):
     """The two products of each expert: gate and up [E, 2I, H] ([E, I, H] without a gate), down [E, H, I]."""
 
-    w13: GroupedLinear
+    w13: PairedLinear
     w2: GroupedLinear
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from moe_ops import records
-from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, GroupedLinear, Placement, Router
+from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, PairedLinear, Placement, Router
 from moe_ops.invariant_arguments import BatchInvariantExperts, BatchInvariantRouting
 from moe_ops.types import Activation, RoutingConfig
 
@@ -93,7 +93,7 @@ class _Sketch(NamedTuple):
         return TensorSketch(shape, dtype or self.dtype, self.device)
 
     def product(self, config: LayerSizes, *shape: int) -> Any:
-        return GroupedLinear(self.of(*shape), self.of(*shape[:2]) if config.has_bias else None)
+        return PairedLinear(self.of(*shape), self.of(*shape[:2]) if config.has_bias else None)
 
 
 def _launched(config: LayerSizes, sketch: _Sketch, expert_map: torch.Tensor | None) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from inductor_passes.graph_tools import arguments, erase_dead, find, operator_na
 from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan
 from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_rows, inline, weighted_sum
 from moe_ops import records
-from moe_ops.activation import reference as gated_activation
+from moe_ops.activation import activate_halves, reference as gated_activation
 from moe_ops.arguments import (
     ActGemmCombine,
     BuildDispatch,
@@ -32,11 +32,12 @@ from moe_ops.arguments import (
     GatherGemmAct,
     GatherGemmFormula,
     GemmCombine,
+    GroupedGemm,
     Permute,
     TopkRouting,
 )
 from moe_ops.dense_gemm import reference as dense_gemm
-from moe_ops.gate import apply_formula
+from moe_ops.gate import apply_formula, apply_to_halves
 from moe_ops.grouped_gemm import product
 from moe_ops.types import RoutingConfig
 from moe_ops.weighted_activation import reference as weighted_activation_backward
@@ -67,7 +68,8 @@ class ExpandOnCpu:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every stage and layer on a CPU; products become calls that do nothing besides."""
-        rewrite_each(graph, _on_cpu(graph, *_FORMULAS), _rewrite, log, log.keep)
+        pairs = [node for node in _on_cpu(graph, "grouped_gemm") if arguments(node).weight.up is not None]
+        rewrite_each(graph, [*_on_cpu(graph, *_FORMULAS), *pairs], _rewrite, log, log.keep)
         for node in () if _compat.is_packaging() else _on_cpu(graph, "grouped_gemm"):
             node.target = torch.ops.moe.grouped_gemm.compiled
 
@@ -82,7 +84,7 @@ def _device(stage: Node) -> torch.device:
 
 
 def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
-    args, formula = arguments(stage), _FORMULAS[operator_name(stage)]
+    args, formula = arguments(stage), _FORMULAS.get(operator_name(stage), _product_of_parts)
     top_k = _top_k(args)
     if not isinstance(top_k, int) or top_k > MAX_UNROLLED_EXPERTS:
         raise Refusal(
@@ -115,17 +117,24 @@ def expand(graph: Graph, stage: Node, args: Any, formula: Callable[[Any], Any]) 
 
 
 def _first_half(args: GatherGemmAct | GatherGemmFormula) -> Tensor:
-    gate_up = _gathered_product(
-        GatherGemm(args.hidden_states, args.w13, args.sorted_slots, args.expert_offsets)
-    )
-    if isinstance(args, GatherGemmFormula):
-        return apply_formula(gate_up, args.gate, args.expert_offsets)
-    return gated_activation(GatedActivation(gate_up, args.activation))
+    rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
+    halves = [product(rows, part, args.expert_offsets) for part in args.w13.parts]
+    if isinstance(args, GatherGemmAct):
+        return activate_halves(halves, args.activation)
+    if args.w13.up is None:
+        return apply_formula(halves[0], args.gate, args.expert_offsets)
+    return apply_to_halves(halves, args.gate, args.expert_offsets)
 
 
 def _gathered_product(args: GatherGemm) -> Tensor:
     rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
-    return product(rows, args.w13, args.expert_offsets)
+    return _product_of_parts(GroupedGemm(rows, args.w13, args.expert_offsets))
+
+
+def _product_of_parts(args: GroupedGemm) -> Tensor:
+    """A pair's weights are multiplied with where they are, and the products laid side by side."""
+    products = [product(args.x, part, args.expert_offsets) for part in args.weight.parts]
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 def _from_gate_up(args: ActGemmCombine) -> Tensor:

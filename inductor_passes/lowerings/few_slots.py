@@ -5,7 +5,7 @@ With a static number of slots the weights of each chosen expert are read in plac
 memory once. More slots are products, see `ExpandOnCpu`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from moe_ops.arguments import (
     FusedMoe,
     FusedMoeFormula,
     GroupedLinear,
+    PairedLinear,
     TopkRouting,
 )
 from moe_ops.dispatch import local_experts
@@ -111,16 +112,23 @@ def _activated(rows: Tensor, args: FusedExperts | FusedExpertsFormula, chosen: T
 
 
 def _gate_and_up(
-    rows: Tensor, w13: GroupedLinear, chosen: Tensor, gate: Activation | Formula
+    rows: Tensor, w13: PairedLinear, chosen: Tensor, gate: Activation | Formula
 ) -> tuple[Tensor, Tensor]:
     """[S, I] each, in one loop: two sums at a time do not wait for each other's additions. Ungated both are one."""
     if not gate.is_gated:
-        product = _product(rows, w13, chosen)
+        product = _product(rows, w13.halves[0], chosen)
         return product, product
+    both = [_product(rows, half, chosen) for half in _halves(w13, gate)]
+    return both[0], both[1]
+
+
+def _halves(w13: PairedLinear, gate: Activation | Formula) -> Sequence[GroupedLinear]:
+    """Gate and up rows as products of their own."""
+    if w13.up is not None:
+        return w13.halves
     weights = split_gate_up(w13.weight, gate)
     biases = (None, None) if w13.bias is None else split_gate_up(w13.bias, gate)
-    both = [_product(rows, GroupedLinear(*linear), chosen) for linear in zip(weights, biases, strict=True)]
-    return both[0], both[1]
+    return [GroupedLinear(*linear) for linear in zip(weights, biases, strict=True)]
 
 
 def _product(rows: Tensor, linear: GroupedLinear, expert: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class PackageProducts:
 
 def _rewrite(graph: Graph, product: Node, log: PassLog) -> None:
     args: GroupedGemm = arguments(product)
-    weight, bias = args.weight
+    weight, bias, *_ = args.weight  # no pair: these are two products by now
     _expect_taken(product, args.x.meta["val"], weight.meta["val"])  # type: ignore[attr-defined,union-attr]
     nodes = [args.expert_offsets] if bias is None else [args.expert_offsets, bias]
     with graph.inserting_before(product):

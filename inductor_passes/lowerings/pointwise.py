@@ -94,7 +94,7 @@ def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.
 def gather_rows(args: Permute) -> Tensor:
     """`permute`."""
     top_k = slots_per_token(args.sorted_slots, args.hidden_states)
-    return args.hidden_states.index_select(0, args.sorted_slots // top_k)
+    return torch.ops.aten.index.Tensor(args.hidden_states, [args.sorted_slots // top_k])
 
 
 def weighted_sum(args: Combine) -> Tensor:

@@ -75,6 +75,8 @@ class TimeProducts:
 def _rewrite(graph: Graph, node: Node, log: PassLog, timer: Timer) -> None:
     expect_static(node)
     gemms = _products(node)
+    if any(gemm.linear.up is not None for gemm in gemms):
+        raise Refusal(node, "gate and up are two weights, and products of one are timed")
     fastest = [_fastest(gemm, node, timer) for gemm in gemms]
     if not gemms:
         return  # few tokens, whose kernels are chosen by shape alone

@@ -1,7 +1,7 @@
 """Which activation a piece of a graph computes."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,27 +49,38 @@ _SHAPES = frozenset(
 )
 
 
-def recognised(gate: Cut, gate_up: Node, output: Node, masks: Mapping[Node, bool]) -> Activation | None:
-    """The activation that `gate` computes of `gate_up` [S, 2I], tried in float64 on numbers small and large."""
-    tried = _evaluated(gate, gate_up, output, masks)
+def recognised(
+    gate: Cut, products: Sequence[Node], output: Node, masks: Mapping[Node, bool]
+) -> Activation | None:
+    """The activation that `gate` computes of gate_up [S, 2I], tried in float64 on numbers small and large.
+
+    `products` is that, or gate and up [S, I] of which it would be made.
+    """
+    tried = _evaluated(gate, products, output, masks)
     if tried is None:
         return None
     values, wanted = tried
-    return next((each for each in _candidates(gate) if _is(each, values, wanted)), None)
+    candidates = (each for each in _candidates(gate) if len(products) == 1 or _takes_halves(each))
+    return next((each for each in candidates if _is(each, values, wanted)), None)
+
+
+def _takes_halves(activation: Activation) -> bool:
+    return activation.is_gated and not activation.interleaved
 
 
 def _evaluated(
-    gate: Cut, gate_up: Node, output: Node, masks: Mapping[Node, bool]
+    gate: Cut, products: Sequence[Node], output: Node, masks: Mapping[Node, bool]
 ) -> tuple[Tensor, Tensor] | None:
-    columns = gate_up.meta["val"].shape[-1]
+    columns = [product.meta["val"].shape[-1] for product in products]
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_ROWS, columns, generator=generator, dtype=torch.float64)
+    values = torch.randn(_ROWS, sum(columns), generator=generator, dtype=torch.float64)
     values = values * torch.logspace(-1, 2, _ROWS, dtype=torch.float64)[:, None]
     constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
     if any(map(is_size, gate.leaves)):
         return None  # as below, a symbol
     try:
-        known = evaluate(gate.nodes, {gate_up: values, **constant})
+        given = zip(products, values.split(columns, 1), strict=True)
+        known = evaluate(gate.nodes, {**dict(given), **constant})
     except (
         RuntimeError,
         ValueError,

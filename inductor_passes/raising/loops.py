@@ -109,7 +109,7 @@ def _gate_of_all(loop: Loop, hidden_states: Node) -> Cut:
         gates.append(gate)
     if len({_written(gate) for gate in gates}) > 1:
         raise Refusal(loop.seconds[-1], "the experts of the loop have different gates")
-    if recognised(gates[0], loop.firsts[0], args(loop.seconds[0])[0], {}) is None:
+    if recognised(gates[0], loop.firsts[:1], args(loop.seconds[0])[0], {}) is None:
         raise Refusal(loop.seconds[-1], "the gate of the loop is none of ours")
     return gates[0]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import cut
@@ -54,9 +55,8 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     )
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     rows = _rows(graph, layer, sorted_slots, like)
-    firsts = [_product(graph, rows, offsets, outcome, like) for outcome in layer.firsts]
-    activated = _gate(graph, layer, firsts)
-    expert_out = _product(graph, activated, offsets, layer.second, like)
+    activated = _activated(graph, layer, rows, offsets)
+    expert_out = _product(graph, activated, offsets, (layer.second,), like)
     weights = layer.sum.topk_weights
     if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
@@ -73,24 +73,62 @@ def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
 
 
 def _weigh(rows: Tensor, topk_weights: Tensor, sorted_slots: Tensor) -> Tensor:
-    return (rows * topk_weights.reshape(-1)[sorted_slots].unsqueeze(1)).to(rows.dtype)
+    scale = torch.ops.aten.index.Tensor(topk_weights.reshape(-1), [sorted_slots])
+    return (rows * scale.unsqueeze(1)).to(rows.dtype)
 
 
-def _product(graph: Graph, rows: Node, offsets: Node, outcome: Outcome, like: Node) -> Node:
-    weight = outcome.product.weight
-    if outcome.product.is_transposed:
-        weight = written(graph, lambda stored: stored.transpose(1, 2), (weight,), like)
-    return call(graph, record.GroupedGemm(rows, record.GroupedLinear(weight, outcome.bias), offsets), like)
+def _product(graph: Graph, rows: Node, offsets: Node, outcomes: Sequence[Outcome], like: Node) -> Node:
+    """One product, of one weight or of a pair."""
+    leaves: list[Node | None] = []
+    for outcome in outcomes:
+        weight = outcome.product.weight
+        if outcome.product.is_transposed:
+            weight = written(graph, lambda stored: stored.transpose(1, 2), (weight,), like)
+        leaves += weight, outcome.bias
+    return call(graph, record.GroupedGemm(rows, record.PairedLinear(*leaves), offsets), like)
 
 
-def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
-    """A stage where the gate is an activation of ours, else the model's own nodes on the new rows."""
-    like = layer.second.product.node
-    if len(firsts) == 1:
-        activation = recognised(layer.gate, layer.firsts[0].node, layer.activated, layer.masks)
+def _activated(graph: Graph, layer: Experts, rows: Node, offsets: Node) -> Node:
+    """The first products, in one where they can be, and the gate: a stage where it is an activation of ours."""
+    like, firsts = layer.second.product.node, layer.firsts
+    if not _are_one(firsts):
+        return _gate(graph, layer, [_product(graph, rows, offsets, (each,), like) for each in firsts])
+    for order in dict.fromkeys((firsts, firsts[::-1])):
+        nodes = [outcome.node for outcome in order]
+        activation = recognised(layer.gate, nodes, layer.activated, layer.masks)
         if activation is not None:
-            return call(graph, record.GatedActivation(firsts[0], activation.spec), like)
-    shown = [_in_shape_of(graph, new, old.node) for new, old in zip(firsts, layer.firsts, strict=True)]
+            gate_up = _product(graph, rows, offsets, order, like)
+            return call(graph, record.GatedActivation(gate_up, activation.spec), like)
+    gate_up = _product(graph, rows, offsets, firsts, like)
+    parts = write_out(graph, lambda both: both.chunk(2, dim=1), (gate_up,), like) if firsts[1:] else [gate_up]
+    return _gate(graph, layer, parts)
+
+
+def _are_one(firsts: Sequence[Outcome]) -> bool:
+    """Whether one product can be made of them: there is one, or gate and up whose weights lie alike."""
+    if len(firsts) != 2:
+        return len(firsts) == 1
+    gate, up = firsts
+    biases = gate.bias is not None, up.bias is not None
+    is_turned = gate.product.is_transposed, up.product.is_transposed
+    if len({*biases}) + len({*is_turned}) > 2:
+        return False
+    pairs = [(gate.product.weight, up.product.weight), *([(gate.bias, up.bias)] if any(biases) else [])]
+    return all(_lie_alike(*pair) for pair in pairs)
+
+
+def _lie_alike(one: Node, other: Node) -> bool:
+    ours, theirs = one.meta["val"], other.meta["val"]
+    if (ours.dtype, ours.device, ours.dim()) != (theirs.dtype, theirs.device, theirs.dim()):
+        return False
+    sizes = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=True)
+    return all(_compat.statically_known_true(a == b) for a, b in sizes)
+
+
+def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
+    """The model's own nodes on the new rows."""
+    like = layer.second.product.node
+    shown = [_in_shape_of(graph, new, old.node) for new, old in zip(products, layer.firsts, strict=True)]
     copies = dict(zip((outcome.node for outcome in layer.firsts), shown, strict=True))
     for node in layer.gate.nodes:
         copies[node] = _copied(graph, node, copies, layer.masks, like)

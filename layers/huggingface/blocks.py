@@ -23,7 +23,7 @@ from moe_ops import (
     permute,
     topk_routing,
 )
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
 from moe_ops.fused_experts import run as run_experts
 
 
@@ -157,7 +157,7 @@ class Dbrx(BlockKind):
 def _run_block(block: Any, tokens: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """The weighted sum over experts [E, 2I, H] and [E, H, I]."""
     options: BlockOptions = block.moe_ops_block
-    experts = ExpertWeights(GroupedLinear(w13, None), GroupedLinear(w2, None))
+    experts = ExpertWeights(PairedLinear(w13, None), GroupedLinear(w2, None))
     args = FusedExperts(tokens, experts, weights, ids, Placement(None), None, options.activation)
     return run_experts(args, emitted(options.emit, options.save_for_backward))
 

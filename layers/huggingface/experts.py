@@ -22,7 +22,7 @@ from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import gates
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
 from moe_ops.fused_experts import run as run_experts
 
 NAME = "moe_ops"
@@ -160,7 +160,7 @@ def _weights(experts: Any, parallel: Any) -> ExpertWeights:
         w13 = w13[: w2.shape[0]]
     if is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
-    return ExpertWeights(GroupedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
+    return ExpertWeights(PairedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
 
 
 def _run_stages(experts: Any, args: FusedExperts) -> Tensor:

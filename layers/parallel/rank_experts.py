@@ -18,7 +18,7 @@ from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
 from layers.parallel.sharding import adapter_splits
 from layers.parallel.sizes import expect_at_most, most_tokens
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear
+from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear
 from moe_ops.errors import value_error
 
 
@@ -130,7 +130,7 @@ class RankExperts:
         """Their parts that are here."""
         w13, w2 = experts
         return ExpertWeights(
-            GroupedLinear(self.local_part(w13.weight, 3), self.local_part(w13.bias, 2)),
+            PairedLinear(self.local_part(w13.weight, 3), self.local_part(w13.bias, 2)),
             GroupedLinear(self.local_part(w2.weight, 3), self.local_part(w2.bias, 2)),
         )
 

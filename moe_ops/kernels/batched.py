@@ -5,6 +5,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moe_ops.arguments import PairedLinear
 from moe_ops.kernels.common import cdiv
 from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gpu import Gpu
@@ -38,7 +39,7 @@ def _rows(x: TensorMeta) -> TensorMeta:
 def batched_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.batched_gemm`."""
     num_experts, max_tokens, _ = args.x.shape
-    x, linear = Operand("x", _rows(args.x)), operands("weight", args.weight)
+    x, linear = Operand("x", _rows(args.x)), PairedLinear(*operands("weight", args.weight))
     gemm = Gemm(x, linear, "product", num_experts * max_tokens, gpu, max_tokens=max_tokens)
     (tiles, out), launches = plan(gemm)
     block = column_block(gemm.features)

@@ -26,8 +26,13 @@ def slot_and_column(program, programs, features, BLOCK_N: tl.constexpr, TAKE_TUR
 
 
 @triton.jit
-def weight_rows(first, features, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(output column, row of the weight) of all rows that BLOCK_N output columns take: gate and up rows together."""
+def weight_rows(
+    first, features, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, APART: tl.constexpr
+):  # fmt: skip
+    """(output column, row of the weight) of all rows that BLOCK_N output columns take: gate and up rows together.
+
+    Where they are APART, in two weights, the first half of these are rows of one, the second half of the other.
+    """
     rows = tl.arange(0, 2 * BLOCK_N if GATED else BLOCK_N)
     if not GATED:
         column = first + rows
@@ -37,8 +42,17 @@ def weight_rows(first, features, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INT
         weight_row = first * 2 + rows
     else:
         column = first + rows % BLOCK_N
-        weight_row = column + (rows // BLOCK_N) * features
+        weight_row = column if APART else column + (rows // BLOCK_N) * features
     return column, weight_row
+
+
+@triton.jit
+def of_either(gate_ptr, up_ptr, SIZE: tl.constexpr):
+    """SIZE pointers: to the gate tensor, then to the up tensor, if there is one."""
+    ptrs = gate_ptr + tl.zeros((SIZE,), tl.int64)
+    if up_ptr is not None:
+        ptrs = tl.where(tl.arange(0, SIZE) < SIZE // 2, ptrs, up_ptr + tl.zeros((SIZE,), tl.int64))
+    return ptrs
 
 
 @triton.jit
@@ -54,7 +68,7 @@ def gate_and_up(value, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: 
 
 @triton.jit
 def multiply_and_activate(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, token, slot, expert, first, features,
+    x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, token, slot, expert, first, features,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -67,15 +81,17 @@ def multiply_and_activate(
     """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED)
+    column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, up_ptr is not None)
     inside = column < features
     x_row_ptr = x_ptr + offset(token, x_stride_m)
-    row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
+    row_offsets = offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
+    row_ptr = of_either(weight_ptr, up_ptr, ROWS) + row_offsets
     inner = tl.arange(0, BLOCK_K)
     bias = tl.zeros((ROWS,), ACC)
     if bias_ptr is not None:
         bias_offsets = offset(expert, bias_stride_e) + offset(weight_row, bias_stride_n)
-        bias = tl.load(bias_ptr + bias_offsets, mask=inside, other=0.0).to(ACC)
+        bias_ptrs = of_either(bias_ptr, up_bias_ptr, ROWS) + bias_offsets
+        bias = tl.load(bias_ptrs, mask=inside, other=0.0).to(ACC)
     if BLOCK_K >= DEPTH:
         mask = inside[:, None] & (inner < DEPTH)[None, :]
         weight_ptrs = row_ptr[:, None] + offset(inner, weight_stride_k)[None, :]
@@ -104,7 +120,7 @@ def multiply_and_activate(
 
 @triton.jit
 def gemv_activation_kernel(
-    x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr,
+    x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, ids_ptr, map_ptr, out_ptr,
     top_k, num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -120,7 +136,7 @@ def gemv_activation_kernel(
     )
     if expert < num_experts:
         multiply_and_activate(
-            x_ptr, weight_ptr, bias_ptr, out_ptr, slot // top_k, slot, expert, first, features,
+            x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, slot // top_k, slot, expert, first, features,
             x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
             bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
             NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,

@@ -13,7 +13,7 @@ from moe_ops.kernels.decode import gemv_activation_kernel, gemv_combine_kernel
 from moe_ops.kernels.decode_columns import gemv_columns_kernel, gemv_sum_kernel
 from moe_ops.kernels.dispatch import placement_args
 from moe_ops.kernels.formula import gate_of, operand_args, with_formula
-from moe_ops.kernels.gemm import Operand, bias_args, operands
+from moe_ops.kernels.gemm import Operand, bias_args, operands, reference_to
 from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import ALIGNMENT, Buffer, Launch, Ref, TensorMeta
 from moe_ops.kernels.tma import is_transposed
@@ -196,11 +196,16 @@ def _output_args(args: Any) -> dict[str, Any]:
 def _up_launch(args: Any, gpu: Gpu) -> Launch:
     (num_tokens, top_k), x = args.topk_ids.shape, args.hidden_states
     w13, gate = operands("w13", args.experts.w13), gate_of(args)
-    features, config = args.experts.w2.weight.shape[2], up_config(w13.weight.meta, gate.is_gated, gpu)
+    features, config = (
+        args.experts.w2.weight.shape[2],
+        up_config(_as_one(args.experts.w13), gate.is_gated, gpu),
+    )
     given = {
         **_route_args(args),
         **_weight_args(w13.weight, config),
         **bias_args(w13.bias),
+        "up_ptr": reference_to(w13.up),
+        "up_bias_ptr": reference_to(w13.up_bias),
         **activation_args(gate),
         **operand_args(gate),
         "x_ptr": Ref("hidden_states"),
@@ -214,6 +219,17 @@ def _up_launch(args: Any, gpu: Gpu) -> Launch:
     }
     grid = (num_tokens * top_k * cdiv(features, config.block_n),)
     return Launch(with_formula(gemv_activation_kernel, gate), grid, given, config.num_warps, 4)
+
+
+def _as_one(w13: Any) -> TensorMeta:
+    """A pair as the one weight that would take the same blocks."""
+    weight, _, up, _ = w13
+    if up is None:
+        return weight
+    num_experts, rows, depth = weight.shape
+    return TensorMeta(
+        (num_experts, 2 * rows, depth), weight.strides, weight.dtype, weight.aligned and up.aligned
+    )
 
 
 def _down_launch(args: Any, config: GemvConfig) -> Launch:

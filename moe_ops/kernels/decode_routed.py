@@ -23,7 +23,8 @@ _MOST_EXPERTS = 512  # a warp's maximum of more takes longer than what it saves
 
 @triton.jit
 def routed_gemv_activation_kernel(
-    x_ptr, weight_ptr, bias_ptr, logits_ptr, correction_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
+    x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr,
+    logits_ptr, correction_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
     num_tokens, num_ids, num_experts, features, stride_t, stride_e, stride_b,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -55,7 +56,7 @@ def routed_gemv_activation_kernel(
         expert = mapped(id, map_ptr, num_ids, num_experts)
         if expert < num_experts:
             multiply_and_activate(
-                x_ptr, weight_ptr, bias_ptr, out_ptr, slot // TOP_K, slot, expert, first, features,
+                x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, slot // TOP_K, slot, expert, first, features,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,

@@ -39,7 +39,7 @@ def dense_gemv_kernel(
     """out[t] = activation(weight @ x[t]), or without an activation scale[t] * (weight @ x[t] + bias)."""
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     first = tl.program_id(0) * BLOCK_N
-    column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED)
+    column, weight_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, False)
     inner = tl.arange(0, BLOCK_K)
     mask = (column < features)[:, None] & (inner < DEPTH)[None, :]
     weight_ptrs = (

@@ -7,7 +7,7 @@ the activation in its epilogue, GEMM, combine).
 from dataclasses import replace
 from typing import Any
 
-from moe_ops.arguments import FusedExperts
+from moe_ops.arguments import FusedExperts, PairedLinear
 from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv
@@ -35,7 +35,7 @@ def up_gemm(args: Any, w13: Any, num_slots: int, gpu: Gpu) -> Gemm:
 
 def down_gemm(x: Operand, w2: Any, gpu: Gpu) -> Gemm:
     """The second product."""
-    return Gemm(x, operands("w2", w2), "expert_out", x.meta.shape[0], gpu)
+    return Gemm(x, PairedLinear(*operands("w2", w2)), "expert_out", x.meta.shape[0], gpu)
 
 
 def routing_dispatch_program(args: Any, gpu: Gpu) -> Program:
@@ -105,8 +105,9 @@ def leaves_room(args: FusedExperts) -> bool:
 
     Programs of the GEMV kernels come and go. Persistent ones wait for each multiprocessor that they must share.
     """
-    w13, w2 = (linear.weight for linear in args.experts)
-    bytes_read = args.topk_ids.numel() * (w13.nbytes + w2.nbytes) // w13.shape[0]
+    (w13, _, up, _), (w2, _) = args.experts
+    nbytes = sum(weight.nbytes for weight in (w13, up, w2) if weight is not None)
+    bytes_read = args.topk_ids.numel() * nbytes // w13.shape[0]
     return is_gemv(args) and bytes_read <= _MOST_BYTES_BESIDE
 
 

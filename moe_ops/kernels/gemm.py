@@ -31,10 +31,15 @@ def operands(field: str, value: Any) -> Any:
     )
 
 
+def reference_to(operand: Operand | None) -> Ref | None:
+    """What a kernel gets as the pointer of an operand that there may be."""
+    return None if operand is None else Ref(operand.name)
+
+
 def bias_args(bias: Operand | None) -> dict[str, Any]:
     """What a kernel needs that adds `bias`."""
     return {
-        "bias_ptr": None if bias is None else Ref(bias.name),
+        "bias_ptr": reference_to(bias),
         "bias_stride_e": 0 if bias is None else bias.meta.strides[0],
         "bias_stride_n": 1 if bias is None else bias.meta.strides[1],
     }
@@ -42,9 +47,9 @@ def bias_args(bias: Operand | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One grouped product: out[r] = activation(x[r] @ weight[e].T + bias[e]), a buffer [num_slots, features].
+    """One grouped product: out[r] = activation(x[r] @ weight[e].T + bias[e]), a buffer [num_slots, columns].
 
-    linear: the `GroupedLinear` of operands that is multiplied with.
+    linear: the `PairedLinear` of operands that is multiplied with.
     top_k: None when x has a row per slot; else row r of the product is x[sorted_slots[r] // top_k].
     tail: rows past the last expert are written as zeros (else not at all).
     max_tokens: None when `expert_offsets` says which rows an expert has; else expert e has the first counts[e] of the
@@ -65,24 +70,35 @@ class Gemm:
     rows_per_tile: int | None = None
 
     @property
+    def paired(self) -> bool:
+        """Whether gate and up rows are two tensors."""
+        return self.linear.up is not None
+
+    @property
     def gated(self) -> bool:
-        """Whether the weight has gate and up rows."""
-        return self.activation is not None and self.activation.is_gated
+        """Whether a tile has gate and up rows."""
+        return self.paired or (self.activation is not None and self.activation.is_gated)
 
     @property
     def halves(self) -> bool:
-        """Whether the up rows follow all gate rows."""
-        return self.gated and self.activation is not None and not self.activation.interleaved
+        """Whether one tensor has up rows behind all gate rows."""
+        return self.gated and self.activation is not None and not (self.paired or self.activation.interleaved)
 
     @property
     def features(self) -> int:
+        """Output columns, of a pair without an activation those of each half."""
+        rows = self.linear.weight.meta.shape[1]
+        return rows // 2 if self.gated and not self.paired else rows
+
+    @property
+    def columns(self) -> int:
         """Output columns."""
-        return self.linear.weight.meta.shape[1] // 2 if self.gated else self.linear.weight.meta.shape[1]
+        return 2 * self.features if self.paired and self.activation is None else self.features
 
     @property
     def out_meta(self) -> TensorMeta:
         """Metadata of the output buffer."""
-        return TensorMeta((self.num_slots, self.features), (self.features, 1), self.x.meta.dtype, True)
+        return TensorMeta((self.num_slots, self.columns), (self.columns, 1), self.x.meta.dtype, True)
 
     @property
     def product(self) -> Product:
@@ -93,10 +109,11 @@ class Gemm:
 
     @property
     def boxed_weight(self) -> tma.Boxed:
-        """The weight as TMA would cut it."""
+        """The weight as TMA would cut it; the up half of a pair is cut alike."""
         return tma.boxed_weight(self.linear.weight.meta, self.halves)
 
     @property
     def weight_by_tma(self) -> bool:
         """Whether the TMA kernel takes it; else the pointer kernel does."""
-        return tma.allows_weight(self.gpu, self.linear.weight.meta, self.halves)
+        weights = (self.linear.weight,) if self.linear.up is None else (self.linear.weight, self.linear.up)
+        return all(tma.allows_weight(self.gpu, weight.meta, self.halves) for weight in weights)

@@ -47,7 +47,7 @@ def _loads_rows_in_pieces(x: TensorMeta) -> bool:
 
 def sorts_rows_first(gemm: Gemm) -> bool:
     """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less."""
-    wide = gemm.linear.weight.meta.shape[1] >= _WIDE_FEATURES
+    wide = gemm.features * (2 if gemm.gated else 1) >= _WIDE_FEATURES
     return gemm.rows_per_tile is None and wide and _is_compute_bound(gemm) and gemm.weight_by_tma
 
 

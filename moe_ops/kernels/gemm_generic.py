@@ -13,7 +13,7 @@ from moe_ops.kernels.tiles import tile_at
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_generic_kernel(
-    x_ptr, slots_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr,
+    x_ptr, slots_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -21,7 +21,10 @@ def grouped_gemm_generic_kernel(
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     TAIL: tl.constexpr, F64: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N output columns a tile; a gated tile keeps one accumulator for gates and one for ups."""
+    """BLOCK_N output columns a tile; a gated tile keeps one accumulator for gates and one for ups.
+
+    Ups are rows of the weight, or of `up_ptr` if there is one. Without a NAME such a tile stores both.
+    """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     column_blocks = tl.cdiv(features, BLOCK_N)
     tile = tl.program_id(0)
@@ -36,12 +39,17 @@ def grouped_gemm_generic_kernel(
         columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < tl.where(expert < num_experts, features, 0)
         gate_columns = columns * 2 if INTERLEAVED else columns
-        up_columns = gate_columns + (1 if INTERLEAVED else features)
+        up_columns = gate_columns
+        if up_ptr is None:
+            up_columns += 1 if INTERLEAVED else features
         depths = tl.arange(0, BLOCK_K)
         x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None]
         expert_ptr = weight_ptr + offset(expert, weight_stride_e)
         gate_ptr = expert_ptr + offset(gate_columns, weight_stride_n)[None, :]
-        up_ptr = expert_ptr + offset(up_columns, weight_stride_n)[None, :]
+        up_expert_ptr = expert_ptr
+        if up_ptr is not None:
+            up_expert_ptr = up_ptr + offset(expert, weight_stride_e)
+        up_row_ptr = up_expert_ptr + offset(up_columns, weight_stride_n)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         for k in range(0, depth, BLOCK_K):
@@ -53,14 +61,17 @@ def grouped_gemm_generic_kernel(
             weight_offsets = offset(inner, weight_stride_k)[:, None]
             acc = dot(x, tl.load(gate_ptr + weight_offsets, mask=weight_mask, other=0.0), acc)
             if GATED:
-                acc_up = dot(x, tl.load(up_ptr + weight_offsets, mask=weight_mask, other=0.0), acc_up)
+                acc_up = dot(x, tl.load(up_row_ptr + weight_offsets, mask=weight_mask, other=0.0), acc_up)
         if bias_ptr is not None:
             bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
             bias_ptrs = bias_row_ptr + offset(gate_columns, bias_stride_n)
             bias = tl.load(bias_ptrs, mask=column_mask, other=0.0)
             acc += bias.to(ACC)[None, :]
             if GATED:
-                bias_ptrs = bias_row_ptr + offset(up_columns, bias_stride_n)
+                up_bias_row_ptr = bias_row_ptr
+                if up_bias_ptr is not None:
+                    up_bias_row_ptr = up_bias_ptr + offset(expert, bias_stride_e)
+                bias_ptrs = up_bias_row_ptr + offset(up_columns, bias_stride_n)
                 bias = tl.load(bias_ptrs, mask=column_mask, other=0.0)
                 acc_up += bias.to(ACC)[None, :]
         if NAME is not None:
@@ -72,3 +83,6 @@ def grouped_gemm_generic_kernel(
         out_row_ptr = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m
         out_mask = (rows < end)[:, None] & (columns < features)[None, :]
         tl.store(out_row_ptr + columns[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        if GATED and NAME is None:
+            up_out_ptr = out_row_ptr + features
+            tl.store(up_out_ptr + columns[None, :], acc_up.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -17,7 +17,7 @@ SHORT, SHORTEST = tl.constexpr(64), tl.constexpr(16)
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_mixed_kernel(
-    x_ptr, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
+    x_ptr, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -33,7 +33,8 @@ def grouped_gemm_mixed_kernel(
         expert, row, end, column_block = tile_in_turn(tiles_ptr, tile, column_blocks, BLOCK_M)
         if end - row > SHORT:
             multiply_tile(
-                x_ptr, None, slots_ptr, weight_desc, bias_ptr, out_ptr, expert, row, end, column_block,
+                x_ptr, None, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
+                expert, row, end, column_block,
                 top_k, num_tokens, num_experts, features, depth,
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -42,7 +43,8 @@ def grouped_gemm_mixed_kernel(
             )  # fmt: skip
         elif end - row > SHORTEST:
             multiply_tile(
-                x_ptr, None, slots_ptr, weight_desc, bias_ptr, out_ptr, expert, row, end, column_block,
+                x_ptr, None, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
+                expert, row, end, column_block,
                 top_k, num_tokens, num_experts, features, depth,
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -51,7 +53,8 @@ def grouped_gemm_mixed_kernel(
             )  # fmt: skip
         else:
             multiply_tile(
-                x_ptr, None, slots_ptr, weight_desc, bias_ptr, out_ptr, expert, row, end, column_block,
+                x_ptr, None, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
+                expert, row, end, column_block,
                 top_k, num_tokens, num_experts, features, depth,
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,

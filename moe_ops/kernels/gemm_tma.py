@@ -42,22 +42,25 @@ def _store(value, out_ptr, rows, end, column, features, stride_m):
 
 @triton.jit
 def _store_pair(
-    gate, up, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
-    expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    gate, up, bias_ptr, up_bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+    out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up products of the output columns from `column` on: bias, activation, store."""
+    """Gate and up products of the output columns from `column` on: bias, activation, store; without a NAME both."""
     columns = column + tl.arange(0, gate.shape[1])
     if bias_ptr is not None:
         gate = _add_bias(gate, bias_ptr, columns, columns < bias_features, bias_stride_n)
-        up_bias_ptr = bias_ptr + offset(features, bias_stride_n)
         up = _add_bias(up, up_bias_ptr, columns, columns < bias_features, bias_stride_n)
-    value = activate(
-        gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
-        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
-    )  # fmt: skip
+    value = gate
+    if NAME is None:
+        _store(up, out_ptr + features, rows, end, column, features, out_stride_m)
+    else:
+        value = activate(
+            gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
+            operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+        )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
 
@@ -84,7 +87,7 @@ def _store_interleaved(
 
 @triton.jit
 def multiply_tile(
-    x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr,
+    x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
     expert, row, end, column_block,
     top_k, num_tokens, num_experts, features, depth,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
@@ -97,8 +100,8 @@ def multiply_tile(
     """One tile: BLOCK_M rows from `row` on, those before `end`, by one block of output columns."""
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     HALVES: tl.constexpr = GATED and not INTERLEAVED
-    # A transposed weight has its gate and up columns too far apart for one box: two loads, two products.
-    PAIRED: tl.constexpr = HALVES and TRANSPOSED
+    # Columns of a transposed weight, and rows of two weights, are too far apart for one box: two loads, two products.
+    PAIRED: tl.constexpr = HALVES and (TRANSPOSED or up_desc is not None)
     LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
@@ -118,27 +121,37 @@ def multiply_tile(
         else:
             mask = present[:, None] if EVEN_K else present[:, None] & (depths[None, :] < depth - k)
             x = tl.load(x_row_ptr + offset(k, x_stride_k), mask=mask, other=0.0)
-        weight = _weight_tile(weight_desc, expert, weight_column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
+        weight = _weight_tile(
+            weight_desc, expert, weight_column, k, TRANSPOSED, HALVES and not PAIRED, LOAD_N, BLOCK_K
+        )
         acc = dot(x, weight, acc)
         if PAIRED:
-            up = _weight_tile(weight_desc, expert, features + column, k, TRANSPOSED, HALVES, LOAD_N, BLOCK_K)
+            if up_desc is None:
+                up = _weight_tile(weight_desc, expert, features + column, k, True, False, LOAD_N, BLOCK_K)
+            else:
+                up = _weight_tile(up_desc, expert, column, k, TRANSPOSED, False, LOAD_N, BLOCK_K)
             acc_up = dot(x, up, acc_up)
     # No bias for rows past the last expert; bias_features bounds what is read of it.
     bias_features = tl.where(expert < num_experts, features, 0)
     bias_row_ptr = bias_ptr
+    up_bias_row_ptr = up_bias_ptr
     if bias_ptr is not None:
         bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
+        if up_bias_ptr is None:
+            up_bias_row_ptr = bias_row_ptr + offset(features, bias_stride_n)
+        else:
+            up_bias_row_ptr = up_bias_ptr + offset(expert, bias_stride_e)
     if PAIRED:
         _store_pair(
-            acc, acc_up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            acc, acc_up, bias_row_ptr, up_bias_row_ptr, out_ptr, rows, end, column, features, bias_features,
+            bias_stride_n, out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
             NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
         )  # fmt: skip
     elif HALVES:
         gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
         _store_pair(
-            gate, up, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
-            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            gate, up, bias_row_ptr, up_bias_row_ptr, out_ptr, rows, end, column, features, bias_features,
+            bias_stride_n, out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
             NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
         )  # fmt: skip
     elif GATED:
@@ -169,7 +182,7 @@ def multiply_tile(
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens", "programs"])
 def grouped_gemm_tma_kernel(
-    x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, tiles_ptr,
+    x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth, programs,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
@@ -185,7 +198,8 @@ def grouped_gemm_tma_kernel(
     for tile in tl.range(tl.program_id(0), num_tiles, programs, flatten=True):
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
         multiply_tile(
-            x_ptr, x_desc, slots_ptr, weight_desc, bias_ptr, out_ptr, expert, row, end, column_block,
+            x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
+            expert, row, end, column_block,
             top_k, num_tokens, num_experts, features, depth,
             x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
             operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,

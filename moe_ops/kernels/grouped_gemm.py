@@ -8,7 +8,7 @@ import torch
 from moe_ops.kernels import gemm_config, tma
 from moe_ops.kernels.activation import activation_args
 from moe_ops.kernels.formula import operand_args, with_formula
-from moe_ops.kernels.gemm import Gemm, Operand, bias_args, operands
+from moe_ops.kernels.gemm import Gemm, Operand, bias_args, operands, reference_to
 from moe_ops.kernels.gemm_config import LaunchConfig
 from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel
 from moe_ops.kernels.gemm_mixed import SHORT, grouped_gemm_mixed_kernel
@@ -19,7 +19,6 @@ from moe_ops.kernels.tiles import batched_tile_map, tile_capacity, tile_map
 
 _NO_ACTIVATION = {
     **dict.fromkeys(("NAME", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT")),
-    "GATED": False,
     "INTERLEAVED": False,
 }
 
@@ -66,6 +65,7 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "x_ptr": Ref(gemm.x.name),
         "slots_ptr": None if gemm.top_k is None else Ref("sorted_slots"),
         **bias_args(gemm.linear.bias),
+        "up_bias_ptr": reference_to(gemm.linear.up_bias),
         "out_ptr": Ref(gemm.out),
         "tiles_ptr": Ref(tiles),
         "top_k": gemm.top_k or 1,
@@ -75,8 +75,9 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "depth": x.shape[1],
         "x_stride_m": x.strides[0],
         "x_stride_k": x.strides[1],
-        "out_stride_m": gemm.features,
+        "out_stride_m": gemm.columns,
         **(_NO_ACTIVATION if gemm.activation is None else activation_args(gemm.activation)),
+        "GATED": gemm.gated,
         **operand_args(gemm.activation),
         "TAIL": gemm.tail,
         "BLOCK_M": config.block_m,
@@ -91,7 +92,7 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
     args = {
         **_common_args(gemm, config, tiles),
         "x_desc": _rows_descriptor(gemm, config),
-        "weight_desc": _weight_descriptor(gemm, config),
+        **_weight_descriptors(gemm, config),
         "programs": programs,
         "TRANSPOSED": tma.is_transposed(weight),
         "EVEN_K": weight.shape[2] % config.block_k == 0,
@@ -104,7 +105,7 @@ def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 def _mixed_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
     args = {
         **_common_args(gemm, config, tiles),
-        "weight_desc": _weight_descriptor(gemm, config),
+        **_weight_descriptors(gemm, config),
         "EVEN_K": gemm.linear.weight.meta.shape[2] % config.block_k == 0,
         "STAGES": config.num_stages,
     }
@@ -119,13 +120,18 @@ def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
     return Descriptor(gemm.x.name, gemm.x.meta.shape, gemm.x.meta.strides, (config.block_m, config.block_k))
 
 
-def _weight_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor:
-    boxed, block_n = gemm.boxed_weight, config.block_n // 2 if gemm.halves else config.block_n
-    if tma.is_transposed(gemm.linear.weight.meta):
+def _weight_descriptors(gemm: Gemm, config: LaunchConfig) -> dict[str, Descriptor | None]:
+    boxed, (weight, _, up, _) = gemm.boxed_weight, gemm.linear
+    block_n = config.block_n // 2 if gemm.halves or gemm.paired else config.block_n
+    if tma.is_transposed(weight.meta):
         block = (1, config.block_k, block_n)
     else:
         block = (1, 2, block_n, config.block_k) if gemm.halves else (1, block_n, config.block_k)
-    return Descriptor(gemm.linear.weight.name, boxed.shape, boxed.strides, block)
+    of_weight = Descriptor(weight.name, boxed.shape, boxed.strides, block)
+    return {
+        "weight_desc": of_weight,
+        "up_desc": None if up is None else replace(of_weight, source=up.name),
+    }
 
 
 def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
@@ -133,6 +139,7 @@ def _generic_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
     args = {
         **_common_args(gemm, config, tiles),
         "weight_ptr": Ref(gemm.linear.weight.name),
+        "up_ptr": reference_to(gemm.linear.up),
         "weight_stride_e": weight.strides[0],
         "weight_stride_n": weight.strides[1],
         "weight_stride_k": weight.strides[2],

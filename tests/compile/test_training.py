@@ -18,6 +18,7 @@ from moe_ops.arguments import (
     FusedExperts,
     GatherGemm,
     GroupedLinear,
+    PairedLinear,
     Placement,
 )
 from moe_ops.fused_experts import run_halves
@@ -150,7 +151,7 @@ def test_compiled_code_keeps_no_more_and_gradients_are_right(mode, how):
 
 
 def halves(hidden_states, w13, w2, weights, ids):
-    experts = ExpertWeights(GroupedLinear(w13), GroupedLinear(w2))
+    experts = ExpertWeights(PairedLinear(w13), GroupedLinear(w2))
     return run_halves(FusedExperts(hidden_states, experts, weights, ids, Placement(), None, "silu"))
 
 
@@ -158,12 +159,12 @@ def backward(hidden_states, w13, w2, weights, ids, grad):
     """What autograd runs behind the two halves; on tensors that only claim to be on a GPU it cannot run itself."""
     slots, inverse, offsets = moe_ops.build_dispatch(ids, w13.shape[0])
     gate_up = grad.new_empty(ids.numel(), w13.shape[1])
-    up = GatherGemm(hidden_states, GroupedLinear(w13), slots, offsets)
+    up = GatherGemm(hidden_states, PairedLinear(w13), slots, offsets)
     down = ActGemmCombine(gate_up, GroupedLinear(w2), offsets, weights, slots, inverse, None, "silu")
     weight = GroupedLinear(True, None)
     needs = records.partial(ActGemmCombine, gate_up=True, w2=weight)
     to_down = formulas(ActGemmCombine).backward(down, needs, grad)
-    needs = records.partial(GatherGemm, hidden_states=True, w13=weight)
+    needs = records.partial(GatherGemm, hidden_states=True, w13=PairedLinear(*weight))
     to_up = formulas(GatherGemm).backward(up, needs, to_down.gate_up)
     return to_up.hidden_states, to_up.w13.weight, to_down.w2.weight
 

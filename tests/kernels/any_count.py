@@ -10,7 +10,7 @@ from moe_ops import arguments as of, invariant_arguments as invariant
 from moe_ops.arguments import (
     Epilogue,
     ExpertWeights,
-    GroupedLinear,
+    PairedLinear,
     Placement,
     Replicas,
     Router,
@@ -40,11 +40,11 @@ class Layer:
         strides = tuple(torch.empty(shape, device="meta").stride())
         return TensorMeta(shape, strides, dtype or self.dtype, True)
 
-    def linear(self, rows: int, depth: int) -> GroupedLinear:
+    def linear(self, rows: int, depth: int) -> PairedLinear:
         weight = self.of(self.num_experts, rows, depth)
         if self.transposed:
             weight = weight._replace(strides=(rows * depth, 1, rows))
-        return GroupedLinear(weight, self.of(self.num_experts, rows) if self.joins else None)
+        return PairedLinear(weight, self.of(self.num_experts, rows) if self.joins else None)
 
 
 LAYERS = {
@@ -130,7 +130,7 @@ def _products(layer: Layer, tokens: int) -> Iterator[Any]:
     yield invariant.BatchInvariantGemm(x, linear, offsets)
     yield of.GroupedGemmWeightBackward(product, x, offsets)
     padded = layer.of(layer.num_experts, tokens, layer.hidden)
-    yield of.BatchedGemm(padded, linear, layer.of(layer.num_experts, dtype=INT))
+    yield of.BatchedGemm(padded, linear.halves[0], layer.of(layer.num_experts, dtype=INT))
     hidden, bias = layer.of(tokens, layer.hidden), layer.of(64) if layer.joins else None
     yield of.DenseGemm(hidden, layer.of(64, layer.hidden), bias, torch.float32)
     shared = layer.of(2 * layer.inner, layer.hidden), layer.of(layer.hidden, layer.inner)
@@ -141,7 +141,7 @@ def _products(layer: Layer, tokens: int) -> Iterator[Any]:
 
 def _fused(layer: Layer, tokens: int) -> Iterator[Any]:
     hidden, (weights, ids) = layer.of(tokens, layer.hidden), _chosen(layer, tokens)
-    w13, w2 = layer.linear(2 * layer.inner, layer.hidden), layer.linear(layer.hidden, layer.inner)
+    w13, w2 = layer.linear(2 * layer.inner, layer.hidden), layer.linear(layer.hidden, layer.inner).halves[0]
     slots = layer.of(tokens * layer.top_k, dtype=INT)
     offsets, gate = layer.of(layer.num_experts + 1, dtype=INT), Gate(None, None, None, None, _FORMULA.spec)
     joined, experts, placement = _joined(layer, tokens), ExpertWeights(w13, w2), _placement(layer)

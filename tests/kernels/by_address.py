@@ -22,7 +22,7 @@ import triton  # noqa: E402
 
 import moe_ops  # noqa: E402
 from moe_ops import _library  # noqa: E402
-from moe_ops.arguments import ExpertWeights, FusedMoe, GroupedLinear, Placement, Router  # noqa: E402
+from moe_ops.arguments import ExpertWeights, FusedMoe, GroupedLinear, PairedLinear, Placement, Router  # noqa: E402
 from moe_ops.kernels import packed, plans  # noqa: E402
 
 E, K, H, I = 4, 2, 64, 64
@@ -311,7 +311,7 @@ def few_are_kept() -> None:
 
 
 def _arguments(layer: Layer, tokens: int) -> Any:
-    experts = ExpertWeights(GroupedLinear(layer.w13, None), GroupedLinear(layer.w2, None))
+    experts = ExpertWeights(PairedLinear(layer.w13, None), GroupedLinear(layer.w2, None))
     router = Router(aligned(tokens, E), None, ROUTING.spec)
     return FusedMoe(aligned(tokens, H), router, experts, Placement(None), "silu")
 

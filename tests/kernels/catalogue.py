@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_ops.arguments import GroupedLinear, PullSums, PushRows, SharedAlone, SharedExpert
+from moe_ops.arguments import PairedLinear, PullSums, PushRows, SharedAlone, SharedExpert
 from moe_ops.kernels import (
     activation,
     batched,
@@ -57,7 +57,10 @@ _STRIDE = 48  # of the last dimension; the others follow, none is 1
 HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
 _ROUTING = RoutingConfig(top_k=2, num_groups=2)
 TENSORS = {
-    **dict.fromkeys(("hidden_states", "w13", "w2", "w13_bias", "w2_bias", "shared"), torch.bfloat16),
+    **dict.fromkeys(
+        ("hidden_states", "w13", "w13_up", "w2", "w13_bias", "w13_up_bias", "w2_bias", "shared"),
+        torch.bfloat16,
+    ),
     **dict.fromkeys(("shared_gate", "residual"), torch.bfloat16),
     **dict.fromkeys(
         ("x", "weight", "bias", "grad", "gate_up", "expert_out", "router_logits"), torch.bfloat16
@@ -91,7 +94,7 @@ def product(
 ) -> Gemm:
     """A product of `rows` contiguous rows, in order, with `weight` [E, B, A]."""
     x = torch.empty(rows, weight.shape[2], dtype=weight.dtype, device="meta")
-    linear = operands("weight", GroupedLinear(describe(weight)))
+    linear = operands("weight", PairedLinear(describe(weight)))
     return Gemm(Operand("x", describe(x)), linear, "out", rows, gpu, activation=activation)
 
 
@@ -125,7 +128,7 @@ def _gemms(act: Activation) -> list[Program]:
     x, bias = _strided(512, 64), _strided(8, 128)
     weights = meta(8, 128, 64), meta(8, 64, 128).transpose(1, 2), _strided(8, 128, 64)
     plans = [_index(1024), _index(9), bias]
-    return [program_of("gather_gemm_act", x, weight, *plans, act) for weight in weights]
+    return [program_of("gather_gemm_act", x, weight, *plans, activation=act) for weight in weights]
 
 
 def _mixed() -> Program:
@@ -136,7 +139,7 @@ def _mixed() -> Program:
 
 def _decode(*weights: torch.Tensor) -> Program:
     routes = _strided(1, 2, dtype=torch.float32), _strided(1, 2, dtype=torch.int32)
-    biases = _strided(8, 128), _strided(8, 64)
+    biases = _strided(8, 128), None, None, _strided(8, 64)
     inputs = _strided(1, 64), *weights, *routes, *biases
     return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), *_beside(1), HALVES)
 

@@ -17,6 +17,7 @@ from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
     GroupedLinear,
+    PairedLinear,
     Placement,
     Router,
 )
@@ -114,7 +115,7 @@ def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
     (weights,) = _metas(torch.float32, (1, top_k))
     ids, expert_map = _metas(torch.int32, (1, top_k), (experts,))
     biases = _metas(dtype, (experts, rows), (experts, hidden))
-    experts = ExpertWeights(*map(GroupedLinear, (w13, w2), biases))
+    experts = ExpertWeights(PairedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
     epilogue = Epilogue(gate, residual)
     args = FusedExperts(x, experts, weights, ids, Placement(expert_map), shared, act.spec, epilogue)
     name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec}"
@@ -151,7 +152,7 @@ def _product(gpu, dtype, act, sizes, biased) -> Iterator[Planned]:
     transposed, depth, mean_rows = sizes
     experts, rows = 64, 2 * 1024 if depth != 511 else 2 * 511
     (bias,) = _metas(dtype, (experts, rows))
-    linear = GroupedLinear(_weight(experts, rows, depth, dtype, transposed), bias if biased else None)
+    linear = PairedLinear(_weight(experts, rows, depth, dtype, transposed), bias if biased else None)
     slots = mean_rows * experts
     x, gathered = (Operand("x", rows) for rows in _metas(dtype, (slots, depth), (slots // 2, depth)))
     gemm = Gemm(x, operands("weight", linear), "out", slots, gpu, activation=act)
@@ -172,7 +173,7 @@ def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for act in (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS):
         (bias,), weight = _metas(torch.bfloat16, (8, 4096)), _weight(8, 4096, 2880, torch.bfloat16, False)
         (x,) = _metas(torch.bfloat16, (256, 2880))
-        linear = operands("weight", GroupedLinear(weight, bias))
+        linear = operands("weight", PairedLinear(weight, bias))
         gemm = Gemm(Operand("x", x), linear, "out", 512, gpu, 2, act, tail=True)
         yield from _planned(f"mixed act={act}", *grouped_gemm.plan(gemm), torch.bfloat16)
         gemm = replace(gemm, num_slots=256, top_k=None, activation=None)

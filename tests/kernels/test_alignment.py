@@ -79,7 +79,10 @@ def _programs(
         torch.empty(tokens, TOP_K, dtype=torch.int32, device="meta"),
     )
     return [
-        (program_of("gather_gemm_act", x, w13, index, offsets, None, act), {"hidden_states": x, "w13": w13}),
+        (
+            program_of("gather_gemm_act", x, w13, index, offsets, activation=act),
+            {"hidden_states": x, "w13": w13},
+        ),
         (program_of("gemm_combine", up, w2, offsets, routes[0], index), {"x": up, "w2": w2}),
         (program_of("grouped_gemm", down, w13, offsets, None), {"x": down, "weight": w13}),
         (

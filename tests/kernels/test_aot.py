@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from moe_ops.arguments import GroupedLinear
+from moe_ops.arguments import PairedLinear
 from moe_ops.kernels import (
     gemm_config,
 )
@@ -80,7 +80,7 @@ def test_gpt_oss_layout(tokens: int, transposed: bool) -> None:
             _meta(experts, features, hidden).transpose(1, 2),
         )
     routing = RoutingConfig(top_k=top_k, order="topk_then_score", renormalize=False)
-    biases = None, _meta(experts, 2 * features), _meta(experts, hidden), None
+    biases = None, _meta(experts, 2 * features), None, None, _meta(experts, hidden), None
     args = _meta(tokens, hidden), _meta(tokens, experts), *weights, *biases
     program = program_of("fused_moe", *args, routing, GPT_OSS)
     _assert_spill_free(aot.compile_program(program, BF16 | {"router_logits": torch.bfloat16}))
@@ -122,7 +122,7 @@ def test_generic_gemm(dtype: torch.dtype, rows: int) -> None:
     weight, bias = _meta(16, 1022, 511, dtype=dtype), _meta(16, 1022, dtype=dtype)
     hidden = _meta(rows // 2, 511, dtype=dtype)
     metas = hidden, weight, _meta(rows, dtype=torch.int32), _meta(17, dtype=torch.int32), bias
-    program = program_of("gather_gemm_act", *metas, Activation())
+    program = program_of("gather_gemm_act", *metas, activation=Activation())
     dtypes = {"hidden_states": dtype, "w13": dtype, "w13_bias": dtype}
     dtypes |= {"sorted_slots": torch.int32, "expert_offsets": torch.int32}
     _assert_spill_free(aot.compile_program(program, dtypes))
@@ -175,7 +175,7 @@ def test_exchanges(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("act", usually([Activation(), None], [Activation()]), ids=str)
 def test_alternatives_worth_timing(act: Activation | None) -> None:
     hidden, weight = _meta(4096, 2048), _meta(64, 2048, 2048)
-    given = Operand("hidden_states", describe(hidden)), operands("w13", GroupedLinear(describe(weight)))
+    given = Operand("hidden_states", describe(hidden)), operands("w13", PairedLinear(describe(weight)))
     dtypes = BF16 | {"sorted_slots": torch.int32, "expert_offsets": torch.int32}
     gemm = Gemm(*given, "out", 8192, H200, 2, act)
     for config in gemm_config.candidates(gemm):

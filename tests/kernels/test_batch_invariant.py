@@ -41,9 +41,8 @@ def test_one_configuration_for_any_number_of_tokens(size, dtype, gpu):
 
     def program(tokens):
         routed = meta(tokens, top_k, dtype=torch.float32), meta(tokens, top_k, dtype=torch.int32)
-        rest = (None,) * 6
-        inputs = meta(tokens, hidden, dtype=dtype), *weights, *routed, *rest
-        return program_of("batch_invariant_experts", *inputs, Activation(), gpu=gpu)
+        inputs = meta(tokens, hidden, dtype=dtype), *weights, *routed
+        return program_of("batch_invariant_experts", *inputs, activation=Activation(), gpu=gpu)
 
     first = fixed(program(TOKENS[0]))
     assert len(first) == 3
@@ -84,7 +83,7 @@ def test_bits_of_a_token(dtype, device):
 
     def run(x, rows):
         given = x[rows].contiguous(), w13, w2, weights[rows].contiguous(), ids[rows].contiguous()
-        return launch("batch_invariant_experts", *given, *(None,) * 6, activation=Activation())
+        return launch("batch_invariant_experts", *given, activation=Activation())
 
     everything = list(range(tokens))
     whole = run(x, everything)

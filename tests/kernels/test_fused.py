@@ -10,6 +10,7 @@ from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
     GroupedLinear,
+    PairedLinear,
     Placement,
     Router,
     SharedAlone,
@@ -220,9 +221,7 @@ def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
 def test_where_another_stream_gets_in_between(tokens: int, size: int, room: bool) -> None:
     """Few tokens of any layer, but not gigabytes of weights: at a hidden size of 7168 four tokens read 2.8 GB."""
     hidden = 7168 if size == 2048 else 2048
-    experts = ExpertWeights(
-        GroupedLinear(meta(256, 2 * size, hidden)), GroupedLinear(meta(256, hidden, size))
-    )
+    experts = ExpertWeights(PairedLinear(meta(256, 2 * size, hidden)), GroupedLinear(meta(256, hidden, size)))
     routed = meta(tokens, 8, dtype=torch.float32), meta(tokens, 8, dtype=torch.int32)
     args = FusedExperts(meta(tokens, hidden), experts, *routed, Placement(), None, "silu")
     assert leaves_room(args) == room
@@ -238,7 +237,7 @@ def test_slots_take_turns_where_they_share_experts(
     """Or beside a shared expert; and never where columns lie together."""
 
     def args(w13: torch.Tensor, shared: bool) -> FusedExperts:
-        weights = ExpertWeights(GroupedLinear(describe(w13)), GroupedLinear(describe(meta(experts, 64, 48))))
+        weights = ExpertWeights(PairedLinear(describe(w13)), GroupedLinear(describe(meta(experts, 64, 48))))
         routed = meta(tokens, top_k, dtype=torch.float32), describe(meta(tokens, top_k, dtype=torch.int32))
         x = meta(tokens, 64)
         return FusedExperts(x, weights, *routed, Placement(), x if shared else None, "silu")
@@ -255,12 +254,12 @@ def test_decode_path_counts_the_experts_of_the_map() -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     routed = meta(4, 8, dtype=torch.float32), meta(4, 8, dtype=torch.int32)
-    tensors = meta(4, 64), meta(8, 64, 64), meta(8, 64, 32), *routed, None, None
+    tensors = meta(4, 64), meta(8, 64, 64), meta(8, 64, 32), *routed
     for expert_map, first in (
         (None, "_rank_kernel"),
         (meta(128, dtype=torch.int32), "gemv_activation_kernel"),
     ):
-        program = program_of("fused_experts", *tensors, expert_map, activation=Activation())
+        program = program_of("fused_experts", *tensors, expert_map=expert_map, activation=Activation())
         assert program.launches[0].kernel.__name__ == first
 
 
@@ -285,7 +284,7 @@ def test_gather_gemm_act_zeroes_rows_of_dropped_slots(device: str) -> None:
     tensors["topk_ids"][::2] = -1
     slots, _, offsets = launch("build_dispatch", tensors["topk_ids"].to(device), None, 13)
     args = tensors["hidden_states"].to(device), tensors["w13"].to(device), slots, offsets
-    out = launch("gather_gemm_act", *args, tensors["w13_bias"].to(device), Activation())
+    out = launch("gather_gemm_act", *args, tensors["w13_bias"].to(device), activation=Activation())
     kept = int(offsets[-1])
     assert 0 < kept < out.shape[0]
     assert (out[kept:] == 0).all() and out[:kept].isfinite().all()
@@ -332,7 +331,8 @@ def test_both_streams_wait_for_each_other(tokens: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(plans, "_second_stream", lambda device, stream: second)
     monkeypatch.setattr(plans, "gpu_of", lambda _: H200)
     monkeypatch.setattr(BoundByName, "launch", launched)
-    w13, w2 = (GroupedLinear(torch.empty(shape).bfloat16()) for shape in ((64, 96, 64), (64, 64, 48)))
+    w13 = PairedLinear(torch.empty(64, 96, 64).bfloat16())
+    w2 = GroupedLinear(torch.empty(64, 64, 48).bfloat16())
     x, weights = torch.empty(tokens, 64).bfloat16(), torch.empty(tokens, 4)
     ids = torch.empty(tokens, 4, dtype=torch.int32)
     args = FusedExperts(x, ExpertWeights(w13, w2), weights, ids, Placement(), None, "silu")

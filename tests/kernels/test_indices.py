@@ -66,7 +66,7 @@ def test_slots_without_tokens(device: str) -> None:
     assert torch.equal(launch("permute", torch.empty(0, 5, device=device), slots).cpu(), torch.zeros(3, 5))
     weights = torch.randn(2, 32, 8).bfloat16().to(device), slots, _index([0, 2, 3], device)
     empty = torch.empty(0, 8, device=device, dtype=torch.bfloat16)
-    assert (launch("gather_gemm_act", empty, *weights, None, Activation()) == 0).all()
+    assert (launch("gather_gemm_act", empty, *weights, activation=Activation()) == 0).all()
 
 
 def _combined(rows: torch.Tensor, weights: torch.Tensor, inverse: list[int]) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_gathering_gemm_takes_strange_slots_for_rows_of_zeros(
     expected = oracles.activate(oracles.grouped_gemm(rows, weight, offsets, bias), act)
     expected[11:] = 0
     args = hidden.to(device), weight.to(device), _index(slots, device), _index(offsets, device)
-    assert_close(launch("gather_gemm_act", *args, bias.to(device), act), expected, torch.bfloat16)
+    assert_close(launch("gather_gemm_act", *args, bias.to(device), activation=act), expected, torch.bfloat16)
 
 
 def test_offsets_that_overlap_make_no_more_tiles_than_there_is_room_for(device: str) -> None:
@@ -127,7 +127,7 @@ def test_strange_offsets_touch_nothing_else(offsets: list[int], depth: int, devi
     there = _index(offsets, device)
     launch("grouped_gemm", x, weight, there, None)
     launch("grouped_gemm_weight_backward", x, x, there)
-    launch("gather_gemm_act", x[:4], weight, _index(_with_strange(), device), there, None, Activation())
+    launch("gather_gemm_act", x[:4], weight, _index(_with_strange(), device), there, activation=Activation())
     w2, weights = torch.randn(3, 16, depth).bfloat16().to(device), torch.rand(4, 3).to(device)
     launch("gemm_combine", x, w2, there, weights, _index(_with_strange(), device))
 

@@ -35,7 +35,9 @@ def matrix(*shape):
 
 def samples():
     """One or more argument tuples for every operator; tensors that may require grad do."""
-    moe = (t(3, 4), t(3, 3), t(3, 8, 4), t(3, 4, 4), t(3), t(3, 8), t(3, 4), None, "top_k=2", "silu")
+    w13, (w1, w3), (b1, b3) = t(3, 8, 4), (t(3, 4, 4), t(3, 4, 4)), (t(3, 4), t(3, 4))
+    joined = t(3, 4), t(3, 1), t(3, 4)
+    moe = (t(3, 4), t(3, 3), w1, t(3, 4, 4), t(3), b1, w3, b3, t(3, 4), None, "top_k=2", "silu")
     weights, ids = torch.rand(3, 8), torch.randint(8, (3, 8)).int()
     load, scalar = torch.zeros(5, dtype=torch.int32), torch.tensor
     operands = t(3, 4), t(3), t(3, 8), t(3)
@@ -90,8 +92,9 @@ def samples():
         "permute": [(t(3, 4), SLOTS)],
         "permute_backward": [(t(6, 4), SLOTS, 3)],
         "grouped_gemm": [
-            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5)),
-            (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None),
+            (t(6, 4), w1, OFFSETS, b1, w3, b3),
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5), None, None),
+            (t(6, 4), t(3, 4, 5).transpose(1, 2), OFFSETS, None, None, None),
         ],
         "grouped_gemm_weight_backward": [(t(6, 5), t(6, 4), OFFSETS)],
         "batched_gemm": [
@@ -117,66 +120,70 @@ def samples():
         ],
         "combine_backward": [(t(3, 4), t(6, 4), t(3, 2), INVERSE)],
         "routing_dispatch": [(t(5, 8), torch.randn(8), None, 8, "top_k=2")],
-        "gather_gemm": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8))],
+        "gather_gemm": [
+            (t(3, 4), w1, SLOTS, OFFSETS, b1, w3, b3),
+            (t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), None, None),
+        ],
         "act_gemm_combine": [
             (t(6, 8), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, t(3, 5), t(3, 5))
             + (t(3, 1), t(3, 5), "silu"),
             (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), SLOTS, INVERSE, *(None,) * 4, "relu2"),
         ],
-        "gather_gemm_act": [(t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), "silu")],
+        "gather_gemm_act": [
+            (t(3, 4), w1, SLOTS, OFFSETS, b1, w3, b3, "silu"),
+            (t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), None, None, "silu"),
+        ],
         "gather_gemm_formula": [
-            (t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), *operands)
+            (t(3, 4), w1, SLOTS, OFFSETS, b1, w3, b3, *operands, f"halves|{FORMULA}t5=mul(t4,up)|t5"),
+            (t(3, 4), t(3, 8, 4), SLOTS, OFFSETS, t(3, 8), None, None, *operands)
             + (f"interleaved|{FORMULA}t5=mul(t4,up)|t5",),
-            (t(3, 4), t(3, 4, 4), SLOTS, OFFSETS, None, t(6), t(1), None, None, ONE_FOR_ALL),
+            (t(3, 4), t(3, 4, 4), SLOTS, OFFSETS, None, None, None, t(6), t(1), None, None, ONE_FOR_ALL),
         ],
         "gemm_combine": [
             (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 2), INVERSE, t(3, 5), t(3, 5), t(3, 1), t(3, 5))
         ],
         "fused_experts": [
-            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), t(3, 1), t(3, 4))
-            + ("silu",)
+            (t(3, 4), w1, t(3, 4, 4), t(3, 2), IDS, b1, w3, b3, t(3, 4), None, *joined, "silu"),
+            (t(3, 4), w13, t(3, 4, 4), t(3, 2), IDS, t(3, 8), None, None, t(3, 4), None, *joined, "silu"),
         ],
         "fused_experts_formula": [
-            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4))
-            + (*operands, t(3, 1), t(3, 4), f"halves|{FORMULA}t5=mul(t4,up)|t5")
+            (t(3, 4), w1, t(3, 4, 4), t(3, 2), IDS, b1, w3, b3, t(3, 4), None, t(3, 4))
+            + (*operands, t(3, 1), t(3, 4), f"halves|{FORMULA}t5=mul(t4,up)|t5"),
+            (t(3, 4), w13, t(3, 4, 4), t(3, 2), IDS, t(3, 8), None, None, t(3, 4), None, t(3, 4))
+            + (*operands, t(3, 1), t(3, 4), f"halves|{FORMULA}t5=mul(t4,up)|t5"),
         ],
         "fused_experts_with_shared": [
+            (t(3, 4), w1, t(3, 4, 4), t(3, 2), IDS, matrix(10, 4), matrix(4, 5))
+            + (b1, w3, b3, t(3, 4), None, t(3, 1), "gelu", "silu"),
+            (t(3, 4), w13, t(3, 4, 4), t(3, 2), IDS, matrix(10, 4), matrix(4, 5))
+            + (t(3, 8), None, None, t(3, 4), None, t(3, 1), "gelu", "silu"),
             (
                 t(3, 4),
-                t(3, 8, 4),
-                t(3, 4, 4),
-                t(3, 2),
-                IDS,
-                matrix(10, 4),
-                matrix(4, 5),
-                t(3, 8),
-                t(3, 4),
-                None,
-                t(3, 1),
-            )
-            + ("gelu", "silu"),
-            (
-                t(3, 4),
-                t(3, 8, 4),
+                w13,
                 t(3, 4, 4),
                 t(3, 2),
                 IDS,
                 matrix(5, 4),
                 matrix(4, 5),
-                None,
-                None,
-                None,
-                None,
-            )
-            + ("relu2", "silu"),
+                *(None,) * 6,
+                "relu2",
+                "silu",
+            ),
         ],
-        "fused_moe": [moe, (*moe[:4], None, None, None, None, *moe[8:])],
-        "fused_moe_formula": [(*moe[:8], *operands, "top_k=2", f"halves|{FORMULA}t4")],
+        "fused_moe": [
+            moe,
+            (*moe[:2], w13, *moe[3:5], t(3, 8), None, None, *moe[8:]),
+            (*moe[:2], w13, moe[3], *(None,) * 6, *moe[10:]),
+        ],
+        "fused_moe_formula": [(*moe[:10], *operands, "top_k=2", f"halves|{FORMULA}t4")],
         "batch_invariant_routing": [(t(5, 8), torch.randn(8), "top_k=2")],
-        "batch_invariant_gemm": [(t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5))],
+        "batch_invariant_gemm": [
+            (t(6, 4), w1, OFFSETS, b1, w3, b3),
+            (t(6, 4), t(3, 5, 4), OFFSETS, t(3, 5), None, None),
+        ],
         "batch_invariant_experts": [
-            (t(3, 4), t(3, 8, 4), t(3, 4, 4), t(3, 2), IDS, t(3, 8), t(3, 4), None, t(3, 4), t(3, 1), t(3, 4))
-            + ("silu",)
+            (t(3, 4), w1, t(3, 4, 4), t(3, 2), IDS, b1, w3, b3, t(3, 4), None, *joined, "silu"),
+            (t(3, 4), w13, t(3, 4, 4), t(3, 2), IDS, t(3, 8), None, None, t(3, 4), None, *joined, "silu"),
         ],
     }
 
@@ -199,7 +206,7 @@ def empty_samples():
         "pull_sums": (t(4, 4), slots.view(0, 1), NO_TOKENS, SENT - 2, SENT - 2, none, ""),
         "permute": (none, slots),
         "permute_backward": (none, slots, 0),
-        "grouped_gemm": (none, w13, offsets, t(3, 8)),
+        "grouped_gemm": (none, w13, offsets, t(3, 8), None, None),
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
         "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
@@ -209,13 +216,14 @@ def empty_samples():
         "combine": (none, weights, slots, t(0, 4), t(0, 1), None),
         "combine_backward": (none, t(5, 4), weights, slots),
         "routing_dispatch": (t(0, 8), None, None, 3, "top_k=2"),
-        "gather_gemm": (none, w13, slots, offsets, None),
+        "gather_gemm": (none, w13, slots, offsets, None, None, None),
         "act_gemm_combine": (t(0, 8), w2, offsets, weights, slots, slots, *(None,) * 4, "silu"),
-        "gather_gemm_act": (none, w13, slots, offsets, None, "silu"),
-        "gather_gemm_formula": (none, w13, slots, offsets, None, *operands) + (f"halves|{FORMULA}t4",),
+        "gather_gemm_act": (none, w13, slots, offsets, None, None, None, "silu"),
+        "gather_gemm_formula": (none, w13, slots, offsets, None, None, None, *operands)
+        + (f"halves|{FORMULA}t4",),
         "gemm_combine": (none, w2, offsets, weights, slots, *(None,) * 4),
-        "fused_experts": (none, w13, w2, weights, ids, *(None,) * 6, "silu"),
-        "fused_experts_formula": (none, w13, w2, weights, ids, None, None, None, None)
+        "fused_experts": (none, w13, w2, weights, ids, *(None,) * 8, "silu"),
+        "fused_experts_formula": (none, w13, w2, weights, ids, *(None,) * 6)
         + (*operands, None, None, f"halves|{FORMULA}t4"),
         "fused_experts_with_shared": (
             none,
@@ -225,18 +233,15 @@ def empty_samples():
             ids,
             matrix(10, 4),
             matrix(4, 5),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
         + ("silu", "silu"),
-        "fused_moe_formula": (none, t(0, 3), w13, w2, None, None, None, None)
+        "fused_moe_formula": (none, t(0, 3), w13, w2, *(None,) * 6)
         + (*operands, "top_k=2", f"halves|{FORMULA}t4"),
-        "fused_moe": (none, t(0, 3), w13, w2, None, None, None, None, "top_k=2", "silu"),
+        "fused_moe": (none, t(0, 3), w13, w2, *(None,) * 6, "top_k=2", "silu"),
         "batch_invariant_routing": (t(0, 8), None, "top_k=2"),
-        "batch_invariant_gemm": (none, w13, offsets, t(3, 8)),
-        "batch_invariant_experts": (none, w13, w2, weights, ids, *(None,) * 6, "silu"),
+        "batch_invariant_gemm": (none, w13, offsets, t(3, 8), None, None),
+        "batch_invariant_experts": (none, w13, w2, weights, ids, *(None,) * 8, "silu"),
     }
 
 

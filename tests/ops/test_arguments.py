@@ -22,11 +22,11 @@ class TestSchemas(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(map(_short_schema, fused)),
             """\
-fused_moe: hidden_states router_logits w13 w2 correction_bias? w13_bias? w2_bias? expert_map? routing activation
-fused_experts: hidden_states w13 w2 topk_weights topk_ids w13_bias? w2_bias? expert_map? shared? shared_gate? residual? activation
-gather_gemm: hidden_states w13 sorted_slots expert_offsets w13_bias?
+fused_moe: hidden_states router_logits w13 w2 correction_bias? w13_bias? w13_up? w13_up_bias? w2_bias? expert_map? routing activation
+fused_experts: hidden_states w13 w2 topk_weights topk_ids w13_bias? w13_up? w13_up_bias? w2_bias? expert_map? shared? shared_gate? residual? activation
+gather_gemm: hidden_states w13 sorted_slots expert_offsets w13_bias? w13_up? w13_up_bias?
 act_gemm_combine: gate_up w2 expert_offsets topk_weights sorted_slots inverse w2_bias? shared? shared_gate? residual? activation
-gather_gemm_act: hidden_states w13 sorted_slots expert_offsets w13_bias? activation
+gather_gemm_act: hidden_states w13 sorted_slots expert_offsets w13_bias? w13_up? w13_up_bias? activation
 gemm_combine: x w2 expert_offsets topk_weights inverse w2_bias? shared? shared_gate? residual?""",  # noqa: E501
         )
 
@@ -88,8 +88,11 @@ def _floats(value):
 
 
 def test_a_value_names_its_leaves_after_the_field_that_holds_it():
-    assert records.names(arguments.ExpertWeights) == ("w13", "w2", "w13_bias", "w2_bias")
-    assert records.names(arguments.GroupedGemm) == ("x", "weight", "expert_offsets", "bias")
+    assert records.names(arguments.ExpertWeights) == (
+        *("w13", "w2"),
+        *("w13_bias", "w13_up", "w13_up_bias", "w2_bias"),
+    )
+    assert records.names(arguments.GroupedGemm) == ("x", "weight", "expert_offsets", "bias", "up", "up_bias")
 
 
 OVER_TOKENS = {

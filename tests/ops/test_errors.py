@@ -189,4 +189,6 @@ def test_offsets_elsewhere_are_compared_with_the_operators_own_input():
     with pytest.raises(
         ValueError, match="expert_offsets is on meta: expected cpu, the device of hidden_states"
     ):
-        torch.ops.moe.gather_gemm_act(torch.randn(2, 8), torch.randn(2, 12, 8), slots, offsets, None, "silu")
+        torch.ops.moe.gather_gemm_act(
+            torch.randn(2, 8), torch.randn(2, 12, 8), slots, offsets, *(None,) * 3, "silu"
+        )

@@ -63,7 +63,7 @@ CALLS = {
     "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
     "dense_gemm": (moe_ops.dense_gemm, [(3, 4), (5, 4), (5,)]),
     "batch_invariant_gemm": (
-        lambda x, w, b: OPS.batch_invariant_gemm(x, w, OFFSETS, b),
+        lambda x, w, b: OPS.batch_invariant_gemm(x, w, OFFSETS, b, None, None),
         [(6, 4), (3, 5, 4), (3, 5)],
     ),
     "batch_invariant_routing": (lambda l: OPS.batch_invariant_routing(l, None, "top_k=2")[0], [(3, 4)]),
@@ -103,7 +103,7 @@ CALLS = {
     "route_and_record": (lambda x: route_and_record(Router(x, None, TOP2.spec), REPLICAS, LOAD)[0], [(3, 3)]),
     "fused_experts": (
         lambda x, w13, w2, t, b13, b2, s, g: OPS.fused_experts(
-            *(x, w13, w2, t, IDS, b13, b2, None, s, g, None), "silu"
+            *(x, w13, w2, t, IDS, b13, None, None, b2, None, s, g, None), "silu"
         ),
         [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4), (3, 1)],
     ),
@@ -115,19 +115,30 @@ CALLS = {
     ),
     "gather_gemm_formula": (
         lambda x, w, b, a, c: OPS.gather_gemm_formula(
-            x, w, PLAN.sorted_slots, PLAN.expert_offsets, b, a, c, None, None, f"interleaved|{FORMULA}"
+            x,
+            w,
+            PLAN.sorted_slots,
+            PLAN.expert_offsets,
+            b,
+            None,
+            None,
+            a,
+            c,
+            None,
+            None,
+            f"interleaved|{FORMULA}",
         ),
         [(3, 4), W13, B13, (3, 5), (3,)],
     ),
     "fused_experts_formula": (
         lambda x, w13, w2, t, b13, s, a, c: OPS.fused_experts_formula(
-            x, w13, w2, t, IDS, b13, None, None, s, a, c, None, None, None, None, f"halves|{FORMULA}"
+            x, w13, w2, t, IDS, b13, *(None,) * 4, s, a, c, None, None, None, None, f"halves|{FORMULA}"
         ),
         [(3, 4), W13, W2, (3, 2), B13, (3, 4), (3, 5), (3,)],
     ),
     "fused_moe_formula": (
         lambda x, logits, w13, w2, a, c: OPS.fused_moe_formula(
-            x, logits, w13, w2, None, None, None, None, a, c, None, None, TOP2.spec, f"halves|{FORMULA}"
+            x, logits, w13, w2, *(None,) * 6, a, c, None, None, TOP2.spec, f"halves|{FORMULA}"
         ),
         [(3, 4), (3, 3), W13, W2, (3, 5), (3,)],
     ),
@@ -229,7 +240,7 @@ def test_dual_numbers_through_direct_operator_calls(recorded):
     with torch.set_grad_enabled(recorded), forward_ad.dual_level():
         duals = map(forward_ad.make_dual, (x, logits, w13, w2), tangents)
         x, logits, w13, w2 = duals
-        out = OPS.fused_moe(x, logits, w13, w2, None, None, None, None, TOP2.spec, "silu")
+        out = OPS.fused_moe(x, logits, w13, w2, *(None,) * 6, TOP2.spec, "silu")
         assert_same([forward_ad.unpack_dual(out).tangent], [expected])
 
 
@@ -268,7 +279,7 @@ def test_reverse_mode_of_direct_operator_calls_under_torch_func():
     (x, logits, w13, w2), _ = problem(5)
 
     def ours(x, w13):
-        return OPS.fused_moe(x, logits, w13, w2, None, None, None, None, TOP2.spec, "silu").sin().sum()
+        return OPS.fused_moe(x, logits, w13, w2, *(None,) * 6, TOP2.spec, "silu").sin().sum()
 
     plain = lambda x, w13: plain_layer(x, logits, w13, w2).sin().sum()  # noqa: E731
     assert_same(torch.func.grad(ours, (0, 1))(x, w13), torch.func.grad(plain, (0, 1))(x, w13))

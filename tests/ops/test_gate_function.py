@@ -160,7 +160,7 @@ def test_bad_formulas(spec):
     given = tensors(CASES["gpt_oss"], 9)
     with pytest.raises(ValueError, match=BAD_FORMULAS[spec]):
         torch.ops.moe.fused_experts_formula(
-            *(given[name] for name in (*LEAVES, "topk_ids")), *(None,) * 10, spec
+            *(given[name] for name in (*LEAVES, "topk_ids")), *(None,) * 12, spec
         )
 
 
@@ -179,6 +179,6 @@ def test_what_a_formula_reads_is_within_its_tensor(layout, tensor):
     with pytest.raises(
         ValueError, match=re.escape(f"operand0 has shape {list(tensor.shape)}: expected one that")
     ):
-        torch.ops.moe.fused_experts_formula(*given, *(None,) * 4, tensor, *(None,) * 5, spec)
+        torch.ops.moe.fused_experts_formula(*given, *(None,) * 6, tensor, *(None,) * 5, spec)
     with pytest.raises(ValueError, match="reads 1 tensors: got 0"):
-        torch.ops.moe.fused_experts_formula(*given, *(None,) * 10, spec)
+        torch.ops.moe.fused_experts_formula(*given, *(None,) * 12, spec)

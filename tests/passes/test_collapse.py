@@ -38,10 +38,10 @@ class TestGolden(expecttest.TestCase):
 %9 = getitem(%6, 2) : int32[5]
 %10 = moe.permute.default(%0, %7) : float32[2*T0, 16]
 %11 = input() : float32[4, 16, 16]
-%12 = moe.grouped_gemm.default(%10, %11, %9, None) : float32[2*T0, 16]
+%12 = moe.grouped_gemm.default(%10, %11, %9, None, None, None) : float32[2*T0, 16]
 %13 = moe.gated_activation.default(%12, 'silu') : float32[2*T0, 8]
 %14 = input() : float32[4, 16, 8]
-%15 = moe.grouped_gemm.default(%13, %14, %9, None) : float32[2*T0, 16]
+%15 = moe.grouped_gemm.default(%13, %14, %9, None, None, None) : float32[2*T0, 16]
 %16 = moe.combine.default(%15, %4, %8, None, None, None) : float32[T0, 16]
 return [%16]""",
         )
@@ -53,7 +53,7 @@ return [%16]""",
 %2 = aten.mm.default(%0, %1) : float32[T0, 4]
 %3 = input() : float32[4, 16, 16]
 %4 = input() : float32[4, 16, 8]
-%5 = moe.fused_moe.default(%0, %2, %3, %4, None, None, None, None, 'top_k=2', 'silu') : float32[T0, 16]
+%5 = moe.fused_moe.default(%0, %2, %3, %4, None, None, None, None, None, None, 'top_k=2', 'silu') : float32[T0, 16]
 return [%5]""",
         )
 

@@ -35,7 +35,7 @@ def test_flops_are_those_of_the_products():
 def _fused_experts(given, ids):
     from moe_ops import records
 
-    experts = of.ExpertWeights(of.GroupedLinear(given.w13), of.GroupedLinear(given.w2))
+    experts = of.ExpertWeights(of.PairedLinear(given.w13), of.GroupedLinear(given.w2))
     weights = torch.ones(TOKENS, TOP_K)
     record = of.FusedExperts(given.hidden_states, experts, weights, ids, of.Placement(), None, "silu")
     return records.flatten(record)

@@ -32,7 +32,7 @@ class TestGolden(expecttest.TestCase):
 %6 = getitem(%4, 2) : int32[5]
 %7 = input() : float32[18, 8]
 %8 = input() : float32[4, 16, 8]
-%9 = moe.grouped_gemm.default(%7, %8, %6, None) : float32[18, 16]
+%9 = moe.grouped_gemm.default(%7, %8, %6, None, None, None) : float32[18, 16]
 %10 = moe.combine.default(%9, %2, %5, None, None, None) : float32[9, 16]
 return [%10]""",
         )

@@ -66,14 +66,14 @@ class TestGolden(expecttest.TestCase):
 %2 = input() : float32[4, 16, 16]
 %3 = input() : float32[4, 16, 8]
 %4 = input() : float32[4]
-%5 = moe.fused_moe_formula.default(%0, %1, %2, %3, None, None, None, None, %4, None, None, None, 'top_k=2', 'halves
+%5 = moe.fused_moe_formula.default(%0, %1, %2, %3, None, None, None, None, None, None, %4, None, None, None, 'top_k=2', 'halves
   a0=expert*1+0+column*0
   t0=tanh(gate)
   t1=add(up,1.0)
   t2=mul(t0,t1)
   t3=mul(t2,a0)
   t3') : float32[T0, 16]
-return [%5]""",
+return [%5]""",  # noqa: E501
         )
         assert result.log.counts() == COUNTS
 

@@ -31,7 +31,7 @@ class TestGolden(expecttest.TestCase):
 %6 = input() : float32[T1, 16]
 %7 = moe.permute.default(%6, %4) : float32[2*T0, 16]
 %8 = input() : float32[4, 16, 16]
-%9 = moe.grouped_gemm.default(%7, %8, %5, None) : float32[2*T0, 16]
+%9 = moe.grouped_gemm.default(%7, %8, %5, None, None, None) : float32[2*T0, 16]
 %10 = moe.gated_activation.default(%9, 'silu') : float32[2*T0, 8]
 return [%10]""",
         )
@@ -46,7 +46,7 @@ return [%10]""",
 %5 = getitem(%3, 2) : int32[5]
 %6 = input() : float32[T1, 16]
 %7 = input() : float32[4, 16, 16]
-%8 = moe.gather_gemm_act.default(%6, %7, %4, %5, None, 'silu') : float32[2*T0, 8]
+%8 = moe.gather_gemm_act.default(%6, %7, %4, %5, None, None, None, 'silu') : float32[2*T0, 8]
 return [%8]""",
         )
         assert result.log.counts() == {"gather_gemm_act": 1}

@@ -53,7 +53,7 @@ class Raise:
         (added,), (_, total) = sine.all_input_nodes, last.all_input_nodes
         hidden, logits = added.all_input_nodes[0], added.all_input_nodes[1].all_input_nodes[0]
         w13, w2 = (each.all_input_nodes[0] for each in total.all_input_nodes)
-        experts = of.ExpertWeights(of.GroupedLinear(w13), of.GroupedLinear(w2))
+        experts = of.ExpertWeights(of.PairedLinear(w13), of.GroupedLinear(w2))
         router = of.Router(logits, None, ROUTING.spec)
         fused = replacement(graph, of.FusedMoe(hidden, router, experts, of.Placement(), "silu"), last)
         inherit_meta(fused, last)

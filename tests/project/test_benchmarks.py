@@ -146,6 +146,17 @@ def test_the_gates_that_are_timed_are_inlined_and_right() -> None:
         )
 
 
+@torch.no_grad()
+def test_the_pairs_that_are_timed_are_one_layer() -> None:
+    weights, hidden = make_weights(SMALL, 0, "cpu"), torch.randn(24, 64).bfloat16()
+    inputs = options_bench.Inputs(hidden, torch.randn(24, 8))
+    layers = options_bench.pair_layers(weights, 2)
+    expected = layers.pop("packed")(hidden, inputs.router_logits)
+    for layer in layers.values():
+        options_bench._expect_close(layer(hidden, inputs.router_logits), expected)
+    options_bench._inlined(layers["raised"], inputs)
+
+
 TINY = cpu_bench.Layer(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
 
 
