@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from moe_ops.arguments import PairedLinear
 from moe_ops.kernels import gemm_config, tma
 from moe_ops.kernels.activation import activation_args
 from moe_ops.kernels.formula import operand_args, with_formula
@@ -163,5 +164,5 @@ def batch_invariant_gemm_program(args: Any, gpu: Gpu) -> Program:
 
 def gemm_of(args: Any, gpu: Gpu) -> Gemm:
     """The product of `moe.grouped_gemm`."""
-    x, linear = Operand("x", args.x), operands("weight", args.weight)
+    x, linear = Operand("x", args.x), PairedLinear(*operands("weight", args.weight))
     return Gemm(x, linear, "product", args.x.shape[0], gpu, tail=True)

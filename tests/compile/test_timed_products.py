@@ -188,6 +188,20 @@ def test_a_symbolic_count_is_told(caplog):
     assert "not timed 1 time: hidden_states has symbolic sizes" in line
 
 
+def test_gate_and_up_in_two_weights_are_told(caplog):
+    def layer(hidden, logits, gate, up, w2):
+        return moe_ops.fused_moe(hidden, logits, (gate, up), w2, ROUTING, emit="stages")
+
+    def inputs(tokens):
+        hidden, logits, _, w2 = _inputs(tokens)
+        return hidden, logits, *(_empty(EXPERTS, INTERMEDIATE, HIDDEN) for _ in range(2)), w2
+
+    with caplog.at_level(logging.INFO, logger="inductor_passes"):
+        compiled = _compile(layer, inputs, Prefers(by_library))
+    assert MM not in body(compiled.code) and _ours(compiled).count(GEMM) == 2
+    assert any("not timed 1 time: gate and up are two weights" in each for each in caplog.messages)
+
+
 def test_a_choice_in_use_that_is_wrong_is_told(caplog):
     def wrong(gemm, device):
         first, *others = ways(gemm)
