@@ -245,10 +245,9 @@ class FusedExperts(NamedTuple):
     activation: str
     epilogue: Epilogue = Epilogue()
 
-    def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmAct:
+    def first_half(self, slots: Tensor, offsets: Tensor) -> GatherGemmAct:
         """Up to the second product, with this plan."""
-        w13 = self.experts.w13
-        return GatherGemmAct(self.hidden_states, w13, sorted_slots, expert_offsets, self.activation)
+        return GatherGemmAct(self.hidden_states, self.experts.w13, slots, offsets, self.activation)
 
 
 class FusedExpertsFormula(NamedTuple):
@@ -263,10 +262,9 @@ class FusedExpertsFormula(NamedTuple):
     gate: Gate
     epilogue: Epilogue = Epilogue()
 
-    def first_half(self, sorted_slots: Tensor, expert_offsets: Tensor) -> GatherGemmFormula:
+    def first_half(self, slots: Tensor, offsets: Tensor) -> GatherGemmFormula:
         """Up to the second product, with this plan."""
-        w13 = self.experts.w13
-        return GatherGemmFormula(self.hidden_states, w13, sorted_slots, expert_offsets, self.gate)
+        return GatherGemmFormula(self.hidden_states, self.experts.w13, slots, offsets, self.gate)
 
 
 class FusedExpertsWithShared(NamedTuple):

@@ -139,8 +139,9 @@ def test_changed_weights_keep_the_router_apart():
 
 def test_biases_map_and_correction_go_along():
     def everything(hidden, logits, w13, w2, b13, b2, correction, expert_map):
-        extras = {"w13_bias": b13, "w2_bias": b2, "correction_bias": correction, "expert_map": expert_map}
-        return moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, "gelu_tanh", **extras)
+        extras = {"w2_bias": b2, "correction_bias": correction, "expert_map": expert_map}
+        pair, biases = w13.chunk(2, 1), b13.chunk(2, 1)
+        return moe_ops.fused_moe(hidden, logits, pair, w2, ROUTING, "gelu_tanh", w13_bias=biases, **extras)
 
     given = inputs()
     biases = torch.randn(given.w13.shape[:2]), torch.randn(EXPERTS, HIDDEN)
@@ -148,7 +149,7 @@ def test_biases_map_and_correction_go_along():
     result = rewrite(everything, *given, *extras)
     assert result.ops() == ["fused_moe"]
     (fused,) = [node for node in result.graph.nodes if "fused_moe" in str(node.target)]
-    assert all(arg is not None for arg in fused.args) and fused.args[8:] == (ROUTING.spec, "gelu_tanh")
+    assert all(arg is not None for arg in fused.args) and fused.args[10:] == (ROUTING.spec, "gelu_tanh")
 
 
 def test_twelve_layers_collapse_apart():
