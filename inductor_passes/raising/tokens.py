@@ -29,10 +29,17 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
         rows, weights = _weighed(_unrounded(rows), order, indices)
     source = indexed(rows)
     if source is not None and indices.are_tokens(source[1], order):
+        _expect_all_tokens(source[0], indices)
         return Tokens(source[0], weights)
     if rows.target is aten.expand.default and order is indices.slot_order:
         return Tokens(_repeated(rows, indices), weights)
     raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")
+
+
+def _expect_all_tokens(source: Node, indices: Indices) -> None:
+    rows, tokens = source.meta["val"].shape[0], indices.ids.meta["val"].shape[0]
+    if not _compat.statically_known_true(rows == tokens):
+        raise Refusal(source, f"rows come from {rows} rows, of which {tokens} have expert ids")
 
 
 def _flat(rows: Node) -> Node:

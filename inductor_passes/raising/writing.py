@@ -12,6 +12,7 @@ from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.views_of_rows import readers
 from moe_ops import arguments
 
@@ -90,8 +91,10 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
         activation = recognised(layer.gate, layer.firsts[0].node, layer.activated, layer.masks)
         if activation is not None:
             return call(graph, record.GatedActivation(firsts[0], activation.spec), like)
-    shown = [_in_shape_of(graph, new, old.node) for new, old in zip(firsts, layer.firsts, strict=True)]
-    copies = dict(zip((outcome.node for outcome in layer.firsts), shown, strict=True))
+    outcomes = [outcome.node for outcome in layer.firsts]
+    expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
+    shown = [_in_shape_of(graph, new, old) for new, old in zip(firsts, outcomes, strict=True)]
+    copies = dict(zip(outcomes, shown, strict=True))
     for node in layer.gate.nodes:
         copies[node] = _copied(graph, node, copies, layer.masks, like)
     activated = copies[layer.activated]
