@@ -19,6 +19,7 @@ from inductor_passes.raising.loops import experts_of, loops
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.tokens import tokens_of
+from inductor_passes.raising.unrouted import unrouted
 from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
@@ -45,6 +46,7 @@ class RaiseExperts:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
         found: Found = {}
+        told = {each.node for each in products(graph)}
         for *firsts, second in product_layers(graph):
             try:
                 with _compat.real_tensors():
@@ -56,9 +58,12 @@ class RaiseExperts:
             try:
                 with _compat.real_tensors():
                     write(graph, experts_of(loop))
-                log.lift("experts", loop.seconds[-1], (*loop.firsts, *loop.seconds))
+                log.lift("experts", loop.seconds[-1], loop.nodes)
             except Refusal as refusal:
                 log.refuse(refusal, loop.seconds[-1])
+            told.update(loop.nodes)
+        for refusal in unrouted(graph, told):
+            log.refuse(refusal, refusal.node)
 
 
 def product_layers(graph: Graph) -> list[tuple[Product, ...]]:

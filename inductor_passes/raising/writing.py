@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
-from inductor_passes.raising.evaluation import cut
+from inductor_passes.raising.evaluation import Cut, cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
 from inductor_passes.raising.rowwise import expect_rowwise
@@ -92,6 +93,8 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
         if activation is not None:
             return call(graph, record.GatedActivation(firsts[0], activation.spec), like)
     outcomes = [outcome.node for outcome in layer.firsts]
+    if layer.others:
+        return written(graph, _of_any_rows(layer.gate, outcomes, layer.activated), firsts, like)
     expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
     shown = [_in_shape_of(graph, new, old) for new, old in zip(firsts, outcomes, strict=True)]
     copies = dict(zip(outcomes, shown, strict=True))
@@ -100,6 +103,19 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
     activated = copies[layer.activated]
     flat = activated.meta["val"].dim() == 2
     return activated if flat else written(graph, lambda rows: rows.flatten(0, 1), (activated,), like)
+
+
+def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
+    """A gate of T rows, each by itself, as a function of any number of rows."""
+
+    def run(*rows: Tensor) -> Tensor:
+        known: dict[Node, Any] = dict(zip(products, rows, strict=True))
+        for node in gate.nodes:
+            given = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
+        return known[activated]
+
+    return run
 
 
 def _copied(

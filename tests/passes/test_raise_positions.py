@@ -156,5 +156,5 @@ def test_a_limit_that_common_numbers_do_not_reach_is_kept(what):
     loud.w13[3, 5] = float("nan") if what == "no NaN" else 0.0
     function = grouped_with(gate=gate)
     result, out = computed(function, *loud, passes=PIPELINE)
-    assert result.ops() == ["fused_moe_formula"]
+    assert result.log.raised and "'silu'" not in result.after
     torch.testing.assert_close(out, function(*loud), rtol=0.03, atol=1e3, equal_nan=True)
