@@ -107,8 +107,8 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     _expect_order(product, order, indices)
     node, bias, found = product.node, None, None
     while node is not None:
-        user, dims = only_user(node), rank(node)
-        if dims == 2 or (dims == 3 and not is_one(size(node, 1)) and not is_one(size(node, 2))):
+        user = only_user(node)
+        if _shows_rows(node):
             found = Outcome(product, bias, node)
         if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
@@ -122,6 +122,14 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
             node, f"the product with experts has shape {list(node.meta['val'].shape)}, not [rows, columns]"
         )
     return found
+
+
+def _shows_rows(node: Node) -> bool:
+    """Whether `node` is [S, B], [T, K, B] or [T, K, 1, B]."""
+    if rank(node) == 2:
+        return True
+    is_by_token = rank(node) in (3, 4) and not is_one(size(node, 1)) and not is_one(size(node, -1))
+    return is_by_token and (rank(node) == 3 or is_one(size(node, 2)))
 
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:

@@ -187,7 +187,12 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
         raise Refusal(index, f"expert ids come from {', '.join(map(describe, leaves)) or 'nowhere'}")
-    return leaves[0]
+    return _uncopied(leaves[0])
+
+
+def _uncopied(ids: Node) -> Node:
+    """What `ids` is a copy of: where a model shows ids in another shape twice, it may copy them twice."""
+    return _uncopied(ids.all_input_nodes[0]) if ids.target is torch.ops.aten.clone.default else ids
 
 
 def is_chosen(node: Node) -> bool:

@@ -13,6 +13,7 @@ from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
     is_cast,
+    is_view,
     is_view_of_rows,
     rank,
     without_views,
@@ -68,13 +69,17 @@ def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]
 
 
 def _repeated(rows: Node, indices: Indices) -> Node:
-    """[T, H] where `rows` is [T, K, H], each token K times."""
+    """[T, H] where `rows` is [T, K, H] or [T, K, 1, H], each token K times."""
     source = args(rows)[0]
-    flat = args(source)[0] if source.target is aten.unsqueeze.default else None
+    flat = source
+    while rank(flat) > 2 and is_view(flat):
+        flat = args(flat)[0]
     before, after = source.meta["val"].shape, rows.meta["val"].shape
-    sizes = (indices.ids.meta["val"].shape[0], 1, after[-1])
-    is_column = len(before) == 3 and all(map(_compat.statically_known_true, map(_equal, before, sizes)))
-    if flat is None or not is_column or flat.meta["val"].dim() != 2:
+    sizes = (indices.ids.meta["val"].shape[0], *[1] * (len(after) - 2), after[-1])
+    is_column = len(before) == len(after) and all(
+        map(_compat.statically_known_true, map(_equal, before, sizes))
+    )
+    if flat is source or rank(flat) != 2 or not is_column:
         raise Refusal(rows, f"rows come from {describe(source)}, repeated, not from tokens")
     return flat
 

@@ -25,7 +25,7 @@ _REASONS = {
     "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised are products by "
     "expert ids, such as _grouped_mm, bmm with weight[ids], or a loop over weight[expert]",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
-    "raised where tokens are [T, H], two products have a gate between, and none has a bias",
+    "raised where it reads each weight[expert] whole, for tokens [T, H], with a gate between products and no bias",
     "gathered": "rows are multiplied with weight[ids], where ids are no [T, K], or there are no two such products with "
     "a gate between: flatten tokens to [T, H] before the router",
 }
@@ -69,7 +69,7 @@ def _meetings(choice: Node) -> Iterator[tuple[Node, Node]]:
     reached, pending = {choice}, [choice]
     while pending:
         for user in pending.pop().users:
-            if user in reached:
+            if user in reached or user.op == "output":
                 continue
             reached.add(user)
             if user.target not in _PRODUCTS and not is_moe_op(user):

@@ -102,7 +102,7 @@ def _gate(graph: Graph, layer: Experts, firsts: Sequence[Node]) -> Node:
         copies[node] = _copied(graph, node, copies, layer.masks, like)
     activated = copies[layer.activated]
     flat = activated.meta["val"].dim() == 2
-    return activated if flat else written(graph, lambda rows: rows.flatten(0, 1), (activated,), like)
+    return activated if flat else written(graph, lambda rows: rows.flatten(0, -2), (activated,), like)
 
 
 def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
@@ -132,11 +132,11 @@ def _copied(
 
 
 def _in_shape_of(graph: Graph, rows: Node, old: Node) -> Node:
-    """Rows [S, B] as the model had them: that, or [T, K, B]."""
-    if old.meta["val"].dim() == 2:
+    """Rows [S, B] as the model had them: that, or [T, K, B], or [T, K, 1, B]."""
+    _, *inner, _ = old.meta["val"].shape
+    if not inner:
         return rows
-    top_k = old.meta["val"].shape[1]
-    return written(graph, lambda rows: rows.unflatten(0, (-1, top_k)), (rows,), rows)
+    return written(graph, lambda rows: rows.unflatten(0, (-1, *inner)), (rows,), rows)
 
 
 def _as(graph: Graph, result: Node, old: Node) -> Node:
