@@ -1,6 +1,7 @@
 """Which tensor holds the weight of each slot."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.fx import Node
 
@@ -29,9 +30,7 @@ def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -
 
 def _is_column(weights: Node, rows: Node) -> bool:
     """Whether `weights` has a number for each row, [S, 1] for rows [S, H]."""
-    ours, theirs = weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1)
-    same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
-    return len(ours) == len(theirs) and all(same)
+    return _same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
 
 
 def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
@@ -55,6 +54,9 @@ def chosen(node: Node, indices: Indices) -> Node | None:
 
 
 def _has_shape(node: Node, other: Node) -> bool:
-    ours, theirs = node.meta["val"].shape, other.meta["val"].shape
+    return _same_shape(node.meta["val"].shape, other.meta["val"].shape)
+
+
+def _same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
     return len(ours) == len(theirs) and all(same)
