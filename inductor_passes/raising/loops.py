@@ -65,11 +65,13 @@ def loops(graph: Graph) -> list[Loop]:
         if sorted(products) == list(range(size(stack.weight, 0))) and len(products) > 1
     }
     firsts = {products[0]: stack for stack, products in whole.items()}
-    return [
-        Loop(tuple(zip(*map(whole.__getitem__, stacks), strict=True)), whole[w2], stacks, w2)
-        for w2 in whole
-        if (stacks := tuple(firsts.get(leaf) for leaf in _gate(whole[w2][0]).leaves)) and all(stacks)
-    ]
+    found = []
+    for w2, seconds in whole.items():
+        leaves = _gate(seconds[0]).leaves
+        if leaves and all(leaf in firsts for leaf in leaves):
+            read = tuple(firsts[leaf] for leaf in leaves)
+            found.append(Loop(tuple(zip(*map(whole.__getitem__, read), strict=True)), seconds, read, w2))
+    return found
 
 
 def _matrix(factor: Node) -> tuple[Stack, int] | None:

@@ -15,13 +15,13 @@ from inductor_passes.raising.views_of_rows import args, aten, is_one, is_view
 
 Size = int | torch.SymInt
 
-_OF_FEATURES = {
-    aten.slice.Tensor: 0,
-    aten.select.int: 0,
-    aten.split.Tensor: 0,
-    aten.split_with_sizes.default: 0,
+_ON_A_DIMENSION: Mapping[Any, int] = {
+    aten.slice.Tensor: 1,
+    aten.select.int: 1,
+    aten.split.Tensor: 2,
+    aten.split_with_sizes.default: 2,
 }
-"""Operators on one dimension, and what that is when it is not given."""
+"""Operators on one dimension, the first if not given, and which argument it is."""
 
 
 def expect_rowwise(gate: Cut, products: Iterable[Node], masks: Iterable[Node], num_slots: Size) -> None:
@@ -46,10 +46,9 @@ def _rows_of(node: Node, leading: Mapping[Node, int], same: set[Node], num_slots
     source: Any = next(each for each in node.all_input_nodes if each in leading)
     if is_view(node):
         return _leading(_value(node).shape, num_slots, node)
-    if node.target in _OF_FEATURES:
-        given = args(node)
-        place = 2 if node.target in (aten.split.Tensor, aten.split_with_sizes.default) else 1
-        dim = given[place] if len(given) > place else _OF_FEATURES[node.target]
+    place = _ON_A_DIMENSION.get(node.target)
+    if place is not None:
+        dim = args(node)[place] if len(args(node)) > place else 0
         if dim % _value(source).dim() < leading[source]:
             raise Refusal(node, f"the gate takes some rows from others: {describe(node)}")
     elif isinstance(node.meta.get("val"), Tensor):
