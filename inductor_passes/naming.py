@@ -36,7 +36,7 @@ class LayerNames:
         groups = [_stages_of(dispatch) for dispatch in find(graph, *_DISPATCHES)]
         groups += [_with_router(node) for node in find(graph, *_WHOLE_LAYERS)]
         groups += [[product.node for product in layer] for layer in product_layers(graph)]
-        groups += [[*loop.firsts, *loop.seconds] for loop in loops(graph)]
+        groups += [[*loop.nodes] for loop in loops(graph)]
         self.taken.update({node.meta[LAYER_KEY]: 1 for node in graph.nodes if LAYER_KEY in node.meta})
         for index, group in enumerate(groups):
             fresh = [node for node in group if LAYER_KEY not in node.meta]

@@ -34,15 +34,19 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     return int(size.node.hint) if size.node.has_hint() else None
 
 
-def is_symbol(size: int | torch.SymInt) -> bool:
-    """Whether a size is one symbol, which may be any number."""
-    return isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+def is_open(size: int | torch.SymInt) -> bool:
+    """Whether a size may be another number when the code runs."""
+    return bool(free_symbols(size))
 
 
 def size_given(size: int | torch.SymInt, other: int | torch.SymInt, number: int) -> int | None:
-    """What a size is where `other` is this number; None where it does not follow from that."""
+    """What a size is where `other` is this number, its first symbol having grown; None where that does not say it."""
     if not free_symbols(size) <= free_symbols(other):
         return None
-    if isinstance(size, int) or isinstance(other, int) or not is_symbol(other):
+    if isinstance(size, int) or isinstance(other, int) or number == size_hint(other):
         return size_hint(size)
-    return int(size.node.expr.subs({other.node.expr: number}))
+    symbols, hint = sorted(free_symbols(other), key=str), size_hint(other)
+    known = {symbol: int(other.node.shape_env.backed_var_to_val[symbol]) for symbol in symbols}
+    known[symbols[0]] = known[symbols[0]] * number // (hint or 1)
+    given = [int(each.node.expr.subs(known)) for each in (size, other)]
+    return given[0] if given[1] == number else None

@@ -97,15 +97,16 @@ def raise_layers(graph: Graph) -> PassLog | None:
 def _raised(graph: Graph, image: Image, products: list[Node]) -> PassLog:
     transplant, log = Transplant(graph, image, inputs_of(image.graph)), PassLog()
     run_passes(image.graph, _BEFORE_AUTOGRAD, log)
+    left: set[str] = set()
     for refusal, node in transplant.commit():
         log.refuse(refusal, node)
-    refused = {each.layer for each in log.refused}
-    raised = [node for node in products if node._erased and layer_of(node) not in refused]
+        left.add(layer_of(node))
+    raised = [node for node in products if node._erased and layer_of(node) not in left]
     for product in transplant.still_read(raised):
         transplant.take_back()
         log.refuse(Refusal(product, "something else also reads a product of the experts"), product)
-        refused.update(each.layer for each in log.raised)
-    log.raised[:] = [each for each in log.raised if each.layer not in refused]
+        left.update(each.layer for each in log.raised)
+    log.raised[:] = [each for each in log.raised if each.layer not in left]
     log.fused.clear()  # seen, and told, behind autograd
     return log
 

@@ -144,10 +144,13 @@ class Transplant:
             if node in seen or not _is_floating(node.meta.get("val")):
                 continue
             seen.add(node)
-            source = self.image.sources.get(node)
-            if source is not None and self.image.stops_gradients(source):
+            source, inputs = self.image.sources.get(node), self.before.get(node, [])
+            is_computed = any(
+                _is_floating(each.meta.get("val")) for each in inputs
+            )  # `zeros_like` reads a shape
+            if source is not None and is_computed and self.image.stops_gradients(source):
                 raise Refusal(source, f"gradients stop at {source.name}")
-            pending += self.before.get(node, [])
+            pending += inputs
 
     def take_back(self, copies: int = 0, changed: int = 0) -> None:
         """Undoes what came after so many copies and changed readers; by default everything."""

@@ -19,6 +19,7 @@ from inductor_passes.raising.loops import experts_of, loops
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.tokens import tokens_of
+from inductor_passes.raising.unrouted import unrouted
 from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
@@ -45,6 +46,7 @@ class RaiseExperts:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
         found: Found = {}
+        told = {each.node for each in products(graph)}
         for *firsts, second in product_layers(graph):
             try:
                 with _compat.real_tensors():
@@ -56,9 +58,12 @@ class RaiseExperts:
             try:
                 with _compat.real_tensors():
                     write(graph, experts_of(loop))
-                log.lift("experts", loop.seconds[-1], (*loop.firsts, *loop.seconds))
+                log.lift("experts", loop.seconds[-1], loop.nodes)
             except Refusal as refusal:
                 log.refuse(refusal, loop.seconds[-1])
+            told.update(loop.nodes)
+        for refusal in unrouted(graph, told):
+            log.refuse(refusal, refusal.node)
 
 
 def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
@@ -102,8 +107,8 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     _expect_order(product, order, indices)
     node, bias, found = product.node, None, None
     while node is not None:
-        user, dims = only_user(node), rank(node)
-        if dims == 2 or (dims == 3 and not is_one(size(node, 1)) and not is_one(size(node, 2))):
+        user = only_user(node)
+        if _shows_rows(node):
             found = Outcome(product, bias, node)
         if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
@@ -117,6 +122,14 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
             node, f"the product with experts has shape {list(node.meta['val'].shape)}, not [rows, columns]"
         )
     return found
+
+
+def _shows_rows(node: Node) -> bool:
+    """Whether `node` is [S, B], [T, K, B] or [T, K, 1, B]."""
+    if rank(node) == 2:
+        return True
+    is_by_token = rank(node) in (3, 4) and not is_one(size(node, 1)) and not is_one(size(node, -1))
+    return is_by_token and (rank(node) == 3 or is_one(size(node, 2)))
 
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:

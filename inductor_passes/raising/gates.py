@@ -1,5 +1,6 @@
 """Which activation a piece of a graph computes."""
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,7 +14,7 @@ from moe_ops.activation import apply_activation, out_features
 from moe_ops.types import Activation
 
 _PLAIN = ("silu", "gelu", "gelu_tanh", "relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
-_ROWS = 64
+_ROWS, _FAR = 64, 8
 _CLOSE = 1e-9
 
 
@@ -74,7 +75,12 @@ def _evaluated(
     columns = [product.meta["val"].shape[-1] for product in products]
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_ROWS, sum(columns), generator=generator, dtype=torch.float64)
-    values = values * torch.logspace(-1, 2, _ROWS, dtype=torch.float64)[:, None]
+    scales = torch.logspace(-1, 2, _ROWS, dtype=torch.float64)
+    scales[-_FAR:] = torch.logspace(2, _magnitude(gate), _FAR, dtype=torch.float64)
+    values = values * scales[:, None]
+    half = sum(columns) // 2
+    for row, part in enumerate((slice(half), slice(half, None), slice(0, None, 2), slice(1, None, 2))):
+        values[row, part] = math.nan  # in the gate alone, or in what it multiplies
     constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
     if any(map(is_size, gate.leaves)):
         return None  # as below, a symbol
@@ -89,6 +95,12 @@ def _evaluated(
     ):  # a shape is written in: not the gate of any rows
         return None
     return values, known[output]
+
+
+def _magnitude(gate: Cut) -> float:
+    """The power of ten of the largest numbers to try: beyond every limit that stands in the graph."""
+    written = (each for each in numbers(gate.nodes) if math.isfinite(each))
+    return math.log10(max(100.0, *(2 * each for each in written), 0.0))
 
 
 def _candidates(gate: Cut) -> Iterator[Activation]:
@@ -114,4 +126,4 @@ def _is(activation: Activation, values: Tensor, wanted: Tensor) -> bool:
     if (activation.is_gated and columns % 2) or wanted.shape != (_ROWS, out_features(columns, activation)):
         return False
     ours = apply_activation(values, activation)
-    return bool(((ours - wanted).abs() <= _CLOSE * (1 + wanted.abs())).all())
+    return torch.allclose(ours, wanted, rtol=_CLOSE, atol=_CLOSE, equal_nan=True)

@@ -16,11 +16,12 @@ from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
 from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_size
-from inductor_passes.sizes import is_symbol, size_given
+from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
 _MOST_SLOTS = 1 << 22
-_MANY_TOKENS = 4096
+MANY_TOKENS = 4096
+"""How many tokens are tried at the same experts where their number is open."""
 
 Order = tuple[Tensor, ...]
 """For each sample [S]: the slot that each row stands for."""
@@ -59,7 +60,7 @@ class Indices:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
         self._found, self._sizes = found, (num_experts, *map(str, shape))
         if self._sizes not in found:
-            found[self._sizes] = _samples(tokens, num_experts, self.top_k, is_symbol(shape[0]))
+            found[self._sizes] = _samples(tokens, num_experts, self.top_k, is_open(shape[0]))
         self.samples = found[self._sizes]
         self._known: list[dict[Node, Any]] = [{ids: sample} for sample in self.samples]
 
@@ -82,7 +83,7 @@ class Indices:
 
     def _computed(self, node: Node, found: Cut) -> tuple[Tensor, ...] | None:
         sizes = [leaf for leaf in found.leaves if leaf is not self.ids]
-        if any(self._size(leaf, 1) is None for leaf in sizes):
+        if any(self._size(leaf, len(self.samples[0])) is None for leaf in sizes):
             return None
         try:
             for known in self._known:
@@ -161,7 +162,7 @@ def _samples(tokens: int, num_experts: int, top_k: int, is_open: bool) -> list[T
     generator = torch.Generator().manual_seed(0)
     draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
     samples = [draw.topk(top_k).indices for draw in draws]
-    many = max(2 * tokens, _MANY_TOKENS) if is_open else tokens
+    many = tokens * max(2, -(-MANY_TOKENS // tokens)) if is_open else tokens
     return [*samples, samples[0][:1].repeat(many, 1)]
 
 
@@ -186,7 +187,12 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
         raise Refusal(index, f"expert ids come from {', '.join(map(describe, leaves)) or 'nowhere'}")
-    return leaves[0]
+    return _uncopied(leaves[0])
+
+
+def _uncopied(ids: Node) -> Node:
+    """What `ids` is a copy of: where a model shows ids in another shape twice, it may copy them twice."""
+    return _uncopied(ids.all_input_nodes[0]) if ids.target is torch.ops.aten.clone.default else ids
 
 
 def is_chosen(node: Node) -> bool:

@@ -8,6 +8,7 @@ vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two product
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch.fx.node import map_arg
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut, evaluate
-from inductor_passes.raising.gates import is_in_gate, recognised
+from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices, is_chosen, is_integral
 from inductor_passes.raising.layer import Experts, Outcome, Tokens, WeightedSum
 from inductor_passes.raising.products import Product
+from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_one, only_user, operand, rank, size
 
 _CLOSE = 1e-9
@@ -38,10 +40,17 @@ class Stack(NamedTuple):
 class Loop(NamedTuple):
     """The products of one layer, by expert."""
 
-    firsts: tuple[Node, ...]
+    firsts: tuple[tuple[Node, ...], ...]
+    """Of each expert one for gate and up, or one for each."""
     seconds: tuple[Node, ...]
-    w13: Stack
+    stacks: tuple[Stack, ...]
+    """What the first products multiply."""
     w2: Stack
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All products."""
+        return (*chain(*self.firsts), *self.seconds)
 
 
 def loops(graph: Graph) -> list[Loop]:
@@ -55,12 +64,14 @@ def loops(graph: Graph) -> list[Loop]:
         for stack, products in stacks.items()
         if sorted(products) == list(range(size(stack.weight, 0))) and len(products) > 1
     }
-    return [
-        Loop(whole[w13], whole[w2], w13, w2)
-        for w2 in whole
-        for w13 in whole
-        if w13 is not w2 and _gate(whole[w13][0], whole[w2][0]) is not None
-    ]
+    firsts = {products[0]: stack for stack, products in whole.items()}
+    found = []
+    for w2, seconds in whole.items():
+        leaves = _gate(seconds[0]).leaves
+        if leaves and all(leaf in firsts for leaf in leaves):
+            read = tuple(firsts[leaf] for leaf in leaves)
+            found.append(Loop(tuple(zip(*map(whole.__getitem__, read), strict=True)), seconds, read, w2))
+    return found
 
 
 def _matrix(factor: Node) -> tuple[Stack, int] | None:
@@ -76,41 +87,37 @@ def _matrix(factor: Node) -> tuple[Stack, int] | None:
     return Stack(weight, is_transposed), expert
 
 
-def _gate(first: Node, second: Node) -> Cut | None:
-    """What stands between two products, where it reads nothing else."""
-    between = cut([args(second)[0]], lambda node: node is first or not is_in_gate(node))
-    return between if between.leaves == (first,) else None
+def _gate(second: Node) -> Cut:
+    """What stands in front of a second product, back to the products before it."""
+    return cut([args(second)[0]], lambda node: node.target is aten.mm.default or not is_in_gate(node))
 
 
 def experts_of(loop: Loop) -> Experts:
     """The layer as its stages want it. Raises Refusal where an expert does something else than the others."""
-    hidden_states, second = args(loop.firsts[0])[0], loop.seconds[0]
+    hidden_states, second = args(loop.firsts[0][0])[0], loop.seconds[0]
     gate = _gate_of_all(loop, hidden_states)
     terms, columns = zip(*map(_weighed, loop.seconds), strict=True)
     indices, topk_weights = _choice(columns)
-    outcomes = [
+    *firsts, last = (
         Outcome(Product(node, args(node)[0], *stack, indices.ids, "looped"), None, node)
-        for node, stack in ((loop.firsts[0], loop.w13), (second, loop.w2))
-    ]
+        for node, stack in zip((*loop.firsts[0], second), (*loop.stacks, loop.w2), strict=True)
+    )
     tokens = Tokens(hidden_states, None)
     weighted_sum = WeightedSum(topk_weights, _sum_of(terms))
-    activated = args(second)[0]
-    return Experts(
-        indices, tokens, (outcomes[0],), gate, {}, activated, outcomes[1], weighted_sum, loop.firsts[1:]
-    )
+    others = tuple(node for each in loop.firsts[1:] for node in each)
+    return Experts(indices, tokens, tuple(firsts), gate, {}, args(second)[0], last, weighted_sum, others)
 
 
 def _gate_of_all(loop: Loop, hidden_states: Node) -> Cut:
     gates = []
-    for first, second in zip(loop.firsts, loop.seconds, strict=True):
-        gate = _gate(first, second)
-        if gate is None or args(first)[0] is not hidden_states:
+    for firsts, second in zip(loop.firsts, loop.seconds, strict=True):
+        gate = _gate(second)
+        if gate.leaves != firsts or any(args(first)[0] is not hidden_states for first in firsts):
             raise Refusal(second, "an expert of the loop reads something else than the others")
         gates.append(gate)
     if len({_written(gate) for gate in gates}) > 1:
         raise Refusal(loop.seconds[-1], "the experts of the loop have different gates")
-    if recognised(gates[0], loop.firsts[:1], args(loop.seconds[0])[0], {}) is None:
-        raise Refusal(loop.seconds[-1], "the gate of the loop is none of ours")
+    expect_rowwise(gates[0], loop.firsts[0], (), size(hidden_states, 0))
     return gates[0]
 
 

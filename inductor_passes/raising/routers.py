@@ -4,11 +4,12 @@ A router is known by what it computes: it is run in float64 on logits of many si
 its shapes and its constants allow.
 """
 
+import math
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,32 +28,20 @@ from inductor_passes.graph_tools import (
     outputs,
     pick,
 )
-from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_plain, is_size, numbers
+from inductor_passes.raising.evaluation import Cut, concrete, cut, is_plain, is_size, numbers
+from inductor_passes.raising.router_trials import (
+    CLOSE,
+    Choice,
+    Trial,
+    agrees,
+    agrees_at_the_edges,
+    decided_rows,
+    dense_weights,
+    tried,
+)
 from inductor_passes.raising.views_of_rows import args, aten
 from inductor_passes.raising.writing import erase_unread, record, written
-from moe_ops.arguments import Router
-from moe_ops.routing import reference
 from moe_ops.types import RoutingConfig
-
-_CLOSE = 1e-9
-_MIN_ROWS = 256
-_SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
-"""Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
-
-
-class Choice(NamedTuple):
-    """A router as a model wrote it."""
-
-    weights: Node
-    """[T, K]."""
-    ids: Node
-    """[T, K]."""
-    logits: Node
-    """[T, E]."""
-    bias: Node | None
-    """E numbers."""
-    cut: Cut
-
 
 Known = dict[Hashable, RoutingConfig | None]
 """What each kind of router in a graph is; None for one that is no config."""
@@ -89,12 +78,12 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
     weights = arguments(combines[0]).topk_weights
     choice, config = _recognised(weights, plan.topk_ids, plan.num_experts, known)
     with graph.inserting_before(choice.weights):
-        bias = choice.bias
+        bias, logits = choice.bias, choice.logits
+        if logits.meta["val"].dim() != 2:
+            logits = written(graph, lambda rows: rows.flatten(0, -2), (logits,), dispatch)
         if bias is not None and bias.meta["val"].dim() != 1:
             bias = written(graph, torch.flatten, (bias,), dispatch)
-        router = call(
-            graph, record.TopkRouting(record.Router(choice.logits, bias, config.spec)), choice.weights
-        )
+        router = call(graph, record.TopkRouting(record.Router(logits, bias, config.spec)), choice.weights)
     log.lift("topk_routing", dispatch, choice.cut.nodes)
     router.meta[LAYER_KEY] = layer_of(dispatch)
     for index, old in ((0, choice.weights), (1, choice.ids)):
@@ -174,12 +163,21 @@ def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
     choices = []
     for logits in leaves:
         others = [leaf for leaf in leaves if leaf is not logits]
-        if _has_shape(logits, (tokens, num_experts)) and len(others) <= 1 and all(map(_is_vector, others)):
+        if _are_logits(logits, tokens, num_experts) and len(others) <= 1 and all(map(_is_vector, others)):
             if all(other.meta["val"].numel() == num_experts for other in others):
                 choices.append(Choice(weights, ids, logits, others[0] if others else None, found))
     if not choices:
         raise Refusal(weights, f"the router reads {', '.join(map(describe, leaves))}, not logits and a bias")
     return choices
+
+
+def _are_logits(leaf: Node, tokens: int | torch.SymInt, num_experts: int) -> bool:
+    """Whether `leaf` is [T, E], or [B, S, E] with as many tokens."""
+    value: Any = leaf.meta.get("val")
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point or value.dim() < 2:
+        return False
+    same = (value.shape[-1] == num_experts, math.prod(value.shape[:-1]) == tokens)
+    return all(map(_compat.statically_known_true, same))
 
 
 def _is_vector(leaf: Node) -> bool:
@@ -191,17 +189,6 @@ def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:
     value: Any = node.meta.get("val")
     is_floating = isinstance(value, Tensor) and value.dtype.is_floating_point and value.dim() == len(shape)
     return is_floating and all(map(_compat.statically_known_true, map(operator.eq, value.shape, shape)))
-
-
-class _Trial(NamedTuple):
-    """What a router gave for some logits and a bias."""
-
-    logits: Tensor
-    bias: Tensor | None
-    weights: Tensor
-    """[R, E], zero where an expert was not chosen."""
-    ids: Tensor
-    """[R, K]: others may read weights and ids column by column."""
 
 
 def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConfig | None:
@@ -217,52 +204,13 @@ def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConf
 
 def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
     """The config that gives what the router gives."""
-    trial = _tried(choice, num_experts)
+    trial = tried(choice, num_experts)
     top_k = concrete(choice.ids.meta["val"].shape[1]) or 0
     for config in _selections(choice.cut, num_experts, top_k):
         for weighed in _weighed(config, trial, choice.cut):
-            if _agrees(weighed, trial):
+            if agrees(weighed, trial) and agrees_at_the_edges(weighed, choice, num_experts):
                 return weighed
     return None
-
-
-def _tried(choice: Choice, num_experts: int) -> _Trial:
-    tokens, top_k = (concrete(size) for size in choice.ids.meta["val"].shape)
-    if not tokens or not top_k:
-        raise Refusal(
-            choice.ids, f"expert ids of shape {list(choice.ids.meta['val'].shape)} cannot be tried out"
-        )
-    generator = torch.Generator().manual_seed(0)
-    bias = torch.randn(num_experts, generator=generator, dtype=torch.float64) / 4
-    trials = [
-        _run(choice, bias, tokens, num_experts, start, generator) for start in range(-(-_MIN_ROWS // tokens))
-    ]
-    logits, weights, ids = (torch.cat(each) for each in zip(*trials, strict=True))
-    return _Trial(logits, None if choice.bias is None else bias, weights, ids)
-
-
-def _run(
-    choice: Choice, bias: Tensor, tokens: int, num_experts: int, start: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [T, E], the weights [T, E] that the router gives them, and the ids [T, K]."""
-    spreads = torch.tensor(
-        [_SPREADS[(start + row) % len(_SPREADS)] for row in range(tokens)], dtype=torch.float64
-    )
-    logits = torch.randn(tokens, num_experts, generator=generator, dtype=torch.float64)
-    logits = logits * spreads[:, :1] + spreads[:, 1:]
-    values: dict[Node, Any] = {
-        leaf: concrete(leaf.meta["val"]) for leaf in choice.cut.leaves if is_size(leaf)
-    }
-    values[choice.logits] = logits
-    if choice.bias is not None:
-        values[choice.bias] = bias.view(choice.bias.meta["val"].shape)
-    try:
-        known = evaluate(choice.cut.nodes, values)
-        ids = known[choice.ids].long()
-        dense = torch.zeros_like(logits).scatter(1, ids, known[choice.weights].double())
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise Refusal(choice.weights, f"the router cannot be tried out: {error}") from error
-    return logits, dense, ids
 
 
 def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingConfig]:
@@ -294,9 +242,9 @@ def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
     ]
 
 
-def _weighed(config: RoutingConfig, trial: _Trial, router: Cut) -> Iterator[RoutingConfig]:
+def _weighed(config: RoutingConfig, trial: Trial, router: Cut) -> Iterator[RoutingConfig]:
     """`config`, if it selects as the router does, with the scale that its weights have, renormalised or not."""
-    plain, decided = _dense(config, trial), _decided(config, trial)
+    plain, decided = dense_weights(config, trial), decided_rows(config, trial)
     if not decided.any() or not torch.equal((plain != 0)[decided], (trial.weights != 0)[decided]):
         return
     written = numbers(router.nodes)
@@ -306,34 +254,10 @@ def _weighed(config: RoutingConfig, trial: _Trial, router: Cut) -> Iterator[Rout
     ]
     for renormalize, eps, ours in options:
         scale = float(trial.weights[decided].sum() / ours[decided].sum())
-        scale = next((each for each in _simple(written) if abs(each - scale) <= _CLOSE * scale), scale)
+        scale = next((each for each in _simple(written) if abs(each - scale) <= CLOSE * scale), scale)
         yield replace(config, renormalize=renormalize, renorm_eps=eps, scale=scale)
 
 
 def _simple(written: tuple[float, ...]) -> tuple[float, ...]:
     """Scales that a model may mean: its constants, and what divides by them."""
     return (1.0, *written, *(1 / number for number in written if number))
-
-
-def _agrees(config: RoutingConfig, trial: _Trial) -> bool:
-    (ours, ids), decided = _routed(config, trial), _decided(config, trial)
-    close = (ours - trial.weights).abs() <= _CLOSE * trial.weights.abs()
-    same = torch.equal(ids[decided], trial.ids[decided])
-    return same and bool(close[decided].all()) and 2 * int(decided.sum()) >= len(decided)
-
-
-def _decided(config: RoutingConfig, trial: _Trial) -> Tensor:
-    """[R]: where no tie decides who is chosen, and so no order of the experts."""
-    bias = None if trial.bias is None else trial.bias.flip(0)
-    turned = _dense(config, trial._replace(logits=trial.logits.flip(1), bias=bias)).flip(1)
-    return ((turned != 0) == (_dense(config, trial) != 0)).all(1)
-
-
-def _dense(config: RoutingConfig, trial: _Trial) -> Tensor:
-    return _routed(config, trial)[0]
-
-
-def _routed(config: RoutingConfig, trial: _Trial) -> tuple[Tensor, Tensor]:
-    """The weights [R, E] and ids [R, K] of `config`."""
-    weights, ids = reference(Router(trial.logits, trial.bias, config.spec))
-    return torch.zeros_like(trial.logits).scatter(1, ids.long(), weights), ids.long()

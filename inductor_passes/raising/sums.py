@@ -1,9 +1,11 @@
 """How the outputs of experts become one row for each token: weighted, brought back into the order of slots, summed."""
 
+import operator
 from typing import Any
 
 from torch.fx import Node
 
+from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import concrete
@@ -69,14 +71,14 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     if user.target is aten.index_add.default:
         into, dim, index, added = args(user)[:4]
         is_plain = dim == 0 and added is rows and not user.kwargs
-        return is_plain and _is_zero(into) and indices.are_tokens(index, order)
+        return is_plain and _is_nothing(into, rows, indices) and indices.are_tokens(index, order)
     if user.target is aten.scatter_add.default:
         into, dim, index, added = args(user)
         row = row_index(index)
         return (
             dim == 0
             and added is rows
-            and _is_zero(into)
+            and _is_nothing(into, rows, indices)
             and row is not None
             and indices.are_tokens(row, order)
         )
@@ -85,7 +87,7 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
         return (
             added is rows
             and bool(accumulates)
-            and _is_zero(into)
+            and _is_nothing(into, rows, indices)
             and len(where) == 1
             and indices.are_tokens(where[0], order)
         )
@@ -122,6 +124,13 @@ def _put(index_put: Node) -> tuple[Any, Any, Any, Any]:
     """Into what, where, what, and whether it is added."""
     given = args(index_put)
     return given[0], given[1], given[2], len(given) > 3 and given[3]
+
+
+def _is_nothing(into: Any, rows: Node, indices: Indices) -> bool:
+    """Whether rows are added to zeros [T, H]: there may be more zeros than tokens, which a sum over experts has not."""
+    shape, wanted = into.meta["val"].shape, (indices.ids.meta["val"].shape[0], rows.meta["val"].shape[-1])
+    same = map(_compat.statically_known_true, map(operator.eq, shape, wanted))
+    return _is_zero(into) and len(shape) == len(wanted) and all(same)
 
 
 def _is_zero(node: object) -> bool:

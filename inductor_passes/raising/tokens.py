@@ -13,6 +13,7 @@ from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
     is_cast,
+    is_view,
     is_view_of_rows,
     rank,
     without_views,
@@ -29,10 +30,17 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
         rows, weights = _weighed(_unrounded(rows), order, indices)
     source = indexed(rows)
     if source is not None and indices.are_tokens(source[1], order):
+        _expect_all_tokens(source[0], indices)
         return Tokens(source[0], weights)
     if rows.target is aten.expand.default and order is indices.slot_order:
         return Tokens(_repeated(rows, indices), weights)
     raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")
+
+
+def _expect_all_tokens(source: Node, indices: Indices) -> None:
+    rows, tokens = source.meta["val"].shape[0], indices.ids.meta["val"].shape[0]
+    if not _compat.statically_known_true(rows == tokens):
+        raise Refusal(source, f"rows come from {rows} rows, of which {tokens} have expert ids")
 
 
 def _flat(rows: Node) -> Node:
@@ -61,13 +69,17 @@ def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]
 
 
 def _repeated(rows: Node, indices: Indices) -> Node:
-    """[T, H] where `rows` is [T, K, H], each token K times."""
+    """[T, H] where `rows` is [T, K, H] or [T, K, 1, H], each token K times."""
     source = args(rows)[0]
-    flat = args(source)[0] if source.target is aten.unsqueeze.default else None
+    flat = source
+    while rank(flat) > 2 and is_view(flat):
+        flat = args(flat)[0]
     before, after = source.meta["val"].shape, rows.meta["val"].shape
-    sizes = (indices.ids.meta["val"].shape[0], 1, after[-1])
-    is_column = len(before) == 3 and all(map(_compat.statically_known_true, map(_equal, before, sizes)))
-    if flat is None or not is_column or flat.meta["val"].dim() != 2:
+    sizes = (indices.ids.meta["val"].shape[0], *[1] * (len(after) - 2), after[-1])
+    is_column = len(before) == len(after) and all(
+        map(_compat.statically_known_true, map(_equal, before, sizes))
+    )
+    if flat is source or rank(flat) != 2 or not is_column:
         raise Refusal(rows, f"rows come from {describe(source)}, repeated, not from tokens")
     return flat
 

@@ -1,6 +1,7 @@
 """Which tensor holds the weight of each slot."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.fx import Node
 
@@ -14,15 +15,22 @@ from inductor_passes.raising.views_of_rows import args, aten, indexed, is_cast, 
 def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -> Node:
     """[T, K] where `product` is rows times the weights of their slots."""
     other, found = operand(product, rows), None
-    if other is not None and order is indices.slot_order:
+    if other is None or not _is_column(other, rows):
+        pass  # what lies along the columns is no weight, however many there are
+    elif order is indices.slot_order:
         found = chosen(other, indices)
-    elif other is not None:
+    else:
         source = indexed([*_inwards(other, indices)][-1])
         if source is not None and indices.are_slots(source[1], order):
             found = chosen(source[0], indices)
     if found is None:
         raise Refusal(product, f"{describe(other)} is no weight for each slot")
     return found
+
+
+def _is_column(weights: Node, rows: Node) -> bool:
+    """Whether `weights` has a number for each row, [S, 1] for rows [S, H]."""
+    return _same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
 
 
 def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
@@ -46,6 +54,9 @@ def chosen(node: Node, indices: Indices) -> Node | None:
 
 
 def _has_shape(node: Node, other: Node) -> bool:
-    ours, theirs = node.meta["val"].shape, other.meta["val"].shape
+    return _same_shape(node.meta["val"].shape, other.meta["val"].shape)
+
+
+def _same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
     return len(ours) == len(theirs) and all(same)

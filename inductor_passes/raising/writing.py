@@ -6,13 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
-from inductor_passes.raising.evaluation import cut
+from inductor_passes.raising.evaluation import Cut, cut
 from inductor_passes.raising.gates import recognised
 from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.views_of_rows import readers
 from moe_ops import arguments
 
@@ -128,13 +130,30 @@ def _lie_alike(one: Node, other: Node) -> bool:
 def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     """The model's own nodes on the new rows."""
     like = layer.second.product.node
-    shown = [_in_shape_of(graph, new, old.node) for new, old in zip(products, layer.firsts, strict=True)]
-    copies = dict(zip((outcome.node for outcome in layer.firsts), shown, strict=True))
+    outcomes = [outcome.node for outcome in layer.firsts]
+    if layer.others:
+        return written(graph, _of_any_rows(layer.gate, outcomes, layer.activated), products, like)
+    expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
+    shown = [_in_shape_of(graph, new, old) for new, old in zip(products, outcomes, strict=True)]
+    copies = dict(zip(outcomes, shown, strict=True))
     for node in layer.gate.nodes:
         copies[node] = _copied(graph, node, copies, layer.masks, like)
     activated = copies[layer.activated]
     flat = activated.meta["val"].dim() == 2
-    return activated if flat else written(graph, lambda rows: rows.flatten(0, 1), (activated,), like)
+    return activated if flat else written(graph, lambda rows: rows.flatten(0, -2), (activated,), like)
+
+
+def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
+    """A gate of T rows, each by itself, as a function of any number of rows."""
+
+    def run(*rows: Tensor) -> Tensor:
+        known: dict[Node, Any] = dict(zip(products, rows, strict=True))
+        for node in gate.nodes:
+            given = map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
+        return known[activated]
+
+    return run
 
 
 def _copied(
@@ -151,11 +170,11 @@ def _copied(
 
 
 def _in_shape_of(graph: Graph, rows: Node, old: Node) -> Node:
-    """Rows [S, B] as the model had them: that, or [T, K, B]."""
-    if old.meta["val"].dim() == 2:
+    """Rows [S, B] as the model had them: that, or [T, K, B], or [T, K, 1, B]."""
+    _, *inner, _ = old.meta["val"].shape
+    if not inner:
         return rows
-    top_k = old.meta["val"].shape[1]
-    return written(graph, lambda rows: rows.unflatten(0, (-1, top_k)), (rows,), rows)
+    return written(graph, lambda rows: rows.unflatten(0, (-1, *inner)), (rows,), rows)
 
 
 def _as(graph: Graph, result: Node, old: Node) -> Node:

@@ -8,7 +8,7 @@ import torch
 
 import moe_ops
 from moe_ops import _library, records
-from moe_ops.arguments import FusedExperts, GroupedGemm, GroupedLinear, Permute
+from moe_ops.arguments import FusedExperts, GroupedGemm, Permute
 from moe_ops.kernels import gemm_config, gpu, plans, products
 from moe_ops.kernels.gemm_tables import BY_TMA_IN_SHORT_STEPS, TMA_ALTERNATIVES, LaunchConfig, offered
 from moe_ops.kernels.gpu import H200, gpu_of
@@ -104,7 +104,7 @@ def _experts(tokens):
 
 def test_a_table_in_use_is_in_every_plan_made_from_then_on():
     args = GroupedGemm(
-        meta(128, 128), GroupedLinear(meta(EXPERTS, 64, 128)), meta(EXPERTS + 1, dtype=torch.int32)
+        meta(128, 128), PairedLinear(meta(EXPERTS, 64, 128)), meta(EXPERTS + 1, dtype=torch.int32)
     )
     before = plans.program(args)
     moe_ops.use_tuning(table())

@@ -152,6 +152,21 @@ def test_where_gradients_stop_inside_a_layer_it_is_left():
     assert not run.raised and "gradients stop at" in run.refused[0]
 
 
+def test_zeros_like_the_tokens_stop_no_gradients():
+    """torchtitan's sum, and gate and up apart: raised, though no kernel takes both in."""
+
+    def function(x, router, w13, w2):
+        weights, ids = stock.softmax_router(F.linear(x, router))
+        experts, rows = ids.flatten(), x[:, None].expand(-1, stock.TOP_K, -1).reshape(-1, x.shape[1], 1)
+        gate, up = (torch.bmm(w[experts], rows).squeeze(-1) for w in w13.chunk(2, dim=1))
+        out = torch.bmm(w2[experts], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1) * weights.view(-1, 1)
+        return torch.zeros_like(x).index_add(0, torch.arange(ids.numel()) // stock.TOP_K, out)
+
+    run = check(function, float32())
+    assert run.raised == RAISED and not any("gradients stop" in reason for reason in run.refused)
+    assert run.graphs[0].count("gather_gemm") == 2
+
+
 def test_a_layer_without_gradients_is_left_and_its_neighbour_raised():
     def function(*args):
         with torch.no_grad():

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import moe_ops
 from inductor_passes.pipeline import RAISES
@@ -57,7 +58,23 @@ def reversed_and_scaled(x):
     return scores.gather(1, ids) * torch.arange(1, TOP_K + 1), ids
 
 
+def limited_above(x):
+    """Right for logits below 30, and only there."""
+    return softmax(x.clamp(max=30.0))
+
+
+def limited_below(x):
+    return softmax(x.clamp(min=-90.0))
+
+
+def bent_far_out(x):
+    return softmax(torch.where(x > 100.0, 100.0 + (x - 100.0) / 10, x))
+
+
 OTHERS = (
+    limited_above,
+    limited_below,
+    bent_far_out,
     hotter,
     softmax_of_others,
     lowest,
@@ -73,6 +90,28 @@ def test_what_is_no_config_stays(router):
     assert not result.log.raised and result.after == result.before
     (reason,) = result.reasons
     assert reason == "the router is no RoutingConfig: none gives its weights for the logits tried"
+
+
+@pytest.mark.parametrize("dynamic", [(), (0,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "capacity", [lambda slots: slots // 5, lambda slots: 37], ids=["of tokens", "of rows"]
+)
+def test_a_capacity_stays_though_random_logits_do_not_reach_it(capacity, dynamic):
+    """Weights of tokens that come too late are zero: what follows the router stays, and is no part of it."""
+
+    def router(x):
+        weights, ids = softmax(x.view(-1, EXPERTS))
+        of_expert = F.one_hot(ids.reshape(-1), EXPERTS)
+        place = ((of_expert.cumsum(0) - 1) * of_expert).sum(-1).view(ids.shape)
+        return torch.where(place < capacity(ids.numel()), weights, 0.0), ids
+
+    x = torch.randn(8, 5, EXPERTS, generator=torch.Generator().manual_seed(0))
+    for dim in dynamic:
+        torch._dynamo.mark_dynamic(x, dim)
+    result = routed(router, x)
+    combine = next(node for node in result.graph.nodes if str(node.target) == "moe.combine.default")
+    assert [each.kind for each in result.log.raised] == ["topk_routing"]
+    assert combine.args[1].target is torch.ops.aten.where.self
 
 
 @pytest.mark.parametrize("router", SCALED_FURTHER, ids=lambda router: router.__name__)

@@ -1,0 +1,104 @@
+"""Layers that compute more than what was chosen: whoever wrote one is told why it stays.
+
+They multiply tokens with every expert, or a number of tokens fixed for each, and weigh by what a top-k chose. Nothing
+in their products says which expert a row belongs to, which is what raising goes by.
+"""
+
+from collections.abc import Collection, Iterator
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import is_moe_op
+from inductor_passes.raising.evaluation import cut
+from inductor_passes.raising.indices import is_integral
+from inductor_passes.raising.views_of_rows import args, aten, is_reshape, rank
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
+
+_REASONS = {
+    "own": "every token is multiplied with every expert, whose weights are tensors of their own, and weighed by what "
+    "was chosen: in one tensor [E, ...] they could be raised; layers.huggingface.patch(model, stack_experts=True) "
+    "stacks experts in a list of modules",
+    "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised are products by "
+    "expert ids, such as _grouped_mm, bmm with weight[ids], or a loop over weight[expert]",
+    "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
+    "raised where it reads each weight[expert] whole, for tokens [T, H], with a gate between products and no bias",
+    "gathered": "rows are multiplied with weight[ids], where ids are no [T, K], or there are no two such products with "
+    "a gate between: flatten tokens to [T, H] before the router",
+}
+"""Why a layer stays, by how it reads its weights."""
+
+
+def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
+    """A refusal for each choice that only weighs what products of all experts give, and chooses none of `told`."""
+    for node in graph.nodes:
+        if node.target in _CHOICES and not _chooses(node, told):
+            before = {*cut([node], lambda each: False).nodes, *told}
+            found = (
+                each for meeting in _meetings(node) for each in _weighed_by(meeting) if each not in before
+            )
+            product = next(found, None)
+            if product is not None:
+                yield Refusal(product, _REASONS[_kind(product) or ""])
+
+
+def _chooses(choice: Node, told: Collection[Node]) -> bool:
+    """Whether what was chosen says which expert a row belongs to, in one of these products or operators of ours."""
+    pending, seen = [*choice.users], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in told or is_moe_op(node):
+            return True
+        if is_integral(node) or not isinstance(node.meta.get("val"), Tensor):
+            pending.extend(node.users)
+        elif node.target is aten.index.Tensor and rank(args(node)[0]) > 2:
+            pending.extend(node.users)  # weights of experts
+        elif is_reshape(node):
+            pending.extend(node.users)
+    return False
+
+
+def _meetings(choice: Node) -> Iterator[tuple[Node, Node]]:
+    """(operand, where): what is not made of the choice and meets what is, before any other product."""
+    reached, pending = {choice}, [choice]
+    while pending:
+        for user in pending.pop().users:
+            if user in reached or user.op == "output":
+                continue
+            reached.add(user)
+            if user.target not in _PRODUCTS and not is_moe_op(user):
+                pending.append(user)
+    for node in reached:
+        yield from ((each, node) for each in node.all_input_nodes if each not in reached)
+
+
+def _weighed_by(meeting: tuple[Node, Node]) -> Iterator[Node]:
+    """The products with weights behind an operand that is not added, if no other product is in between."""
+    operand, user = meeting
+    if user.target not in (aten.add.Tensor, aten.sub.Tensor):
+        behind = cut([operand], lambda node: node.target in _PRODUCTS or is_moe_op(node) or is_integral(node))
+        yield from (leaf for leaf in behind.leaves if leaf.target in _PRODUCTS and _kind(leaf) is not None)
+
+
+def _kind(product: Node) -> str | None:
+    """How a product reads a weight; None where it multiplies with none."""
+    return _kind_of(args(product)[-1]) or (_kind_of(args(product)[-2]) if rank(product) == 3 else None)
+
+
+def _kind_of(operand: Node) -> str | None:
+    source = operand
+    while source.op == "call_function" and (is_reshape(source) or source.target is aten.select.int):
+        source = args(source)[0]
+    if source.target is aten.index.Tensor and args(source)[0].op != "call_function" and rank(source) > 3:
+        return "gathered"
+    if source.op == "call_function":
+        return None
+    if rank(source) == 2:
+        return "own"
+    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) == 3 else None

@@ -1,0 +1,67 @@
+"""Layers of strangers: those that are raised compute the same, those that are not say why, and the docs list both."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.passes.capture import computed, rewrite
+from tests.passes.stock import EXPERTS, layer, softmax_router, swiglu
+from tests.passes.strangers import BOTH, STRANGERS, table
+
+PIPELINE = (*RAISES, *FUSIONS)
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger(name):
+    function, raised, reason = STRANGERS[name]
+    inputs = layer(11)
+    result, out = computed(function, *inputs, passes=PIPELINE)
+    kinds = [each.kind for each in result.log.raised]
+    assert kinds == {BOTH: ["experts", "topk_routing"], "experts": ["experts"], "": []}[raised]
+    assert not reason or any(reason in each for each in result.reasons)
+    torch.testing.assert_close(out, function(*inputs), rtol=0.03, atol=0.03)
+
+
+def test_the_docs_have_the_table():
+    assert table() in (Path(__file__).parents[2] / "docs" / "raising.md").read_text()
+
+
+def of_list(x, router, w13, w2):
+    """Experts that are modules of their own."""
+    weights, ids = softmax_router(F.linear(x, router))
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        out = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert])
+        total = total + out * (weights * (ids == expert)).sum(-1, keepdim=True).to(x.dtype)
+    return total
+
+
+def test_experts_with_weights_of_their_own_say_how_to_stack_them():
+    x, router, w13, w2 = layer(5)
+    weights = [each.clone() for each in w13], [each.clone() for each in w2]
+    (reason,) = rewrite(of_list, x, router, *weights, passes=PIPELINE).reasons
+    assert "whose weights are tensors of their own" in reason and "stack_experts=True" in reason
+
+
+def of_mixture(x, router, w13, w2):
+    """Nobody is chosen."""
+    out = torch.einsum("tei,ehi->teh", swiglu(torch.einsum("th,eih->tei", x, w13)), w2)
+    return (out * F.linear(x, router).softmax(-1).unsqueeze(-1)).sum(1)
+
+
+def of_a_best(x, router, w13, w2):
+    """A dense layer beside a choice, neither of which weighs the other; what was chosen from is read, too."""
+    logits = F.linear(x, router)
+    return F.linear(swiglu(F.linear(x, w13[0])), w2[0]), logits * (logits >= logits.topk(3)[0][:, 2:])
+
+
+def of_a_sum(x, router, w13, w2):
+    return F.linear(swiglu(F.linear(x, w13[0])), w2[0]) + F.linear(x, router).topk(3)[0].sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum])
+def test_what_weighs_no_experts_by_a_choice_is_not_mentioned(function):
+    assert not rewrite(function, *layer(5), passes=PIPELINE).reasons
