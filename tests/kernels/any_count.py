@@ -35,6 +35,7 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
     transposed: bool = False
     joins: bool = False
+    apart: bool = False
 
     def of(self, *shape: int, dtype: torch.dtype | None = None) -> TensorMeta:
         strides = tuple(torch.empty(shape, device="meta").stride())
@@ -46,11 +47,19 @@ class Layer:
             weight = weight._replace(strides=(rows * depth, 1, rows))
         return PairedLinear(weight, self.of(self.num_experts, rows) if self.joins else None)
 
+    def gate_up(self) -> PairedLinear:
+        """The first product, of two weights where they are apart."""
+        if not self.apart:
+            return self.linear(2 * self.inner, self.hidden)
+        half = self.linear(self.inner, self.hidden)
+        return half._replace(up=half.weight, up_bias=half.bias)
+
 
 LAYERS = {
     "Qwen3-30B-A3B": Layer(128, 8, 2048, 768),
     "Mixtral-8x7B": Layer(8, 2, 4096, 14336, joins=True),
     "in columns": Layer(16, 4, 512, 256, transposed=True, joins=True),
+    "apart": Layer(16, 4, 512, 256, joins=True, apart=True),
     "odd": Layer(13, 3, 30, 15, dtype=torch.float32),
 }
 ACTIVATION = Activation("silu").spec
@@ -125,7 +134,7 @@ def _joined(layer: Layer, tokens: int) -> tuple[TensorMeta | None, Epilogue]:
 def _products(layer: Layer, tokens: int) -> Iterator[Any]:
     slots, offsets = tokens * layer.top_k, layer.of(layer.num_experts + 1, dtype=INT)
     x, product = layer.of(slots, layer.hidden), layer.of(slots, 2 * layer.inner)
-    linear = layer.linear(2 * layer.inner, layer.hidden)
+    linear = layer.gate_up()
     yield of.GroupedGemm(x, linear, offsets)
     yield invariant.BatchInvariantGemm(x, linear, offsets)
     yield of.GroupedGemmWeightBackward(product, x, offsets)
@@ -141,7 +150,7 @@ def _products(layer: Layer, tokens: int) -> Iterator[Any]:
 
 def _fused(layer: Layer, tokens: int) -> Iterator[Any]:
     hidden, (weights, ids) = layer.of(tokens, layer.hidden), _chosen(layer, tokens)
-    w13, w2 = layer.linear(2 * layer.inner, layer.hidden), layer.linear(layer.hidden, layer.inner).halves[0]
+    w13, w2 = layer.gate_up(), layer.linear(layer.hidden, layer.inner).halves[0]
     slots = layer.of(tokens * layer.top_k, dtype=INT)
     offsets, gate = layer.of(layer.num_experts + 1, dtype=INT), Gate(None, None, None, None, _FORMULA.spec)
     joined, experts, placement = _joined(layer, tokens), ExpertWeights(w13, w2), _placement(layer)

@@ -193,7 +193,7 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
         sorted_slots,
         offsets,
         moved["w13_bias"],
-        Activation(),
+        activation=Activation(),
     )
     out = launch("gemm_combine", hidden, moved["w2"], offsets, weights, inverse, moved["w2_bias"], *beside)
     routed = {"topk_weights": weights.cpu(), "topk_ids": ids.cpu()}
