@@ -29,7 +29,7 @@ from tests.passes.stock import (
 )
 
 PIPELINE = (*RAISES, *FUSIONS)
-ONE_OPERATOR = ("grouped", "batched", "einsums", "unsorted", "looped")
+ONE_OPERATOR = ("grouped", "batched", "einsums", "unsorted", "looped", "multiplied")
 
 
 class TestGolden(expecttest.TestCase):
