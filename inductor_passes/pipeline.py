@@ -29,6 +29,7 @@ from inductor_passes.lowerings import (
     MultiplyFewTokens,
     MultiplyHalves,
     PackageProducts,
+    RouteInside,
     TimeProducts,
 )
 from inductor_passes.naming import LayerNames
@@ -57,6 +58,7 @@ LOWERINGS: tuple[MoEPass, ...] = (
     ExpandOnCpu(),
     ExpandPointwise(),
     ShareRepeats("share_what_is_written_out"),
+    RouteInside(),
     LaunchPrograms(),
     PackageProducts(),
 )

@@ -5,9 +5,11 @@
 2. `ExpandFewSlots`: routers and layers of few slots on a CPU become ATen, which Inductor makes into C++ loops.
 3. `ExpandOnCpu`: on a CPU everything else but products becomes ATen as well, for any number of tokens.
 4. `ExpandPointwise`: gathers, gates and sums become ATen, which Inductor melts into their neighbours.
-5. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
-6. `PackageProducts`: in what AOTInductor packs on a CPU, products of experts become torch's own.
-7. Everything else stays one operator call, which picks its kernels at run time.
+5. `TimeProducts`: under max-autotune, on CUDA with static sizes, products are timed.
+6. `RouteInside`: on CUDA, few tokens' routers become part of their experts' launches.
+7. `LaunchPrograms`: on CUDA with static sizes a fused operator becomes its Triton launches.
+8. `PackageProducts`: in what AOTInductor packs on a CPU, products of experts become torch's own.
+9. Everything else stays one operator call, which picks its kernels at run time.
 
 They rewrite the graph of our compile. Nothing is registered globally, so a plain `torch.compile` in the same
 process never sees them.
@@ -20,6 +22,7 @@ from inductor_passes.lowerings.logits import MultiplyHalves
 from inductor_passes.lowerings.packaged import PackageProducts
 from inductor_passes.lowerings.pointwise import ExpandPointwise
 from inductor_passes.lowerings.programs import LaunchPrograms
+from inductor_passes.lowerings.route_inside import RouteInside
 from inductor_passes.lowerings.timed import TimeProducts
 
 __all__ = [
@@ -30,5 +33,6 @@ __all__ = [
     "MultiplyFewTokens",
     "MultiplyHalves",
     "PackageProducts",
+    "RouteInside",
     "TimeProducts",
 ]

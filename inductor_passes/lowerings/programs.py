@@ -68,7 +68,23 @@ _Launched = dict[Any, dict[str, Node]]
 def _rewrite(graph: Graph, fused: Node, log: PassLog, launched: _Launched) -> None:
     expect_static(fused)
     program = _program(fused)
-    launcher = _Launcher(graph, fused, dict(launched))
+    results = write_launches(graph, fused, program, _given(fused), launched)
+    log.lower(f"{len(program.launches)} launches", fused)
+    _replace(graph, fused, results)
+
+
+def _given(fused: Node) -> dict[str, Node]:
+    return {name: value for name, value in records.named(arguments(fused)).items() if isinstance(value, Node)}
+
+
+def write_launches(
+    graph: Graph, fused: Node, program: Any, given: Mapping[str, Node], launched: _Launched
+) -> list[Node]:
+    """The launches of a program in front of `fused`, of what is `given` by name; what gives the values of `fused`.
+
+    Raises Refusal, and leaves the graph as it was, where they do not give what the operator does.
+    """
+    launcher = _Launcher(graph, fused, given, dict(launched))
     try:
         with graph.inserting_before(fused):
             values = launcher.write(program)
@@ -78,8 +94,7 @@ def _rewrite(graph: Graph, fused: Node, log: PassLog, launched: _Launched) -> No
         launcher.take_back()
         raise
     launched |= launcher.launched
-    log.lower(f"{len(program.launches)} launches", fused)
-    _replace(graph, fused, results)
+    return results
 
 
 def expect_static(fused: Node) -> None:
@@ -144,12 +159,11 @@ def _descriptors(launch: Any) -> dict[str, Any]:
 class _Launcher:
     """Writes a program's buffers and launches as functional nodes in front of the operator they stand for."""
 
-    def __init__(self, graph: Graph, fused: Node, launched: _Launched) -> None:
+    def __init__(self, graph: Graph, fused: Node, given: Mapping[str, Node], launched: _Launched) -> None:
         self.graph = graph
         self.fused = fused
         self.launched = launched
-        named = records.named(arguments(fused)).items()
-        self.values: dict[str, Node] = {name: value for name, value in named if isinstance(value, Node)}
+        self.values = dict(given)
         self.device = next(iter(_tensors(fused).values())).device
         self.written_nodes: list[Node] = []
 

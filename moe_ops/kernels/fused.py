@@ -90,14 +90,24 @@ def fused_experts_program(args: Any, gpu: Gpu) -> Program:
 
 def fused_moe_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.fused_moe` and `moe.fused_moe_formula`."""
-    buffers, launches = routing_launches(args.router)
+    buffers, _ = routing_launches(args.router)
     topk_weights, topk_ids = (buffer.meta for buffer in buffers)
-    experts = args.routed(topk_weights, topk_ids)
+    return layer_program(args.routed(topk_weights, topk_ids), args.router, gpu)
+
+
+def layer_program(experts: Any, router: Any, gpu: Gpu) -> Program:
+    """The program of a router and what `moe.fused_experts` is given with its choices."""
+    buffers, launches = routing_launches(router)
     more_buffers, more_launches = _experts_launches(experts, gpu)
-    if is_gemv(experts) and routes_inside(args.router):
+    if decodes_from_logits(experts, router):
         first, *rest = more_launches
         launches, more_launches = (routed(first, *launches, gate_of(experts)),), tuple(rest)
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
+
+
+def decodes_from_logits(experts: Any, router: Any) -> bool:
+    """Whether a launch of the experts routes as well."""
+    return is_gemv(experts) and routes_inside(router)
 
 
 def leaves_room(args: FusedExperts) -> bool:

@@ -29,6 +29,7 @@ from moe_ops.kernels.packed import Packed
 from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, describe_index
 from moe_ops.kernels.templates import OfCounts, Templates
 from moe_ops.records import Role
+from moe_ops.values import Router
 
 _PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.TopkRouting: routing.topk_routing_program,
@@ -218,6 +219,16 @@ def program(arguments: Any, gpu: Gpu | None = None) -> Program:
     for index in plan.indices:
         _expect_contiguous(plan.names[index], leaves[index])
     return plan.make(*plan.described(leaves, gpu))
+
+
+def decode_program(experts: Any, router: Router) -> Program | None:
+    """The launches of a router and of the experts that it chooses, if one of these routes as well."""
+    plan = _PLANS[type(experts)]
+    gpu, *leaves = plan.described(plan.flatten(experts))
+    experts = records.builder(plan.record)(*leaves)
+    router = records.transform(lambda leaf: describe(leaf) if hasattr(leaf, "data_ptr") else leaf, router)
+    decodes = fused.decodes_from_logits(experts, router)
+    return fused.layer_program(experts, router, gpu) if decodes else None
 
 
 def products_of(arguments: Any, gpu: Gpu | None = None) -> tuple[products.Gemm, ...]:

@@ -8,7 +8,7 @@ import torch
 
 import moe_ops
 from moe_ops import _library, records
-from moe_ops.arguments import FusedExperts, GroupedGemm, Permute
+from moe_ops.arguments import FusedExperts, GroupedGemm, PairedLinear, Permute
 from moe_ops.kernels import gemm_config, gpu, plans, products
 from moe_ops.kernels.gemm_tables import BY_TMA_IN_SHORT_STEPS, TMA_ALTERNATIVES, LaunchConfig, offered
 from moe_ops.kernels.gpu import H200, gpu_of
