@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from random import Random
-from typing import get_args
+from typing import Any, get_args
 
 from moe_ops import Activation, RoutingConfig
 from moe_ops.types import ScoreFn
@@ -86,6 +86,7 @@ class Case:
     weight_on_input: bool
     backward: bool
     poisoned: bool  # and once more with tokens that are NaN or infinite
+    apart: bool  # gate and up are given as two tensors
 
     @property
     def number(self) -> str:
@@ -96,6 +97,15 @@ class Case:
     def columns(self) -> int:
         """Rows of w13: gate and up, or up alone."""
         return (2 if self.activation.is_gated else 1) * self.intermediate
+
+    def given(self, w13: Any) -> Any:
+        """A weight, or a bias, of gate and up as a call gets it."""
+        return w13.chunk(2, dim=1) if self.apart and w13 is not None else w13
+
+    def rest(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """What a layer may get besides its weights."""
+        rest = {name: tensors.get(name) for name in ("w13_bias", "w2_bias", "shared")}
+        return {**rest, "w13_bias": self.given(rest["w13_bias"])}
 
     @property
     def mapped(self) -> bool:
@@ -151,6 +161,7 @@ def draw(seed: int, index: int) -> Case:
         weight_on_input=weight_on_input,
         backward=random.random() < 0.5,
         poisoned=random.random() < 0.4,
+        apart=random.random() < 0.2 and activation.is_gated and not activation.interleaved,
     )
 
 

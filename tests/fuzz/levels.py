@@ -118,9 +118,10 @@ def fused_moe(make: Maker) -> Problem:
 
     def run(t: Tensors) -> Tensor:
         x, logits, w13, w2 = (t[name] for name in ("hidden_states", "router_logits", "w13", "w2"))
-        rest = {name: t.get(name) for name in ("w13_bias", "w2_bias", "shared")}
+        rest = case.rest(t)
         options = {"correction_bias": routed.correction, "expert_map": routed.expert_map, "emit": case.emit}
-        return moe_ops.fused_moe(x, logits, w13, w2, case.routing, case.activation, **rest, **options)
+        given = x, logits, case.given(w13), w2, case.routing, case.activation
+        return moe_ops.fused_moe(*given, **rest, **options)
 
     return Problem(
         {**expert_tensors(make), "router_logits": routed.logits}, run, *_routed_layer(case, routed, sizes)
@@ -171,13 +172,13 @@ def fused_experts(make: Maker) -> Problem:
 
     def run(t: Tensors) -> Tensor:
         x, w13, w2, weights = (t[name] for name in ("hidden_states", "w13", "w2", "topk_weights"))
-        rest = {name: t.get(name) for name in ("w13_bias", "w2_bias", "shared")}
+        rest = case.rest(t)
         options = {
             "apply_router_weight_on_input": case.weight_on_input,
             "emit": case.emit,
             "expert_map": expert_map,
         }
-        return moe_ops.fused_experts(x, w13, w2, weights, ids, case.activation, **rest, **options)
+        return moe_ops.fused_experts(x, case.given(w13), w2, weights, ids, case.activation, **rest, **options)
 
     def expected(t: Tensors) -> Tensor:
         if not case.weight_on_input:
@@ -261,7 +262,8 @@ def grouped_gemm(make: Maker) -> Problem:
     x = make.matrix(len(at.order), case.hidden)
     tensors = without_none(x=x, weight=make.w13(), bias=make.bias(case.columns))
     offsets = at.plan.expert_offsets
-    run = lambda t: moe_ops.grouped_gemm(t["x"], t["weight"], offsets, t.get("bias"))  # noqa: E731
+    given = lambda t: (case.given(t["weight"]), offsets, case.given(t.get("bias")))  # noqa: E731
+    run = lambda t: moe_ops.grouped_gemm(t["x"], *given(t))  # noqa: E731
     expected = lambda t: oracle.linear(t["x"], t["weight"], t.get("bias"), at.row_experts)  # noqa: E731
     return Problem(tensors, run, expected, stage_bound(case))
 
@@ -312,8 +314,8 @@ def gather_gemm_act(make: Maker) -> Problem:
     tensors = without_none(hidden_states=hidden_states, w13=make.w13(), w13_bias=make.bias(case.columns))
 
     def run(t: Tensors) -> Tensor:
-        bias = t.get("w13_bias")
-        return moe_ops.gather_gemm_act(t["hidden_states"], t["w13"], at.plan, case.activation, bias)
+        w13, bias = case.given(t["w13"]), case.given(t.get("w13_bias"))
+        return moe_ops.gather_gemm_act(t["hidden_states"], w13, at.plan, case.activation, bias)
 
     def expected(t: Tensors) -> Tensor:
         x = t["hidden_states"][at.tokens(case.top_k)]
