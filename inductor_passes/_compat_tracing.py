@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from inductor_passes._compat import detect_fake_mode, trace
+from inductor_passes._compat import detect_fake_mode
 
 
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
@@ -19,7 +20,15 @@ def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> tor
     mode = detect_fake_mode(()) or detect_fake_mode(values)
     with torch.no_grad(), mode if mode is not None else contextlib.nullcontext():
         fresh = [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
-        return trace(torch.func.functionalize(function), fresh)
+        traced = make_fx(torch.func.functionalize(function), decomposition_table=_decompositions())
+        return traced(*fresh)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's, but for functions whose derivative overflows when it is that of their parts."""
+    aten = torch.ops.aten
+    kept = (aten.silu.default, aten.softplus.default, aten.mish.default, aten.elu.default)
+    return {op: rule for op, rule in select_decomp_table().items() if op not in kept}
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
