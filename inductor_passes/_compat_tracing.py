@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from inductor_passes._compat import detect_fake_mode
+from inductor_passes._compat import detect_fake_mode, trace
 
 
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
@@ -20,15 +19,11 @@ def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> tor
     mode = detect_fake_mode(()) or detect_fake_mode(values)
     with torch.no_grad(), mode if mode is not None else contextlib.nullcontext():
         fresh = [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
-        traced = make_fx(torch.func.functionalize(function), decomposition_table=_decompositions())
-        return traced(*fresh)
+        return trace(torch.func.functionalize(function), fresh, kept=_KEPT)
 
 
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's, but for functions whose derivative overflows when it is that of their parts."""
-    aten = torch.ops.aten
-    kept = (aten.silu.default, aten.softplus.default, aten.mish.default, aten.elu.default)
-    return {op: rule for op, rule in select_decomp_table().items() if op not in kept}
+_KEPT = tuple(getattr(torch.ops.aten, name).default for name in ("silu", "softplus", "mish", "elu"))
+"""Functions whose derivative overflows when it is that of their parts."""
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
