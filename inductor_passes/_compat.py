@@ -103,13 +103,13 @@ def call_with_is_inference(
     graph_pass(*given)
 
 
-def trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
-    """The ATen graph of `function` on fake `values`, after Inductor's decompositions."""
-    from torch._inductor.decomposition import select_decomp_table
+def trace(function: Callable[..., Any], values: Sequence[Any], kept: Any = ()) -> torch.fx.GraphModule:
+    """The ATen graph of `function` on fake `values`, after Inductor's decompositions of all but what is `kept`."""
+    from torch._inductor.decomposition import select_decomp_table as rules
 
-    mode = detect_fake_mode(values)
+    mode, table = detect_fake_mode(values), {op: rule for op, rule in rules().items() if op not in kept}
     with mode if mode is not None else contextlib.nullcontext():
-        return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="real")(*values)
+        return make_fx(function, decomposition_table=table, tracing_mode="real")(*values)
 
 
 # Triton launches as graph nodes

@@ -19,7 +19,11 @@ def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> tor
     mode = detect_fake_mode(()) or detect_fake_mode(values)
     with torch.no_grad(), mode if mode is not None else contextlib.nullcontext():
         fresh = [_like(value) if isinstance(value, torch.Tensor) else value for value in values]
-        return trace(torch.func.functionalize(function), fresh)
+        return trace(torch.func.functionalize(function), fresh, kept=_KEPT)
+
+
+_KEPT = tuple(getattr(torch.ops.aten, name).default for name in ("silu", "softplus", "mish", "elu"))
+"""Functions whose derivative overflows when it is that of their parts."""
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:

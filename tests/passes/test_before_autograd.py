@@ -167,6 +167,20 @@ def test_zeros_like_the_tokens_stop_no_gradients():
     assert run.graphs[0].count("gather_gemm") == 2
 
 
+@pytest.mark.parametrize("gate", [F.silu, F.softplus, F.mish, F.elu], ids=lambda gate: gate.__name__)
+def test_gradients_of_large_numbers_in_a_gate_are_finite(gate):
+    """Those of `x / (1 + exp(-x))`, term by term, are not; a gate of two products is written out."""
+
+    def function(x, router, w13, w2):
+        weights, ids = stock.softmax_router(F.linear(x, router))
+        experts, rows = ids.flatten(), x[:, None].expand(-1, stock.TOP_K, -1).reshape(-1, x.shape[1], 1)
+        left, up = (torch.bmm(w[experts], rows).squeeze(-1) for w in w13.chunk(2, dim=1))
+        out = torch.bmm(w2[experts], (gate(500 * left) * up).unsqueeze(-1)).squeeze(-1)
+        return (out * weights.view(-1, 1)).view(*ids.shape, -1).sum(1)
+
+    assert check(function, float32()).raised == RAISED
+
+
 def test_a_layer_without_gradients_is_left_and_its_neighbour_raised():
     def function(*args):
         with torch.no_grad():
