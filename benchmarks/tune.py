@@ -23,7 +23,7 @@ from benchmarks import moe_bench
 from benchmarks.report import machine, table
 from benchmarks.timing import time_in_turns
 from benchmarks.workloads import WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
-from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, Placement
+from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
 
 ROWS = (1, 4, 16, 64, 256, 1024)
 ROUTINGS = ("uniform", "zipf")
@@ -98,7 +98,7 @@ class Case:
         from moe_ops.kernels import plans
 
         E, K, H, I = (getattr(self.workload, name) for name in _SIZES)
-        w13, w2 = (GroupedLinear(self._weight(E, *shape)) for shape in ((2 * I, H), (H, I)))
+        w13, w2 = PairedLinear(self._weight(E, 2 * I, H)), GroupedLinear(self._weight(E, H, I))
         routed = (
             _described(self.tokens, K, dtype=torch.float32),
             _described(self.tokens, K, dtype=torch.int32),

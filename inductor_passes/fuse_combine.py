@@ -13,6 +13,7 @@ from inductor_passes.graph_tools import (
     arguments,
     erase_dead,
     expect_one_plan,
+    expect_one_weight,
     expect_only_user,
     expect_op,
     find,
@@ -40,8 +41,9 @@ def _rewrite(graph: Graph, combine: Node, log: PassLog) -> None:
     expect_only_user(gemm, combine, "expert_out")
     product: GroupedGemm = arguments(gemm)
     expect_one_plan(combine, expert_offsets=product.expert_offsets, inverse=total.inverse)
+    weight = expect_one_weight(product, combine)
     args = GemmCombine(
-        product.x, product.weight, product.expert_offsets, total.topk_weights, total.inverse, *total[3:]
+        product.x, weight, product.expert_offsets, total.topk_weights, total.inverse, *total[3:]
     )
     fused = replacement(graph, args, combine)
     log.fuse("gemm_combine", combine, (gemm, combine))

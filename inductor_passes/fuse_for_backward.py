@@ -16,6 +16,7 @@ from inductor_passes.graph_tools import (
     describe,
     erase_dead,
     expect_one_plan,
+    expect_one_weight,
     expect_only_user,
     expect_op,
     find,
@@ -78,7 +79,7 @@ def _second_half(graph: Graph, combine: Node, log: PassLog) -> None:
     gated: GatedActivation = arguments(gate)
     args = ActGemmCombine(
         gated.gate_up,
-        product.weight,
+        expect_one_weight(product, combine),
         product.expert_offsets,
         total.topk_weights,
         pick(graph, plan, 0),  # type: ignore[arg-type]  # a node

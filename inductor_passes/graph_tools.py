@@ -12,6 +12,8 @@ from inductor_passes import _compat
 from inductor_passes.base import LAYER_KEY, PassLog, Refusal
 from inductor_passes.sizes import same_size
 from moe_ops import records
+from moe_ops.arguments import GroupedGemm
+from moe_ops.values import GroupedLinear
 
 # What a new node inherits from the one it replaces. Not "val", and not "eager_input_vals": they describe the
 # arguments of the old node, and Inductor would apply them to the new one's.
@@ -112,6 +114,14 @@ def expect_op(value: object, name: str, role: str, consumer: Node) -> Node:
     if is_op(value, name):
         return value  # type: ignore[return-value]
     raise Refusal(consumer, f"{role} comes from {describe(value)}, not from {name}")
+
+
+def expect_one_weight(product: GroupedGemm, node: Node) -> GroupedLinear:
+    """What a product is with. Refuses, at `node`, gate and up in two tensors."""
+    first, *others = product.weight.parts
+    if others:
+        raise Refusal(node, "the second product has two weights")
+    return first
 
 
 def expect_only_user(node: Node, user: Node, role: str) -> None:

@@ -37,7 +37,7 @@ from inductor_passes.graph_tools import (
 from inductor_passes.lowerings.packaged import finish
 from inductor_passes.lowerings.programs import TIMED, expect_static, metadata, on_cuda
 from moe_ops import arguments as of, records
-from moe_ops.values import GroupedLinear
+from moe_ops.values import GroupedLinear, PairedLinear
 
 Timer = Callable[[Any, torch.device], Sequence[Any]]
 """Of a `moe_ops.kernels.gemm.Gemm`, a `moe_ops.product_timing.Timed` for each way, the choice in use first."""
@@ -158,11 +158,11 @@ class _Writer:
         node.meta[TIMED] = self.gpu
         return node
 
-    def multiply(self, x: Any, linear: GroupedLinear, expert_offsets: Any) -> Node:
+    def multiply(self, x: Any, linear: GroupedLinear | PairedLinear, expert_offsets: Any) -> Node:
         """Rows times their experts' weights; rows behind the last expert's hold anything."""
         return write_out(self.graph, _grouped_mm, [x, linear.weight, expert_offsets], self.like)[0]  # type: ignore[list-item]
 
-    def multiply_all(self, x: Any, linear: GroupedLinear, expert_offsets: Any) -> Node:
+    def multiply_all(self, x: Any, linear: GroupedLinear | PairedLinear, expert_offsets: Any) -> Node:
         """The same with zeros there."""
         product = self.multiply(x, linear, expert_offsets)
         return write_out(self.graph, finish, [product, expert_offsets], self.like)[0]

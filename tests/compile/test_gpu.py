@@ -50,7 +50,7 @@ def test_static_tokens_launch_the_kernels_directly(tokens):
     with torch.no_grad():
         out, (code,) = run_and_get_code(compiled, *args)
     assert "torch.ops.moe" not in code
-    assert len(re.findall(r"^\s+_?\w*kernel\w*\.run\(", code, re.M)) >= 3
+    assert len(re.findall(r"^\s+_?\w*kernel\w*\.run\(", code, re.M)) >= 2
     assert relative_error(out, eager(*args)) < 5e-3
 
 

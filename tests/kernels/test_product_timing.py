@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_ops import product_timing
-from moe_ops.arguments import GroupedLinear
+from moe_ops.arguments import PairedLinear
 from moe_ops.formula import Formula
 from moe_ops.kernels import gemm_config
 from moe_ops.kernels.gemm import Gemm, Operand, operands
@@ -26,7 +26,7 @@ def _gemm(rows, depth, *, top_k=None, activation=None, bias=False, transposed=Fa
     weight = (
         meta(EXPERTS, depth, rows, dtype=dtype).mT if transposed else meta(EXPERTS, rows, depth, dtype=dtype)
     )
-    linear = GroupedLinear(describe(weight), describe(meta(EXPERTS, rows, dtype=dtype)) if bias else None)
+    linear = PairedLinear(describe(weight), describe(meta(EXPERTS, rows, dtype=dtype)) if bias else None)
     x = Operand("x", describe(meta(SLOTS // (top_k or 1), depth, dtype=dtype)))
     return Gemm(x, operands("weight", linear), "product", SLOTS, H200, top_k, activation)
 
@@ -78,7 +78,7 @@ def test_torchs_product_is_a_way_where_it_can_compute_it():
 def test_tiles_of_half_to_twice_the_rows():
     weight = meta(128, 1536, 2048)
     x = Operand("x", describe(meta(2048, 2048)))
-    gemm = Gemm(x, operands("weight", GroupedLinear(describe(weight))), "out", 2048, H200)
+    gemm = Gemm(x, operands("weight", PairedLinear(describe(weight))), "out", 2048, H200)
     configs = [way for way in ways(gemm) if isinstance(way, LaunchConfig)]
     assert configs[0].block_m == 32 and {config.block_m for config in configs} == {16, 32, 64}
     assert len({*configs}) == len(configs) and {*configs} <= {*gemm_config.candidates(gemm)}
@@ -126,7 +126,7 @@ def test_two_percent_are_worth_a_change():
 
 
 def test_rows_are_spread_as_routers_do():
-    weight = operands("weight", GroupedLinear(describe(meta(64, 8, 8))))
+    weight = operands("weight", PairedLinear(describe(meta(64, 8, 8))))
     gemm = Gemm(Operand("x", describe(meta(512, 8))), weight, "out", 4096, H200, top_k=8)
     generator = torch.Generator().manual_seed(0)
     even, skewed = (product_timing._routing(gemm, skew, generator) for skew in (0.0, 1.0))

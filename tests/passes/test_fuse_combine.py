@@ -97,3 +97,14 @@ def test_refuses_something_between_gemm_and_sum():
         )
 
     assert _refused(adapted) == ["expert_out comes from aten.relu, not from grouped_gemm"]
+
+
+def test_refuses_two_weights():
+    halves = tuple(half.contiguous() for half in inputs().w2.chunk(2, dim=1))
+
+    def function(rows, logits, *halves):
+        weights, _, plan = routed(logits)
+        return moe_ops.combine(moe_ops.grouped_gemm(rows, halves, plan.expert_offsets), weights, plan.inverse)
+
+    result = rewrite(function, ROWS, inputs().router_logits, *halves, passes=PASS)
+    assert "combine" in result.ops() and result.reasons == ["the second product has two weights"]
