@@ -147,7 +147,7 @@ def gemv_launches(args: Any, gpu: Gpu) -> tuple[tuple[Buffer, ...], tuple[Launch
         Buffer("activated", (num_tokens * top_k, features), dtype),
         Buffer("combined", (num_tokens, hidden_size), dtype),
     )
-    first, config = _up_launch(args, gpu), down_config(w2, top_k, gpu)
+    first, config = up_launch(args, gpu), down_config(w2, top_k, gpu)
     if not is_transposed(w2):
         return buffers, (first, _down_launch(args, config))
     partial, products = _columns_launch(args, config)
@@ -193,7 +193,8 @@ def _output_args(args: Any) -> dict[str, Any]:
     }
 
 
-def _up_launch(args: Any, gpu: Gpu) -> Launch:
+def up_launch(args: Any, gpu: Gpu) -> Launch:
+    """The first of them: up to `activated`."""
     (num_tokens, top_k), x = args.topk_ids.shape, args.hidden_states
     w13, gate = operands("w13", args.experts.w13), gate_of(args)
     features, config = (

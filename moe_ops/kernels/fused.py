@@ -10,7 +10,7 @@ from typing import Any
 from moe_ops.arguments import FusedExperts, PairedLinear
 from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
-from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv
+from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv, up_launch
 from moe_ops.kernels.decode_routed import routed, routes_inside
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.formula import gate_of
@@ -99,15 +99,15 @@ def layer_program(experts: Any, router: Any, gpu: Gpu) -> Program:
     """The program of a router and what `moe.fused_experts` is given with its choices."""
     buffers, launches = routing_launches(router)
     more_buffers, more_launches = _experts_launches(experts, gpu)
-    if decodes_from_logits(experts, router):
+    if decodes_from_logits(experts, router, gpu):
         first, *rest = more_launches
         launches, more_launches = (routed(first, *launches, gate_of(experts)),), tuple(rest)
     return Program(buffers + more_buffers, launches + more_launches, ("combined",))
 
 
-def decodes_from_logits(experts: Any, router: Any) -> bool:
+def decodes_from_logits(experts: Any, router: Any, gpu: Gpu) -> bool:
     """Whether a launch of the experts routes as well."""
-    return is_gemv(experts) and routes_inside(router)
+    return is_gemv(experts) and routes_inside(router, up_launch(experts, gpu))
 
 
 def leaves_room(args: FusedExperts) -> bool:

@@ -227,7 +227,7 @@ def decode_program(experts: Any, router: Router) -> Program | None:
     gpu, *leaves = plan.described(plan.flatten(experts))
     experts = records.builder(plan.record)(*leaves)
     router = records.transform(lambda leaf: describe(leaf) if hasattr(leaf, "data_ptr") else leaf, router)
-    decodes = fused.decodes_from_logits(experts, router)
+    decodes = fused.decodes_from_logits(experts, router, gpu)
     return fused.layer_program(experts, router, gpu) if decodes else None
 
 
