@@ -64,11 +64,11 @@ def test_values(make, name):
         assert_matches_oracle(twin(hidden), oracle.block(block, hidden))
 
 
-@pytest.mark.parametrize(("make", "name"), mixed(FORMATS.values(), OPTIONS), ids=str)
-def test_compiled(make, name):
+@pytest.mark.parametrize(("form", "name"), mixed(FORMATS, OPTIONS))
+def test_compiled(form, name):
     block = _block(**OPTIONS[name])
     twin = copy.deepcopy(block)
-    twin.experts = make(twin.experts)
+    twin.experts = FORMATS[form](twin.experts)
     hidden = torch.randn(7, H)
     run = torch.compile(twin, fullgraph=True, backend="aot_eager")
     assert_matches_oracle(run(hidden), oracle.block(block, hidden))
