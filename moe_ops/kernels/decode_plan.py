@@ -197,10 +197,8 @@ def up_launch(args: Any, gpu: Gpu) -> Launch:
     """The first of them: up to `activated`."""
     (num_tokens, top_k), x = args.topk_ids.shape, args.hidden_states
     w13, gate = operands("w13", args.experts.w13), gate_of(args)
-    features, config = (
-        args.experts.w2.weight.shape[2],
-        up_config(_as_one(args.experts.w13), gate.is_gated, gpu),
-    )
+    features = args.experts.w2.weight.shape[2]
+    config = up_config(_as_one(args.experts.w13), gate.is_gated, gpu)
     given = {
         **_route_args(args),
         **_weight_args(w13.weight, config),
