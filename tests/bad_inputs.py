@@ -197,6 +197,9 @@ def own_gate(gate, up, *others):
 
 BAD_VALUES = {
     "warmup tokens": (lambda: moe_ops.warmup_step(print, 0), ValueError, "max_tokens=0: expected at least 1"),
+    "table of another gpu": (lambda: moe_ops.use_tuning(moe_ops.Tuning("a toaster", ())), ValueError,
+        "its gpu is 'a toaster': expected a table for"),
+    "number for a table": (lambda: moe_ops.use_tuning(3), TypeError, "table=3: expected a Tuning, the path of a file"),
     # Ids, weights and placement of experts
     "bool ids": (lambda: experts(topk_ids=IDS.bool()), TypeError,
         "topk_ids has dtype torch.bool: expected torch.int32 or"),
