@@ -10,7 +10,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from moe_ops import records
-from moe_ops.arguments import ExpertWeights, FusedExperts, FusedMoe, PairedLinear, Placement, Router
+from moe_ops.arguments import (
+    ExpertWeights,
+    FusedExperts,
+    FusedMoe,
+    PairedLinear,
+    Placement,
+    Router,
+    TopkRouting,
+)
 from moe_ops.invariant_arguments import BatchInvariantExperts, BatchInvariantRouting
 from moe_ops.types import Activation, RoutingConfig
 
@@ -119,7 +127,8 @@ def _launched(config: LayerSizes, sketch: _Sketch, expert_map: torch.Tensor | No
         yield from (BatchInvariantExperts(*args._replace(shared=shared)) for shared in (None, x))
     else:
         yield from (FusedMoe(x, router, experts, placement, activation) for router in routers)
-        yield args
+        yield from (TopkRouting(router) for router in routers)
+        yield from (args._replace(shared=shared) for shared in (None, x))
 
 
 def _loader(device: torch.device) -> Any:

@@ -156,10 +156,6 @@ class _Plan(NamedTuple):
             seen.append(Planned(self.record, leaves[0].device, gpu, (*tensors, *options)))
         return gpu, *tensors, *options
 
-    def packed(self, leaves: Sequence[Any]) -> Packed | None:
-        """What such leaves launch, by addresses; None if Triton has not compiled all of it."""
-        return self.templates.packed(self.tensors(leaves), leaves[0].device, *self.described(leaves))
-
     def packed_of_fewer(self, leaves: Sequence[Any]) -> Packed | None:
         """The same for leaves with fewer tokens than some that were checked, and else like these; None for others."""
         if self.alike is None:
@@ -171,16 +167,19 @@ class _Plan(NamedTuple):
         return of_counts.packed(tokens, self.rows, leaves[0].device)
 
     def know(self, leaves: Sequence[Any], packed: Packed) -> None:
-        """Has `packed` at hand for such leaves, which need no more checks, as if they had fewer tokens."""
+        """Has `packed` at hand for such leaves."""
         if len(self.known) >= _MOST_KNOWN:
             del self.known[next(iter(self.known))]  # one at a time: to free all would take milliseconds
         self.known[self.key(*leaves)] = packed
+
+    def keep_checked(self, leaves: Sequence[Any], described: Sequence[Any]) -> None:
+        """Remembers that such leaves need no more checks if they have fewer tokens."""
         if self.alike is not None:
             tokens, kind = self.alike(*leaves)
             if kind not in self.checked and len(self.checked) >= _MOST_KNOWN:
                 self.checked.clear()
             if tokens > self.checked.get(kind, (0,))[0]:
-                self.checked[kind] = tokens, self.templates.of_counts(*self.described(leaves))
+                self.checked[kind] = tokens, self.templates.of_counts(*described)
 
 
 def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
@@ -253,11 +252,13 @@ def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same for an operator that has checked them, and would launch this for any arguments with this metadata."""
     plan = _PLANS[type(arguments)]
     leaves = plan.leaves(arguments)
-    packed = plan.packed(leaves)
-    results = None if packed is None else packed.run(leaves[: len(plan.names)])
+    tensors, described = plan.tensors(leaves), plan.described(leaves)
+    packed = plan.templates.packed(tensors, leaves[0].device, *described)
+    results = None if packed is None else packed.run(tensors.values())
     if packed is None or results is None:
-        return _results(plan.templates.plan(*plan.described(leaves)).run(plan.tensors(leaves)))
+        return _results(plan.templates.plan(*described).run(tensors))
     plan.know(leaves, packed)
+    plan.keep_checked(leaves, described)
     return _results(results)
 
 

@@ -145,9 +145,13 @@ def _decode(*weights: torch.Tensor) -> Program:
 
 
 def _decode_from_logits() -> Program:
-    inputs = _strided(1, 64), _strided(1, 8), _strided(8, 128, 64), _strided(8, 64, 64)
-    router = _strided(8, dtype=torch.float32), _strided(8, 128), _strided(8, 64)
-    return program_of("fused_moe", *inputs, *router, _index(8), RoutingConfig(top_k=2), HALVES)
+    tensors = {
+        "hidden_states": _strided(1, 64), "router_logits": _strided(1, 8),
+        "w13": meta(8, 128, 96)[:, :, :64], "w2": meta(8, 64, 96)[:, :, :64],
+        "correction_bias": _strided(8, dtype=torch.float32), "expert_map": _index(8),
+        "w13_bias": _strided(8, 128), "w2_bias": _strided(8, 64),
+    }  # fmt: skip
+    return program_of("fused_moe", **tensors, routing=RoutingConfig(top_k=2), activation=HALVES)
 
 
 def _beside(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,7 +164,7 @@ def test_zeros_like_the_tokens_stop_no_gradients():
 
     run = check(function, float32())
     assert run.raised == RAISED and not any("gradients stop" in reason for reason in run.refused)
-    assert run.graphs[0].count("gather_gemm") == 2
+    assert run.graphs[0].count("gather_gemm") == 1  # of both weights
 
 
 @pytest.mark.parametrize("gate", [F.silu, F.softplus, F.mish, F.elu], ids=lambda gate: gate.__name__)

@@ -67,8 +67,8 @@ def test_a_wrong_product_is_found(monkeypatch) -> None:
     smoke = _module()
     from moe_ops import _cpu_experts
 
-    linear = _cpu_experts.expert_linear
-    monkeypatch.setattr(_cpu_experts, "expert_linear", lambda *args: 3 * linear(*args))
+    product = _cpu_experts.paired_product
+    monkeypatch.setattr(_cpu_experts, "paired_product", lambda *args: 3 * product(*args))
     with pytest.raises(AssertionError, match="not close"):
         smoke.check_values()
 
