@@ -65,8 +65,8 @@ def _program(fused: Node, router: Node) -> Any:
     from moe_ops.kernels import plans
 
     try:
-        expect_static(fused)
-        expect_static(router)
+        for node in (fused, router):
+            expect_static(node)
     except Refusal:
         return None  # as LaunchPrograms will say
     experts, routing = (records.transform(metadata, arguments(node)) for node in (fused, router))
