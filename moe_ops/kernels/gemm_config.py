@@ -24,6 +24,7 @@ _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by 
 _DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
 _GRADIENT_ROWS = 64  # per step of a weight gradient
+_GRADIENT_WIDE_ROWS = 128  # per expert, from which its blocks are wide
 INVARIANT_ROWS = 64
 """Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
 rows only where there are many, and the fewest that fill a Hopper tensor core."""
@@ -126,13 +127,14 @@ def _rows_per_tile(mean_rows: float) -> int:
     return 128
 
 
-def loads_gradient_by_tma(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> bool:
-    """Whether a weight gradient loads its rows by TMA: an expert's rows fill a block, which a box loads whole.
+def loads_gradient_by_tma(grad: TensorMeta, x: TensorMeta, gradient: TensorMeta, gpu: Gpu) -> bool:
+    """Whether a weight's gradient [E, B, A] and its operands go by TMA: an expert's rows fill a box.
 
     Where a CTA has less memory, as on sm_120, the kernel spills.
     """
-    many = x.shape[0] >= _GRADIENT_ROWS * num_experts and gpu.shared_memory >= H200.shared_memory
-    return many and all(tma.allows(gpu, rows, tma.boxed_rows(rows)) for rows in (grad, x))
+    many = x.shape[0] >= _GRADIENT_ROWS * gradient.shape[0] and gpu.shared_memory >= H200.shared_memory
+    boxes = (grad, tma.boxed_rows(grad)), (x, tma.boxed_rows(x)), (gradient, tma.boxed_weight(gradient, False))
+    return many and all(tma.allows(gpu, *each) for each in boxes)
 
 
 def weight_gradient_config(grad: TensorMeta, x: TensorMeta, gpu: Gpu) -> LaunchConfig:
@@ -147,11 +149,11 @@ def weight_gradient_config(grad: TensorMeta, x: TensorMeta, gpu: Gpu) -> LaunchC
 
 
 def weight_gradient_tma_config(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> LaunchConfig:
-    """The same by TMA. Of few rows the stores count: two CTAs hide each other's (7 % at 256 rows an expert)."""
-    wide = _is_tuned(gpu) and x.shape[0] >= _COMPUTE_BOUND_ROWS * num_experts
+    """The same by TMA. Of few rows the stores count: two CTAs hide each other's (18 % at 64 rows an expert)."""
+    wide = _is_tuned(gpu) and x.shape[0] >= _GRADIENT_WIDE_ROWS * num_experts
     block_n, block_k = _covering(grad.shape[1], 128), _covering(x.shape[1], 256 if wide else 128)
-    stages, ctas_per_sm = (4, 1) if wide else (3, 2)
-    return LaunchConfig(_GRADIENT_ROWS, block_n, block_k, 8, stages, ctas_per_sm)
+    num_warps, stages, ctas_per_sm = (8, 3, 1) if wide else (4, 2, 2)
+    return LaunchConfig(_GRADIENT_ROWS, block_n, block_k, num_warps, stages, ctas_per_sm)
 
 
 def _covering(size: int, most: int) -> int:

