@@ -1,7 +1,8 @@
 """Forward and backward of one MoE layer: ours and `grouped_mm`, compiled and eager; time, and what is kept in between.
 
 Gradients of every way are compared with those of a float32 layer first; no time is taken of wrong ones. On a GPU at
-the real sizes of `--workloads`; `--small` runs anywhere in seconds and says nothing about speed.
+the real sizes of `--workloads`, a step as it is called, with the host's time where that is longer, and as a CUDA graph:
+the GPU's alone. `--small` runs anywhere in seconds and says nothing about speed.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.implementations import gmm
 from benchmarks.report import machine
-from benchmarks.timing import time_in_turns
+from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import WORKLOADS, Cell, Workload, make_inputs, make_weights, route
 
 MAX_RELATIVE_ERROR = 2e-2  # bfloat16: a gradient passes through twice as many roundings as a value
@@ -89,12 +90,11 @@ def measure(cell: Cell, device: str, cell_ms: float) -> int:
             print(f"WRONG {cell.workload.name} {name}: relative error of a gradient {error:.2e}", flush=True)
             continue
         steps[name], kept[name] = lambda layer=layer: _step(layer, args), kept_bytes(layer, args)
-    milliseconds = _time(list(steps.values()), device, cell_ms)
-    for (name, size), took in zip(kept.items(), milliseconds, strict=True):
-        print(
-            f"{cell.workload.name} T={cell.tokens} {name:20} {took:10.2f} ms {size / 2**20:10.2f} MiB",
-            flush=True,
-        )
+    called = _time(list(steps.values()), device, cell_ms)
+    graphs = _time([capture([each]) for each in steps.values()], device, cell_ms) if device == "cuda" else []
+    for (name, size), *took in zip(kept.items(), called, *([graphs] if graphs else []), strict=True):
+        times = "  ".join(f"{each:8.2f} ms {how}" for each, how in zip(took, ("called", "as a graph")))
+        print(f"{cell.workload.name} T={cell.tokens} {name:20} {times} {size / 2**20:10.2f} MiB", flush=True)
     return int(len(steps) < len(ways(cell.workload.top_k)))
 
 

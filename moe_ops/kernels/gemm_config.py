@@ -133,7 +133,11 @@ def loads_gradient_by_tma(grad: TensorMeta, x: TensorMeta, gradient: TensorMeta,
     Where a CTA has less memory, as on sm_120, the kernel spills.
     """
     many = x.shape[0] >= _GRADIENT_ROWS * gradient.shape[0] and gpu.shared_memory >= H200.shared_memory
-    boxes = (grad, tma.boxed_rows(grad)), (x, tma.boxed_rows(x)), (gradient, tma.boxed_weight(gradient, False))
+    boxes = (
+        (grad, tma.boxed_rows(grad)),
+        (x, tma.boxed_rows(x)),
+        (gradient, tma.boxed_weight(gradient, False)),
+    )
     return many and all(tma.allows(gpu, *each) for each in boxes)
 
 
