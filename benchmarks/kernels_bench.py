@@ -1,7 +1,8 @@
-"""fused_moe at real sizes beside the best recorded implementation and the floor of an H200, and a plot of all three.
+"""fused_moe at real sizes beside the best recorded implementation and the floor of the GPU, and a plot of all three.
 
 The floor of a cell is the longer of two times: that of reading both projections of the experts which its routing hits,
-at the 4.59 TB/s that a plain read reaches, and that of the products of its routed rows, at 700 TFLOP/s.
+as a plain read does, and that of the products of its routed rows: at 4.59 TB/s and 700 TFLOP/s on an H200; of another
+GPU both are measured first. Other implementations were recorded on an H200; elsewhere only those of `--peers` count.
 """
 
 import argparse
@@ -13,11 +14,11 @@ from typing import Any
 
 import torch
 
-from benchmarks import moe_bench, peers
+from benchmarks import moe_bench, peers, speeds
 from benchmarks.report import machine, table
-from benchmarks.workloads import PEAK_BYTES, WORKLOADS
+from benchmarks.speeds import Speed
+from benchmarks.workloads import WORKLOADS
 
-FLOOR_FLOPS = 700e12  # of dense products that take long
 FARTHEST, BEHIND = 1.30, 0.99  # ours over the floor; the best peer over ours
 
 
@@ -32,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draw", type=Path, nargs="+", help="measure nothing, take the figures of these CSVs"
     )
+    parser.add_argument(
+        "--speed",
+        type=float,
+        nargs=2,
+        metavar=("TB", "TFLOP"),
+        help="a second, of the GPU, instead of measuring",
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -39,16 +47,22 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.draw and not torch.cuda.is_available():
         print("python -m benchmarks kernels needs a CUDA GPU")
         return 2
-    wrong = 0
+    wrong, speed = 0, _speed(arguments)
     if not arguments.draw:
         print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
         impls = ["fused_moe", *([peers.BASELINE] if arguments.peers else [])]
         cells = moe_bench.chosen_cells(arguments)
         wrong = moe_bench.run(cells, impls, arguments.out, math.inf, arguments.cell_ms)
-    standings = compare(peers.read_rows(arguments.draw or [arguments.out]))
-    print("\n" + report(standings))
+    standings = compare(peers.read_rows(arguments.draw or [arguments.out]), speed)
+    print(f"\nfloor at {speed}\n\n{report(standings)}")
     draw(standings, arguments.png)
     return int(wrong > 0)
+
+
+def _speed(arguments: argparse.Namespace) -> Speed:
+    if arguments.speed:
+        return Speed(arguments.speed[0] * 1e12, arguments.speed[1] * 1e12)
+    return speeds.H200 if arguments.draw else speeds.here()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +75,11 @@ class Standing:
     floor: float
 
 
-def compare(rows: Sequence[peers.Row]) -> list[Standing]:
+def compare(rows: Sequence[peers.Row], speed: Speed = speeds.H200) -> list[Standing]:
     """The cells of which `rows` have a time of ours, in the order of the workloads; the best of several times."""
     ours, beside = peers.times_of(rows, "fused_moe"), peers.times_of(rows, peers.BASELINE)
-    recorded, floors = peers.best_peers(), {key_of(row): floor_us(row) for row in rows}
+    recorded = peers.best_peers() if speed == speeds.H200 else {}
+    floors = {key_of(row): floor_us(row, speed) for row in rows}
     standings = []
     for key in peers.all_keys():
         if key in ours:
@@ -78,12 +93,12 @@ def key_of(row: peers.Row) -> peers.Key:
     return row["workload"], int(row["T"]), row["routing"]
 
 
-def floor_us(row: peers.Row) -> float:
-    """Microseconds that an H200 needs for the cell of a row at least, see above."""
+def floor_us(row: peers.Row, speed: Speed) -> float:
+    """Microseconds that a GPU needs for the cell of a row at least, see above."""
     workload, tokens = WORKLOADS[row["workload"]], int(row["T"])
     of_expert = 3 * workload.hidden_size * workload.intermediate_size  # weights, and products of a row
-    seconds_read = float(row["distinct_experts"]) * of_expert * 2 / PEAK_BYTES
-    return max(seconds_read, tokens * workload.top_k * of_expert * 2 / FLOOR_FLOPS) * 1e6
+    read, multiplied = float(row["distinct_experts"]) * of_expert, tokens * workload.top_k * of_expert
+    return speed.floor_us(2 * read, 2 * multiplied)
 
 
 def report(standings: Sequence[Standing]) -> str:

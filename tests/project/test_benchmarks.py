@@ -16,9 +16,11 @@ from benchmarks import (
     moe_bench,
     options_bench,
     peers,
+    speeds,
     training_bench,
 )
 from benchmarks.implementations import gmm
+from benchmarks.speeds import Speed
 from benchmarks.workloads import (
     TOKEN_COUNTS,
     WORKLOADS,
@@ -58,6 +60,9 @@ def test_floors_means_and_those_behind(tmp_path) -> None:
     one, many = kernels_bench.compare(rows)
     assert (one.ours, many.peer) == (32.9, 477.0)
     assert one.floor == pytest.approx(16.447, rel=1e-3) and many.floor == pytest.approx(441.7, rel=1e-3)
+    slow_one, slow_many = kernels_bench.compare(rows, Speed(4.59e12 / 2, 350e12))
+    assert slow_one.floor == pytest.approx(2 * one.floor) and slow_many.floor == pytest.approx(2 * many.floor)
+    assert one.peer is not None and slow_one.peer is None  # what was recorded is an H200's
     text = kernels_bench.report([one, many])
     assert "geometric means: 1.549 x the floor" in text
     assert "of 2 cells 1 above 1.30 x the floor, 1 more than 1 % behind a peer" in text
