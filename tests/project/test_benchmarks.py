@@ -16,7 +16,6 @@ from benchmarks import (
     moe_bench,
     options_bench,
     peers,
-    speeds,
     training_bench,
 )
 from benchmarks.implementations import gmm
