@@ -11,6 +11,7 @@ from moe_ops.kernels.gemm import Gemm
 from moe_ops.kernels.gemm_tables import (
     BY_POINTER,
     BY_TMA,
+    BY_TMA_IN_ORDER,
     BY_TMA_IN_SHORT_STEPS,
     TMA_ALTERNATIVES,
     LaunchConfig,
@@ -23,6 +24,10 @@ _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by 
 # Beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert.
 _DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
+_FEW_ROWS, _HALVED_ROWS = (
+    80.0,
+    320.0,
+)  # per expert: more than the one have tiles of 128, between the two at times of 64
 _GRADIENT_ROWS = 64  # per step of a weight gradient
 _GRADIENT_WIDE_ROWS = 128  # per expert, from which its blocks are wide
 INVARIANT_ROWS = 64
@@ -32,13 +37,16 @@ _MIXED_FEATURES, _MIXED_ROWS = 2048, 20  # of the smaller side of an expert's we
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
-def loads_rows_by_tma(gemm: Gemm, block_m: int) -> bool:
+def loads_rows_by_tma(gemm: Gemm, config: LaunchConfig) -> bool:
     """Whether rows [S, A] that lie in order come by TMA (up to 4 % faster on an H200) or by cp.async."""
-    x = gemm.x.meta
+    suits = gemm.x.meta.shape[1] <= _DEEP or _is_compute_bound(gemm)
+    pays = config == BY_TMA_IN_ORDER or (suits and config.block_m >= _TMA_TILE_ROWS)
+    return pays and _rows_are_boxes(gemm)
+
+
+def _rows_are_boxes(gemm: Gemm) -> bool:
     in_order = gemm.top_k is None and not gemm.tail
-    suits = x.shape[1] <= _DEEP or _is_compute_bound(gemm)
-    many = block_m >= _TMA_TILE_ROWS
-    return in_order and suits and many and tma.allows(gemm.gpu, x, tma.boxed_rows(x))
+    return in_order and tma.allows(gemm.gpu, gemm.x.meta, tma.boxed_rows(gemm.x.meta))
 
 
 def _loads_rows_in_pieces(x: TensorMeta) -> bool:
@@ -73,9 +81,9 @@ def mixes_heights(gemm: Gemm) -> bool:
 def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """The configurations worth timing for this product, those `pick_config` chooses from first."""
     choices = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True).values()
-    if gemm.weight_by_tma:
-        return (*choices, *BY_TMA_IN_SHORT_STEPS.values(), *TMA_ALTERNATIVES)
-    return tuple(choices)
+    in_order = (BY_TMA_IN_ORDER,) if _can_halve_tiles(gemm) else ()
+    more = (*BY_TMA_IN_SHORT_STEPS.values(), *TMA_ALTERNATIVES) if gemm.weight_by_tma else ()
+    return (*choices, *in_order, *more)
 
 
 def pick_config(gemm: Gemm) -> LaunchConfig:
@@ -95,20 +103,35 @@ def _tuned(gemm: Gemm) -> LaunchConfig | None:
 def alternatives(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """Those of `candidates` that are for rows which load as these do."""
     in_pieces = _loads_rows_in_pieces(gemm.x.meta)
-    return tuple(each for each in candidates(gemm) if in_pieces or loads_rows_by_tma(gemm, each.block_m))
+    return tuple(each for each in candidates(gemm) if in_pieces or loads_rows_by_tma(gemm, each))
 
 
 def config_by_rule(gemm: Gemm) -> LaunchConfig:
     """The choice without a table."""
+    if _halves_tiles(gemm):
+        return BY_TMA_IN_ORDER
     num_experts, _, depth = gemm.linear.weight.meta.shape
     mean_rows = _TMA_TILE_ROWS if mixes_heights(gemm) else gemm.num_slots / num_experts
     wanted = gemm.rows_per_tile or _rows_per_tile(mean_rows)
-    even = loads_rows_by_tma(gemm, wanted) or _loads_rows_in_pieces(gemm.x.meta)
+    best = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True)
+    even = _loads_rows_in_pieces(gemm.x.meta) or loads_rows_by_tma(gemm, best[min(wanted, max(best))])
     table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]
     if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:
         config = BY_TMA_IN_SHORT_STEPS[config.block_m]
     return config
+
+
+def _can_halve_tiles(gemm: Gemm) -> bool:
+    by_box = gemm.weight_by_tma and not tma.is_transposed(gemm.linear.weight.meta)
+    any_order = gemm.rows_per_tile is None and gemm.max_tokens is None
+    return by_box and any_order and not gemm.gated and _is_tuned(gemm.gpu) and _rows_are_boxes(gemm)
+
+
+def _halves_tiles(gemm: Gemm) -> bool:
+    """Whether experts have so few rows that tiles of 128 pad many: 10 % of Mixtral's second product at 256 (H200)."""
+    rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
+    return _FEW_ROWS < rows <= _HALVED_ROWS and not mixes_heights(gemm) and _can_halve_tiles(gemm)
 
 
 def _tables(gemm: Gemm) -> Tables:
@@ -121,7 +144,7 @@ def _is_tuned(gpu: Gpu) -> bool:
 
 def _rows_per_tile(mean_rows: float) -> int:
     """Tile rows for the mean rows of an expert: room for its spread, since a second tile re-reads the weights."""
-    for block_m, most in ((16, 8.0), (32, 20.0), (64, 80.0)):
+    for block_m, most in ((16, 8.0), (32, 20.0), (64, _FEW_ROWS)):
         if mean_rows <= most:
             return block_m
     return 128

@@ -116,7 +116,7 @@ def _mixed_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
 
 def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
     """TMA descriptor of rows that lie in order, where it pays."""
-    if not gemm_config.loads_rows_by_tma(gemm, config.block_m):
+    if not gemm_config.loads_rows_by_tma(gemm, config):
         return None
     return Descriptor(gemm.x.name, gemm.x.meta.shape, gemm.x.meta.strides, (config.block_m, config.block_k))
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import triton
 from torch._subclasses import FakeTensorMode
 
 from moe_ops.kernels import gemm_config, permute
+from moe_ops.kernels.gemm_tables import BY_TMA_IN_ORDER
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
 from moe_ops.types import Activation
@@ -84,8 +86,22 @@ def test_steps_that_divide_the_depth() -> None:
             assert 65536 <= held <= H200.shared_memory
 
 
+def test_tiles_of_some_hundred_rows_in_order_are_halved() -> None:
+    """Not of gathered rows, nor where a gate doubles the tile, nor where rows past the last expert are written."""
+    weight, up = meta(8, 1024, 2048), meta(8, 2048, 2048)
+    for rows, halved in ((80, False), (81, True), (320, True), (321, False)):
+        gemm = product(weight, 8 * rows)
+        assert (gemm_config.pick_config(gemm) == BY_TMA_IN_ORDER) == halved
+        assert (gemm_config.loads_rows_by_tma(gemm, gemm_config.pick_config(gemm))) == (rows > 80)
+    rows = 8 * 256
+    gated, other = product(up, rows, Activation()), product(weight, rows, gpu=replace(H200, capability=100))
+    gathered, written = replace(product(weight, rows), top_k=2), replace(product(weight, rows), tail=True)
+    for gemm in (gated, other, gathered, written, product(weight.mT.contiguous().mT, rows)):
+        assert BY_TMA_IN_ORDER not in (gemm_config.pick_config(gemm), *gemm_config.candidates(gemm))
+
+
 def test_two_products_share_a_tile_map() -> None:
-    program = _experts_program(lambda *shape: torch.zeros(shape, dtype=torch.bfloat16), tokens=600)
+    program = _experts_program(lambda *shape: torch.zeros(shape, dtype=torch.bfloat16), tokens=1000)
     names = [launch.kernel.fn.__name__ for launch in program.launches]
     assert names.count("_tile_map_kernel") == 1 and names.count("grouped_gemm_tma_kernel") == 2
 
