@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_bench, demo, parallel_bench, peers, serving_bench, stock_bench
+from benchmarks import cpu_bench, demo, kernels_bench, parallel_bench, peers, serving_bench, stock_bench
 from benchmarks.report import table
+from benchmarks.speeds import Speed
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
@@ -22,6 +23,24 @@ def test_the_page_shows_the_recorded_comparison() -> None:
     text, won_all = peers.verdict(peers.read_rows([H200 / "moe.csv"]))
     assert won_all
     assert text in PAGE
+
+
+def test_the_page_shows_which_cells_of_an_h100_are_far_from_its_floor() -> None:
+    rows = peers.read_rows([H200.parent / "h100-2026-11-24" / "moe.csv"])
+    standings = kernels_bench.compare(rows, Speed(3.09e12, 707e12))
+    ratios = [each.peer / each.ours for each in standings if each.peer is not None]
+    assert len(ratios) == 45 and f"takes {min(ratios):.2f} to {max(ratios):.2f} times ours" in PAGE
+    far = [each for each in standings if each.ours > kernels_bench.FARTHEST * each.floor]
+    lines = [
+        (
+            f"{each.key[0]} T={each.key[1]} {each.key[2]}",
+            *(f"{us:.1f}" for us in (each.ours, each.peer or 0.0, each.floor)),
+            f"{each.ours / each.floor:.2f}",
+        )
+        for each in far
+    ]
+    header = ("cell", "ours us", "grouped_mm us", "floor us", "ours / floor")
+    assert table(header, lines) in PAGE
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDED if path.stem == "cpu"], ids=str)
