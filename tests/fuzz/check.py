@@ -7,9 +7,9 @@ bound is held against a second figure from the oracle alone: how far the exact r
 by up to half the bound, the largest of some draws (backward stability). For sums of many terms it is the smaller one.
 In every other draw whole rows are off alike, as the sums are that a layer rounds and stores on its way.
 
-Below its smallest normal number a dtype rounds to multiples of a step, and no bound is relative to the number. For what is
-returned that is half a step for each number. What a layer stores on its way is multiplied before it reaches a result, by
-other numbers or many times over, so the draws round it as well (`oracle.underflow`).
+Below its smallest normal number a dtype rounds to multiples of a step, and no bound is relative to the number. For what
+is returned that is half a step for each number. What a layer stores on its way is multiplied and summed before it
+reaches a result, so the draws round it as well (`oracle.underflow`).
 """
 
 import sys
@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz import halves as _halves  # noqa: F401  # adds its level
-from tests.fuzz import oracle
+from tests.fuzz import (
+    halves as _halves,  # noqa: F401  # adds its level
+    oracle,
+)
 from tests.fuzz.cases import Case
 from tests.fuzz.levels import LEVELS, Mismatch, Problem, Tensors
 from tests.fuzz.tensors import Maker

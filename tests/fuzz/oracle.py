@@ -17,7 +17,6 @@ from torch import Tensor
 from moe_ops import Activation
 from tests.kernels.oracles import activate
 
-
 _storage: ContextVar[torch.dtype | None] = ContextVar("storage", default=None)
 
 
