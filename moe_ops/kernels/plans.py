@@ -167,7 +167,10 @@ class _Plan(NamedTuple):
         """The same for leaves with fewer tokens than some that were checked, and else like these; None for others."""
         if self.alike is None:
             return None
-        tokens, kind = self.alike(*leaves)
+        try:
+            tokens, kind = self.alike(*leaves)
+        except IndexError:
+            return None  # a scalar, which the checks refuse
         most, of_counts = self.checked.get(kind, (0, None))
         if of_counts is None or not 0 < tokens < most:
             return None
