@@ -24,7 +24,7 @@ ROUTINGS = {  # top_k, and what else
     "sqrtsoftplus": RoutingConfig(top_k=3, score_fn="sqrtsoftplus"),
     "one": RoutingConfig(top_k=1),
 }
-SIZES = {"T1": (1, 13, 48, 20), "T3": (3, 41, 37, 12), "T8": (8, 150, 19, 5)}  # T, E, H, I
+SIZES = {"T1": (1, 13, 48, 20), "T3": (3, 41, 37, 7), "T8": (8, 150, 19, 5)}  # T, E, H, I
 KERNELS = ["routed_gemv_activation_kernel", "gemv_combine_kernel"]
 
 
