@@ -31,7 +31,7 @@ def use_tuning(table: Tuning | str | PathLike[str] | None) -> None:
         >>> moe_ops.use_tuning("tuning.json")
     """
     if isinstance(table, str | PathLike):
-        tuning: Tuning | None = Tuning.from_json(Path(table).read_text(), str(table))
+        tuning: Tuning | None = Tuning.from_json(Path(table).read_bytes(), str(table))
     elif table is None or isinstance(table, Tuning):
         tuning = table
     else:

@@ -57,18 +57,20 @@ def warmup(
 
     Raises:
         ValueError: a token count below 1, or an expert_map that is not [num_experts] int32 or names no expert.
-        TypeError: dtype is not floating.
+        TypeError: dtype is not floating, a token count no int, or expert_map no tensor.
 
     Example:
         >>> moe_ops.warmup(config, sizes=[1, 8, 64], device="cpu")
     """
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype={dtype}: expected a floating point dtype")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype={dtype!r}: expected a floating point dtype")
     if expert_map is not None:
         _check_map(expert_map, config.num_experts)
     target = torch.device(device)
     loader = _loader(target)
     for tokens in sizes:
+        if not isinstance(tokens, int):
+            raise TypeError(f"sizes has {tokens!r}: expected ints, token counts")
         if tokens < 1:
             raise ValueError(f"sizes has {tokens}: expected token counts of at least 1")
         if loader is not None:
@@ -78,6 +80,8 @@ def warmup(
 
 
 def _check_map(expert_map: torch.Tensor, num_experts: int) -> None:
+    if not isinstance(expert_map, torch.Tensor):
+        raise TypeError(f"expert_map is a {type(expert_map).__name__}: expected a tensor")
     if expert_map.shape != (num_experts,) or expert_map.dtype != torch.int32:
         found = f"expert_map has shape {list(expert_map.shape)} and dtype {expert_map.dtype}"
         raise ValueError(f"{found}: expected [{num_experts}] and torch.int32")

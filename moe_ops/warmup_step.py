@@ -18,7 +18,7 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
     """Compiles and loads every kernel of ours that `step` can launch for 1 to `max_tokens` tokens.
 
     So later calls, whatever T they have, compile nothing of ours. Other kernels (attention, a compiler's own) are
-    loaded for the few T that run: 1, 2, 3, `max_tokens` - 1 and `max_tokens`, each twice, for what is compiled once.
+    loaded for the few T that run: 1, and twice, for what is compiled once, 2, 3, `max_tokens` - 1 and `max_tokens`.
 
     Args:
         step: runs the model, or a part of it, on so many tokens of any contents, without grad.
@@ -26,11 +26,14 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
         device: the GPU; elsewhere there is nothing to load, and `step` does not run.
 
     Raises:
+        TypeError: `max_tokens` is no int.
         ValueError: `max_tokens` below 1, or `step(T)` and `step(T + 1)` call other operators than each other.
 
     Example:
         >>> moe_ops.warmup_step(lambda tokens: layer(torch.zeros(tokens, 64)), max_tokens=512, device="cpu")
     """
+    if not isinstance(max_tokens, int):
+        raise TypeError(f"max_tokens={max_tokens!r}: expected an int")
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
     if torch.device(device).type != "cuda":

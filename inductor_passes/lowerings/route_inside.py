@@ -62,12 +62,15 @@ def _router_of(fused: Node) -> Node | None:
 
 def _program(fused: Node, router: Node) -> Any:
     """The launches of both together; None for more tokens, or sizes that are not known."""
-    from moe_ops.kernels import plans
-
     try:
         for node in (fused, router):
             expect_static(node)
     except Refusal:
         return None  # as LaunchPrograms will say
-    experts, routing = (records.transform(metadata, arguments(node)) for node in (fused, router))
-    return plans.decode_program(experts, routing.router)
+    try:
+        from moe_ops.kernels import plans
+
+        experts, routing = (records.transform(metadata, arguments(node)) for node in (fused, router))
+        return plans.decode_program(experts, routing.router)
+    except Exception as error:
+        raise Refusal(fused, f"the kernels make no launch plan with the router: {error!r}") from error

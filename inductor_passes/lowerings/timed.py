@@ -114,7 +114,8 @@ def _fastest(gemm: Any, node: Node, timer: Timer) -> Any:
     if isinstance(timed, str):
         raise Refusal(node, timed)
     packs_all = not _compat.is_packaging() or _compat.packages_grouped_mm()
-    return product_timing.fastest([each for each in timed if packs_all or _is_ours(each.way)])
+    takes_all = packs_all and product_timing.takes_grouped_mm(gemm)  # what was timed has a gate with a name
+    return product_timing.fastest([each for each in timed if takes_all or _is_ours(each.way)])
 
 
 @lru_cache(maxsize=None)

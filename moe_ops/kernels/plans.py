@@ -145,6 +145,13 @@ class _Plan(NamedTuple):
         """Of the leaves, by name."""
         return dict(zip(self.names, leaves, strict=False))
 
+    def expected(self, arguments: Any, gpu: Gpu | None = None) -> tuple[Any, ...]:
+        """`described` of arguments as they are. Raises ValueError where kernels take a strided vector as contiguous."""
+        leaves = self.flatten(arguments)
+        for index in self.indices:
+            _expect_contiguous(self.names[index], leaves[index])
+        return self.described(leaves, gpu)
+
     def described(self, leaves: Sequence[Any], gpu: Gpu | None = None) -> tuple[Any, ...]:
         """What a plan is made from, for `gpu` or the one that the leaves are on."""
         gpu = gpu or gpu_of(leaves[0].device)
@@ -160,7 +167,10 @@ class _Plan(NamedTuple):
         """The same for leaves with fewer tokens than some that were checked, and else like these; None for others."""
         if self.alike is None:
             return None
-        tokens, kind = self.alike(*leaves)
+        try:
+            tokens, kind = self.alike(*leaves)
+        except IndexError:
+            return None  # a scalar, which the checks refuse
         most, of_counts = self.checked.get(kind, (0, None))
         if of_counts is None or not 0 < tokens < most:
             return None
@@ -214,16 +224,16 @@ def program(arguments: Any, gpu: Gpu | None = None) -> Program:
     that is not contiguous: the kernels take it as such.
     """
     plan = _PLANS[type(arguments)]
-    leaves = plan.flatten(arguments)
-    for index in plan.indices:
-        _expect_contiguous(plan.names[index], leaves[index])
-    return plan.make(*plan.described(leaves, gpu))
+    return plan.make(*plan.expected(arguments, gpu))
 
 
 def decode_program(experts: Any, router: Router) -> Program | None:
-    """The launches of a router and of the experts that it chooses, if one of these routes as well."""
+    """The launches of a router and of the experts that it chooses, if one of these routes as well.
+
+    Raises ValueError as `program` does.
+    """
     plan = _PLANS[type(experts)]
-    gpu, *leaves = plan.described(plan.flatten(experts))
+    gpu, *leaves = plan.expected(experts)
     experts = records.builder(plan.record)(*leaves)
     router = records.transform(lambda leaf: describe(leaf) if hasattr(leaf, "data_ptr") else leaf, router)
     decodes = fused.decodes_from_logits(experts, router, gpu)

@@ -88,7 +88,7 @@ class Tuning:
         return f'{{"format": {_FORMAT}, "gpu": {json.dumps(self.gpu)}, "choices": [\n  {body}]}}\n'
 
     @classmethod
-    def from_json(cls, text: str, path: str) -> "Tuning":
+    def from_json(cls, text: str | bytes, path: str) -> "Tuning":
         """Reads it. Raises ValueError that names `path`, the key and what was expected there."""
         try:
             read = json.loads(text)
@@ -132,10 +132,13 @@ def _one_of(*values: object) -> _Rule:
 
 _COUNT = _Rule("an integer of at least 1", _is_count)
 _TRUTH = _Rule("true or false", lambda value: type(value) is bool)
-_ROWS = _Rule("a power of two", lambda value: _is_count(value) and value & -value == value <= _MOST_ROWS)
+_ROWS = _Rule(
+    f"a power of two up to {_MOST_ROWS}",
+    lambda value: _is_count(value) and value & -value == value <= _MOST_ROWS,
+)
 _OBJECT = _Rule("an object", lambda value: isinstance(value, dict))
 _TABLE = {
-    "format": _Rule(f"{_FORMAT}", lambda value: value == _FORMAT),
+    "format": _Rule(f"{_FORMAT}", lambda value: _is_count(value) and value == _FORMAT),
     "gpu": _Rule("a GPU's name", lambda value: isinstance(value, str)),
     "choices": _Rule("a list", lambda value: isinstance(value, list)),
 }

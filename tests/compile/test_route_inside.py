@@ -1,5 +1,6 @@
 """Layers of few tokens to whose sum something is joined: their router is part of their first launch."""
 
+import logging
 import re
 
 import pytest
@@ -36,8 +37,8 @@ def _scaled(gate, up):
     return torch.nn.functional.silu(gate * 1.5) * (up + 0.25)
 
 
-def _launches(function, tokens=1, **options):
-    compiled = compile_for_h200(function, _inputs, tokens=tokens, **options)
+def _launches(function, tokens=1, inputs=_inputs, **options):
+    compiled = compile_for_h200(function, inputs, tokens=tokens, **options)
     names = [re.sub(r"_\d+$", "", name) for name in compiled.launches]
     return [name for name in names if not name.startswith("triton_")], body(compiled.code)
 
@@ -89,6 +90,29 @@ def test_more_tokens_and_any_number_of_them_are_as_before():
     assert "routed_gemv_activation_kernel" not in names and names[0] == "_topk_routing_kernel"
     names, code = _launches(_shared, 2, symbolic=True)
     assert names == [] and "torch.ops.moe.fused_experts.default(" in code
+
+
+def test_a_map_that_is_not_contiguous_is_left_to_the_operator():
+    def mapped(hidden, logits, w13, w2, expert_map):
+        layer = _with(expert_map=expert_map)
+        return layer(hidden, logits, w13, w2)
+
+    def inputs(tokens):
+        strided = torch.empty_strided((EXPERTS,), (2,), device="cuda", dtype=torch.int32)
+        return *_inputs(tokens), strided
+
+    names, code = _launches(mapped, inputs=inputs)
+    assert names == APART[:1] and "torch.ops.moe.fused_experts.default(" in code
+
+
+def test_a_plan_that_fails_is_left_to_the_operators_and_told(monkeypatch, caplog):
+    def broken(experts, router):
+        raise NotImplementedError("no kernel for this")
+
+    monkeypatch.setattr("moe_ops.kernels.plans.decode_program", broken)
+    with caplog.at_level(logging.INFO, logger="inductor_passes"):
+        assert _launches(_shared)[0] == APART
+    assert any("no launch plan with the router: NotImplementedError" in each for each in caplog.messages)
 
 
 @pytest.mark.gpu

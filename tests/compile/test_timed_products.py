@@ -104,6 +104,17 @@ def test_each_product_is_computed_as_was_the_fastest(is_best, launches, calls):
     assert body(compiled.code).count(MM) == calls and "torch.ops.moe" not in body(compiled.code)
 
 
+def test_a_gate_without_a_name_stays_with_the_product_that_computes_it():
+    """It is timed as one with a name, which torch's product takes."""
+
+    def layer(hidden, logits, w13, w2):
+        gate = lambda gate, up: gate.sigmoid() * (up + 0.25)  # noqa: E731
+        return moe_ops.fused_moe(hidden, logits, w13, w2, ROUTING, gate, emit="stages")
+
+    compiled = _compile(layer, _inputs, Prefers(by_library))
+    assert _ours(compiled) == [*_sorts(), "_tile_map_kernel", GEMM] and body(compiled.code).count(MM) == 1
+
+
 def _blocks(monkeypatch, function, inputs, timer, **options):
     """Rows to a tile of the products that a compile launches."""
     launched = []

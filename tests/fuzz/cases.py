@@ -214,3 +214,12 @@ def _draw_logits(random: Random, routing: RoutingConfig) -> str:
     """Sums of tied scores need not tie in every precision, so such groups get none."""
     kind = random.choices(("separate", "ties", "not finite"), (8, 1, 1))[0]
     return "separate" if kind == "ties" and routing.group_score == "top2_sum" else kind
+
+
+def first(level: str, **wanted: Any) -> Case:
+    """The first case of `level` with these values, by seed 0. Raises LookupError when there is none."""
+    for index in range(20_000):
+        case = draw(0, index)
+        if case.level == level and all(getattr(case, name) == value for name, value in wanted.items()):
+            return case
+    raise LookupError(level)

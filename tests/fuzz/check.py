@@ -6,10 +6,15 @@ of terms that cancel, or a clamp's derivative jumps, rounding is not relative to
 bound is held against a second figure from the oracle alone: how far the exact result moves when every input is off
 by up to half the bound, the largest of some draws (backward stability). For sums of many terms it is the smaller one.
 In every other draw whole rows are off alike, as the sums are that a layer rounds and stores on its way.
+
+Below its smallest normal number a dtype rounds to multiples of a step, and no bound is relative to the number. For what
+is returned that is half a step for each number. What a layer stores on its way is multiplied and summed before it
+reaches a result, so the draws round it as well (`oracle.underflow`).
 """
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,7 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fuzz import halves as _halves  # noqa: F401  # adds its level
+from tests.fuzz import (
+    halves as _halves,  # noqa: F401  # adds its level
+    oracle,
+)
 from tests.fuzz.cases import Case
 from tests.fuzz.levels import LEVELS, Mismatch, Problem, Tensors
 from tests.fuzz.tensors import Maker
@@ -147,10 +155,11 @@ class Exact:
             name: self._near(t, off_by, by_rows).requires_grad_(wants_gradients)
             for name, t in problem.tensors.items()
         }
-        output = problem.expected(inputs)
-        if not wants_gradients:
-            return {"output": output}
-        found = gradients(output, inputs, self._near(self.grad, off_by, by_rows))
+        with oracle.underflow(self.make.dtype) if off_by else nullcontext():
+            output = problem.expected(inputs)
+            if not wants_gradients:
+                return {"output": output}
+            found = gradients(output, inputs, self._near(self.grad, off_by, by_rows))
         # A row of logits that is not finite has no derivative in plain PyTorch; the operator's is zero there.
         if "router_logits" in found:
             spoilt = ~problem.tensors["router_logits"].isfinite().all(1, keepdim=True)
@@ -200,19 +209,24 @@ def _expect_metadata(output: Tensor, exact: Exact, make: Maker) -> None:
         raise Mismatch(f"output has dtype {output.dtype}")
 
 
+def smallest_step(dtype: torch.dtype) -> float:
+    """Between numbers below the smallest normal one."""
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps
+
+
 def _compare(name: str, actual: Tensor, exact: Exact, verdict: Verdict) -> None:
     expected = exact.results[name]
     if actual.numel() == 0:
         return
     error, bound = (actual.double() - expected).norm().item(), exact.bound(name, actual.dtype)
-    # Below its smallest normal number a format has no relative precision.
-    smallest = torch.finfo(actual.dtype).smallest_normal * actual.numel() ** 0.5
-    size = max(expected.norm().item(), exact.sizes.get(name, 0.0), smallest)
-    allowed = bound * size
+    size = max(expected.norm().item(), exact.sizes.get(name, 0.0))
+    last = smallest_step(actual.dtype) / 2 * actual.numel() ** 0.5
+    allowed = bound * size + last
     if error > allowed:
         verdict.cancelled.append(name)
-        allowed = max(allowed, exact.movement[name] * bound / exact.problem.bound)
-    verdict.shares[name] = error / allowed
+        allowed = max(allowed, exact.movement[name] * bound / exact.problem.bound + last)
+    verdict.shares[name] = error / max(allowed, sys.float_info.min)
     if not error <= allowed:
         verdict.wrong.append(
             f"{name} {list(actual.shape)} {actual.dtype}: error {error:.3e}, allowed {allowed:.3e} "

@@ -22,9 +22,9 @@ def halves(make: Maker) -> Problem:
         return moe_ops.act_gemm_combine(gate_up, t["w2"], t["topk_weights"], at.plan, case.activation, *rest)
 
     def expected(t: Tensors) -> Tensor:
-        x = t["hidden_states"][at.tokens(case.top_k)]
+        x = oracle.gathered(t["hidden_states"][at.tokens(case.top_k)])
         up = oracle.up(x, t["w13"], t.get("w13_bias"), at.row_experts, case.activation)
-        down = oracle.linear(up, t["w2"], t.get("w2_bias"), at.row_experts)
+        down = oracle.stored(oracle.linear(up, t["w2"], t.get("w2_bias"), at.row_experts))
         return oracle.weighted_sum(down[at.rows], t["topk_weights"], at.slot_experts, t.get("shared"))
 
     return Problem(tensors, run, expected, layer_bound(case))

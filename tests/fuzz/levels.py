@@ -183,7 +183,7 @@ def fused_experts(make: Maker) -> Problem:
     def expected(t: Tensors) -> Tensor:
         if not case.weight_on_input:
             return oracle.layer(t, t["topk_weights"], expert, case.activation)
-        weighed = {**t, "hidden_states": t["hidden_states"] * t["topk_weights"]}
+        weighed = {**t, "hidden_states": oracle.stored(t["hidden_states"] * t["topk_weights"])}
         return oracle.layer(weighed, torch.ones_like(t["topk_weights"]), expert, case.activation)
 
     return Problem({**expert_tensors(make), "topk_weights": weights}, run, expected, layer_bound(case))
@@ -318,7 +318,7 @@ def gather_gemm_act(make: Maker) -> Problem:
         return moe_ops.gather_gemm_act(t["hidden_states"], w13, at.plan, case.activation, bias)
 
     def expected(t: Tensors) -> Tensor:
-        x = t["hidden_states"][at.tokens(case.top_k)]
+        x = oracle.gathered(t["hidden_states"][at.tokens(case.top_k)])
         return oracle.up(x, t["w13"], t.get("w13_bias"), at.row_experts, case.activation)
 
     return Problem(tensors, run, expected, layer_bound(case))
@@ -335,7 +335,7 @@ def gemm_combine(make: Maker) -> Problem:
         return moe_ops.gemm_combine(t["x"], t["w2"], t["topk_weights"], at.plan, *rest)
 
     def expected(t: Tensors) -> Tensor:
-        down = oracle.linear(t["x"], t["w2"], t.get("w2_bias"), at.row_experts)
+        down = oracle.stored(oracle.linear(t["x"], t["w2"], t.get("w2_bias"), at.row_experts))
         return oracle.weighted_sum(down[at.rows], t["topk_weights"], at.slot_experts, t.get("shared"))
 
     return Problem(tensors, run, expected, layer_bound(case))

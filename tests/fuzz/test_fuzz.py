@@ -15,7 +15,7 @@ from moe_ops.reference import reference_experts, reference_routing
 from moe_ops.types import ActivationName, GroupScore, RoutingOrder, ScoreFn
 from tests.fuzz import cases, faults, levels, oracle, pool, worker
 from tests.fuzz.__main__ import run_one
-from tests.fuzz.cases import Case, draw
+from tests.fuzz.cases import Case, draw, first
 from tests.fuzz.check import check
 from tests.fuzz.summary import Summary
 from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker, hangs_on_rounding
@@ -33,15 +33,6 @@ def fuzz(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "tests.fuzz", *arguments], cwd=ROOT, capture_output=True, text=True
     )
-
-
-def first(level, **wanted):
-    """The first case of `level` with these values."""
-    for index in range(20_000):
-        case = draw(0, index)
-        if case.level == level and all(getattr(case, name) == value for name, value in wanted.items()):
-            return case
-    raise LookupError(level)
 
 
 def test_a_number_is_a_case():

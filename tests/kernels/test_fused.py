@@ -31,7 +31,7 @@ from tests.kernels.oracles import assert_close
 SIZES = {
     "T1": (1, 13, 3, 48, 40),
     "T7": (7, 13, 4, 48, 40),
-    "turns": (3, 41, 3, 72, 40),
+    "turns": (3, 41, 3, 72, 20),
     "T33": (33, 13, 4, 72, 24),
     "hot": (24, 2, 2, 64, 136),
 }

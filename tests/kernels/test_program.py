@@ -10,7 +10,8 @@ import torch
 import triton
 from torch._subclasses import FakeTensorMode
 
-from moe_ops.kernels import gemm_config, permute
+from moe_ops import arguments, records
+from moe_ops.kernels import gemm_config, permute, plans
 from moe_ops.kernels.gemm_tables import BY_TMA_IN_ORDER
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
@@ -134,6 +135,13 @@ def test_gpu_addresses_past_two_to_the_31(device: str) -> None:
     assert (out[-1] == columns / 2).all() and (out[:-1] == 0).all()
     slots = torch.arange(rows, dtype=torch.int32, device=device).flip(0)
     assert torch.equal(launch("permute", x, slots)[0], x[-1])
+
+
+def test_what_was_never_launched_is_for_the_checks_even_a_scalar() -> None:
+    for record in (arguments.Permute, arguments.TopkRouting, arguments.FusedExperts):
+        leaves = records.leaves(record)
+        given = tuple(torch.tensor(1.0) if leaf.is_tensor else None for leaf in leaves)
+        assert plans.launch_known(record, given) is None
 
 
 def test_strided_index_vectors_are_refused_by_plans_and_copied_by_launches(device: str) -> None:

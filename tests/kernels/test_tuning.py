@@ -161,6 +161,9 @@ def _without(key):
         (_edited(choice={"experts": 0}), r"choices\[0\]\.experts=0: expected an integer of at least 1"),
         (_edited(choice={"depth": True}), r"choices\[0\]\.depth=True: expected an integer of at least 1"),
         (_edited(choice={"rows": 48}), r"choices\[0\]\.rows=48: expected a power of two"),
+        (_edited(choice={"rows": 2**21}), r"choices\[0\]\.rows=2097152: expected a power of two up to 1048576"),
+        (_edited(format=True), r"t\.json: format=True: expected 1"),
+        ("\udcff", r"t\.json: .* expected a JSON file by `python -m benchmarks tune`"),
         (_edited(choice={"dtype": "int8"}), r"choices\[0\]\.dtype='int8': expected one of 'bfloat16', "),
         (_edited(choice={"layout": []}), r"choices\[0\]\.layout=\[\]: expected one of 'rows', 'transposed'"),
         (_edited(choice={"gated": 1}), r"choices\[0\]\.gated=1: expected true or false"),
@@ -175,7 +178,7 @@ def _without(key):
 )  # fmt: skip
 def test_a_bad_file_is_refused(tmp_path, text, told):
     path = tmp_path / "t.json"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=told) as raised:
         moe_ops.use_tuning(path)
     assert str(path) in str(raised.value) and gpu.in_use() is None

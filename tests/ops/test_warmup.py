@@ -48,8 +48,13 @@ def test_nothing_to_load_on_the_cpu():
 def test_bad_arguments(device):
     with pytest.raises(ValueError, match="sizes has 0: expected token counts of at least 1"):
         moe_ops.warmup(_config(), [0], device=device)
-    with pytest.raises(TypeError, match=r"dtype=torch\.int32: expected a floating"):
-        moe_ops.warmup(_config(), [1], device=device, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"sizes has 1\.5: expected ints"):
+        moe_ops.warmup(_config(), [1.5], device=device)
+    for dtype, shown in ((torch.int32, r"torch\.int32"), ("bfloat16", "'bfloat16'")):
+        with pytest.raises(TypeError, match=f"dtype={shown}: expected a floating"):
+            moe_ops.warmup(_config(), [1], device=device, dtype=dtype)
+    with pytest.raises(TypeError, match="expert_map is a list: expected a tensor"):
+        moe_ops.warmup(_config(), [1], device=device, expert_map=[0] * 16)
     with pytest.raises(
         ValueError, match=r"expert_map has shape \[3\] and dtype torch.int32: expected \[16\]"
     ):

@@ -64,6 +64,7 @@ return [%17]""",
         ]
 
 
+@pytest.mark.exhaustive  # those of any length are below, those of few slots in `test_raise_pairs.py`
 def test_compiled_values():
     inputs = layer(7)
     with torch.no_grad():

@@ -69,8 +69,7 @@ def test_one_operator_of_both(style, size, turn):
     assert_matches_oracle(out, stock.oracle(inputs, stock.grouped))
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
-@pytest.mark.parametrize("style", [grouped, gathered])
+@pytest.mark.parametrize(("style", "tokens"), mixed([gathered, grouped], [1, 7]))
 def test_compiled_values(style, tokens):
     """Few slots, whose weights are read through their index, and many, whose products are calls."""
     inputs = layer(tokens if style is gathered else tokens * 9)

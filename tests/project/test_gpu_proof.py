@@ -84,10 +84,9 @@ def test_a_claim_of_the_demo_that_does_not_hold(holds: bool, tmp_path: Path, mon
 
 @pytest.fixture
 def _bench_on_the_cpu(monkeypatch) -> None:
+    weights = make_weights(SMALL, 0, "cpu")  # of which an L2 cache holds thousands
     monkeypatch.setattr(moe_bench, "make_inputs", lambda cell, device: make_inputs(cell, "cpu"))
-    monkeypatch.setattr(
-        moe_bench, "make_weights", lambda workload, seed, device: make_weights(workload, seed, "cpu")
-    )
+    monkeypatch.setattr(moe_bench, "make_weights", lambda workload, seed, device: weights)
     monkeypatch.setattr(moe_bench, "capture", lambda calls: calls)
     monkeypatch.setattr(moe_bench, "time_in_turns", lambda replays, milliseconds: [1.0] * len(replays))
 

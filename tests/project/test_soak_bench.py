@@ -8,12 +8,19 @@ import torch
 
 from benchmarks import soak_bench
 from benchmarks.soak_bench import Soak
+from benchmarks.workloads import Workload
 from tests.layers.test_cuda_graphs import OnCpu
 
 
-@pytest.fixture
-def soak(monkeypatch):
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    small = Workload("small", num_experts=5, top_k=2, hidden_size=32, intermediate_size=24)
+    monkeypatch.setattr(soak_bench, "LAYER", small)
     monkeypatch.setattr(soak_bench, "MOST_TOKENS", 64)
+
+
+@pytest.fixture
+def soak():
     with torch.inference_mode():
         yield Soak("cpu")
 
@@ -55,7 +62,6 @@ def test_growth_is_what_came_after_a_tenth(soak, monkeypatch):
 
 
 def test_the_whole_of_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(soak_bench, "MOST_TOKENS", 64)
     parser = argparse.ArgumentParser()
     soak_bench.add_arguments(parser)
     out = tmp_path / "deep" / "soak.json"
