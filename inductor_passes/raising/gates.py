@@ -81,12 +81,13 @@ def _evaluated(
     half = sum(columns) // 2
     for row, part in enumerate((slice(half), slice(half, None), slice(0, None, 2), slice(1, None, 2))):
         values[row, part] = math.nan  # in the gate alone, or in what it multiplies
-    constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
+    rank = products[0].meta["val"].dim()
+    constant = {mask: of_rank(torch.full((_ROWS, 1), value), rank) for mask, value in masks.items()}
     if any(map(is_size, gate.leaves)):
         return None  # as below, a symbol
     try:
-        given = zip(products, values.split(columns, 1), strict=True)
-        known = evaluate(gate.nodes, {**dict(given), **constant})
+        parts = (of_rank(part, rank) for part in values.split(columns, 1))
+        known = evaluate(gate.nodes, {**dict(zip(products, parts, strict=True)), **constant})
     except (
         RuntimeError,
         ValueError,
@@ -94,7 +95,12 @@ def _evaluated(
         IndexError,
     ):  # a shape is written in: not the gate of any rows
         return None
-    return values, known[output]
+    return values, known[output].flatten(1)
+
+
+def of_rank(rows: Tensor, rank: int) -> Tensor:
+    """Rows [S, F] as [S, 1, F] or with more dimensions of size 1: as many as a gate counts with."""
+    return rows.view(rows.shape[0], *[1] * (rank - 2), rows.shape[1])
 
 
 def _magnitude(gate: Cut) -> float:

@@ -67,7 +67,8 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     if user.target is aten.sum.dim_IntList and order is indices.slot_order:
         shape, dims = rows.meta["val"].shape, list(args(user)[1])
         keeps_dim = len(args(user)) > 2 and args(user)[2]
-        return len(shape) == 3 and dims in ([1], [-2]) and _is(shape[1], indices.top_k) and not keeps_dim
+        is_of_slots = len(shape) > 2 and dims in ([len(shape) - 2], [-2]) and _is(shape[-2], indices.top_k)
+        return is_of_slots and not keeps_dim
     if user.target is aten.index_add.default:
         into, dim, index, added = args(user)[:4]
         is_plain = dim == 0 and added is rows and not user.kwargs
@@ -128,7 +129,7 @@ def _put(index_put: Node) -> tuple[Any, Any, Any, Any]:
 
 def _is_nothing(into: Any, rows: Node, indices: Indices) -> bool:
     """Whether rows are added to zeros [T, H]: there may be more zeros than tokens, which a sum over experts has not."""
-    shape, wanted = into.meta["val"].shape, (indices.ids.meta["val"].shape[0], rows.meta["val"].shape[-1])
+    shape, wanted = into.meta["val"].shape, (indices.num_tokens, rows.meta["val"].shape[-1])
     same = map(_compat.statically_known_true, map(operator.eq, shape, wanted))
     return _is_zero(into) and len(shape) == len(wanted) and all(same)
 

@@ -47,6 +47,12 @@ def is_one(size: object) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal."""
+    same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
+    return len(ours) == len(theirs) and all(same)
+
+
 def is_view_of_rows(node: Node) -> bool:
     """Whether `node` shows rows [S, F] in another shape, such as [T, K, F] or [S, F, 1]: all rows, in their order."""
     if node.target in _COPIES:
