@@ -7,6 +7,7 @@
 vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two products for each expert.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from inductor_passes.raising.views_of_rows import (
     rank,
     same_shape,
     size,
+    without_zeros,
 )
 
 _CLOSE = 1e-9
@@ -54,7 +56,7 @@ class Multiplied(NamedTuple):
     @property
     def rows(self) -> Node:
         """What is multiplied."""
-        return args(self.product)[-2]
+        return without_zeros(args(self.product)[-2], -2)
 
 
 class Loop(NamedTuple):
@@ -103,7 +105,7 @@ def _multiplied(product: Node) -> Multiplied | None:
     if found is None or found[0].value.dim() != 3:
         return None
     bias = args(product)[0] if product.target is aten.addmm.default else None
-    node, shown = product, product
+    node = shown = _cut_to_size(product)
     while (user := only_user(node)) is not None:
         added = operand(user, node) if user.target is aten.add.Tensor and bias is None else None
         if added is not None and rank(added) == 1:
@@ -113,6 +115,14 @@ def _multiplied(product: Node) -> Multiplied | None:
         node = user
         shown = node if size(node, -1) == size(product, -1) else shown
     return Multiplied(product, found[0].transposed(), found[1], shown, bias)
+
+
+def _cut_to_size(product: Node) -> Node:
+    """The rows of a product that are those of its input: Inductor pads products of odd sizes."""
+    rows, user = without_zeros(args(product)[-2], -2), only_user(product)
+    if rows is args(product)[-2] or user is None or user.target is not aten.slice.Tensor:
+        return product
+    return user if args(user)[1:3] == (0, 0) and size(user, 0) == size(rows, 0) else product
 
 
 def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
@@ -177,7 +187,8 @@ def _gate_of_all(loop: Loop) -> Cut:
     if len({_written(gate) for gate in gates}) > 1:
         raise Refusal(loop.seconds[-1].product, "the experts of the loop have different gates")
     first = loop.firsts[0]
-    expect_rowwise(gates[0], [each.node for each in first], (), size(first[0].product, 0))
+    num_tokens = math.prod(first[0].node.meta["val"].shape[:-1])
+    expect_rowwise(gates[0], [each.node for each in first], (), num_tokens)
     return gates[0]
 
 

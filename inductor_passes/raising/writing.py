@@ -11,12 +11,12 @@ from torch.fx.node import map_arg
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
-from inductor_passes.raising.evaluation import Cut, cut
-from inductor_passes.raising.gates import of_rank, recognised
+from inductor_passes.raising.evaluation import Cut, cut, is_size
+from inductor_passes.raising.gates import fill, of_rank, recognised
 from inductor_passes.raising.layer import Experts, Outcome
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import is_one, readers, same_shape
+from inductor_passes.raising.views_of_rows import aten, is_one, is_view, readers, same_shape
 from moe_ops import arguments
 
 record: Any = arguments
@@ -93,9 +93,10 @@ def _product(graph: Graph, rows: Node, offsets: Node, outcomes: Sequence[Outcome
 
 
 def _shown(graph: Graph, stack: Stack, like: Node) -> Node:
-    if not stack.steps:
-        return stack.source
-    return written(graph, lambda stored: stack.shown(stored), (stack.source,), like)
+    def shown(stored: Tensor) -> Tensor:
+        return stack.shown(stored)
+
+    return written(graph, shown, (stack.source,), like) if stack.steps else stack.source
 
 
 def _activated(graph: Graph, layer: Experts, rows: Node, offsets: Node) -> Node:
@@ -136,7 +137,10 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     """The model's own nodes on the new rows."""
     like = layer.second.product.node
     outcomes = [outcome.node for outcome in layer.firsts]
-    if layer.others:
+    shaping = next(filter(_names_a_shape, layer.gate.nodes), None)
+    if layer.others and shaping is not None:
+        raise Refusal(shaping, f"the gate of an expert names its shape: {describe(shaping)}")
+    if layer.others or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.masks):
         return written(graph, _of_any_rows(layer.gate, outcomes, layer.activated), products, like)
     expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
     shown = [
@@ -149,6 +153,11 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     return _flat(graph, copies[layer.activated], like)
 
 
+def _names_a_shape(node: Node) -> bool:
+    """Whether a node of a gate is right for so many rows only; of what is filled `_of_any_rows` makes any number."""
+    return node.target is not aten.full.default and (is_view(node) or any(map(is_size, node.all_input_nodes)))
+
+
 def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
     """A gate of T rows, each by itself, as a function of any number of rows."""
 
@@ -157,6 +166,9 @@ def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callab
             node: of_rank(row, node.meta["val"].dim()) for node, row in zip(products, rows, strict=True)
         }
         for node in gate.nodes:
+            if node.target is aten.full.default:
+                known[node] = fill(node, node.meta["val"].dtype, rows[0].device)
+                continue
             given = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
         return known[activated].flatten(0, -2)
