@@ -16,7 +16,7 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
-from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_size
+from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size
 from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
@@ -192,8 +192,8 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
         value: Any = node.meta.get("val")
         if not is_integral(node) or value.dtype == torch.bool:
             return False
-        is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)
-        return is_choice or is_chosen(node)
+        has_all = _compat.statically_known_true(value.numel() == num_slots)
+        return (has_all and value.dim() > 1 and not _is_reshaped(node)) or is_chosen(node)
 
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
@@ -201,9 +201,19 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     return _uncopied(leaves[0])
 
 
+def _is_reshaped(node: Node) -> bool:
+    """Whether `node` only shows ids in another shape, [B, S * K] or [T, 1, K]; of [T, K] that does not matter."""
+    value: Any = node.meta["val"]
+    if node.target not in (*VIEWS, aten.permute.default, aten.clone.default):
+        return False
+    shown: Any = node.all_input_nodes[0].meta["val"]
+    same = shown.dim() < 3 or _compat.statically_known_true(shown.shape[-1] == value.shape[-1])
+    return value.dim() > 2 or not same
+
+
 def _uncopied(ids: Node) -> Node:
     """What `ids` is a copy of: where a model shows ids in another shape twice, it may copy them twice."""
-    return _uncopied(ids.all_input_nodes[0]) if ids.target is torch.ops.aten.clone.default else ids
+    return _uncopied(ids.all_input_nodes[0]) if ids.target is aten.clone.default else ids
 
 
 def is_chosen(node: Node) -> bool:

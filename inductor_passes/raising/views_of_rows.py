@@ -8,21 +8,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes import _compat
-from inductor_passes.raising.evaluation import concrete, cut, evaluate
+from inductor_passes.raising.evaluation import VIEWS, aten, concrete, cut, evaluate
 from inductor_passes.raising.indices import Indices
 
-aten, prims = torch.ops.aten, torch.ops.prims
+prims = torch.ops.prims
 
-VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.expand.default,
-)
 _COPIES = (aten.clone.default, aten.alias.default, prims.convert_element_type.default)
 
 
