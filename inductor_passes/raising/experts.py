@@ -11,11 +11,11 @@ from torch.fx import Graph, Node
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising import all_experts, loops
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Found, Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.loops import experts_of, loops
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.sums import weighted_sum
@@ -55,16 +55,21 @@ class RaiseExperts:
                 log.lift("experts", second.node, (each.node for each in (*firsts, second)))
             except Refusal as refusal:
                 log.refuse(refusal, second.node)
-        for loop in loops(graph):
+        for layer in layers_of_all(graph):
             try:
                 with _compat.real_tensors():
-                    write(graph, experts_of(loop))
-                log.lift("experts", loop.nodes[-1], loop.nodes)
+                    write(graph, layer.experts())
+                log.lift("experts", layer.nodes[-1], layer.nodes)
             except Refusal as refusal:
-                log.refuse(refusal, loop.nodes[-1])
-            told.update(loop.nodes)
+                log.refuse(refusal, layer.nodes[-1])
+            told.update(layer.nodes)
         for refusal in unrouted(graph, told):
             log.refuse(refusal, refusal.node)
+
+
+def layers_of_all(graph: Graph) -> list[loops.Loop | all_experts.Everyone]:
+    """Every layer that multiplies all tokens with all experts."""
+    return [*loops.loops(graph), *all_experts.everyone(graph)]
 
 
 def product_layers(graph: Graph) -> list[tuple[Product, ...]]:

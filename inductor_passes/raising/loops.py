@@ -10,7 +10,7 @@ vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two product
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -18,9 +18,10 @@ from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising.choices import choice
 from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
 from inductor_passes.raising.gates import is_in_gate
-from inductor_passes.raising.indices import Indices, is_chosen, is_integral
+from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Outcome, Tokens, WeightedSum
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
@@ -38,8 +39,6 @@ from inductor_passes.raising.views_of_rows import (
     size,
     without_zeros,
 )
-
-_CLOSE = 1e-9
 
 
 class Multiplied(NamedTuple):
@@ -70,6 +69,10 @@ class Loop(NamedTuple):
     def nodes(self) -> tuple[Node, ...]:
         """All products."""
         return tuple(each.product for each in (*chain(*self.firsts), *self.seconds))
+
+    def experts(self) -> Experts:
+        """The layer as its stages want it. Raises Refusal where an expert does something else than the others."""
+        return _experts(self)
 
 
 def loops(graph: Graph) -> list[Loop]:
@@ -135,11 +138,11 @@ def _unseen(rows: Node) -> Node:
     return _unseen(args(rows)[0]) if is_view_of_rows(rows) and not is_cast(rows) else rows
 
 
-def experts_of(loop: Loop) -> Experts:
-    """The layer as its stages want it. Raises Refusal where an expert does something else than the others."""
+def _experts(loop: Loop) -> Experts:
     gate = _gate_of_all(loop)
     terms, columns = zip(*map(_weighed, loop.seconds), strict=True)
-    indices, topk_weights = _choice(columns)
+    parts = (lambda weights, expert=expert: weights[:, expert] for expert in range(len(columns)))
+    indices, topk_weights = choice([*zip(columns, parts, strict=True)], len(columns))
     *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
     activated, weighted_sum = _unseen(loop.seconds[0].rows), WeightedSum(topk_weights, _sum_of(terms))
@@ -208,75 +211,6 @@ def _weighed(second: Multiplied) -> tuple[Node, Node]:
     if user is None or column is None or not same_shape(column.meta["val"].shape, (*leading, 1)):
         raise Refusal(second.product, "the expert's output is not weighed by a number for each token")
     return user, column
-
-
-def _choice(columns: Sequence[Node]) -> tuple[Indices, Node]:
-    """The ids [T, K], and the weights [T, K] of which each expert's column has those of its tokens."""
-    indices = Indices(_ids_behind(columns[0]), len(columns), {})
-    behind = _read_by(indices.ids)
-    found = set()
-    for expert, column in enumerate(columns):
-        between = cut(
-            [column], lambda node: node is indices.ids or (node not in behind and _reads_a_tensor(node))
-        )
-        weights = [leaf for leaf in between.leaves if leaf is not indices.ids and not is_size(leaf)]
-        if len(weights) != 1 or not _is_column(between, column, weights[0], indices, expert):
-            raise Refusal(column, f"{describe(column)} is not what the tokens of expert {expert} weigh it by")
-        found.add(_uncast(weights[0]))
-    topk_weights = found.pop()
-    if found or not same_shape(topk_weights.meta["val"].shape, indices.ids.meta["val"].shape):
-        raise Refusal(columns[-1], "the experts of the loop are not weighed by one tensor [T, K]")
-    return indices, topk_weights
-
-
-def _reads_a_tensor(node: Node) -> bool:
-    return any(rank(each) >= 0 for each in node.all_input_nodes)
-
-
-def _ids_behind(column: Node) -> Node:
-    def is_ids(node: Node) -> bool:
-        return is_integral(node) and node.meta["val"].dtype != torch.bool and rank(node) > 1
-
-    leaves = cut([column], lambda node: is_ids(node) and is_chosen(node)).leaves
-    ids = [leaf for leaf in leaves if is_ids(leaf)]
-    if len(ids) != 1:
-        raise Refusal(column, f"the weights of an expert come from {', '.join(map(describe, leaves))}")
-    return ids[0]
-
-
-def _read_by(node: Node) -> set[Node]:
-    """What is computed from `node`, and it."""
-    found, pending = {node}, [node]
-    while pending:
-        fresh = [user for user in pending.pop().users if user not in found]
-        found.update(fresh)
-        pending.extend(fresh)
-    return found
-
-
-def _uncast(node: Node) -> Node:
-    return _uncast(args(node)[0]) if is_cast(node) else node
-
-
-def _is_column(between: Cut, column: Node, topk_weights: Node, indices: Indices, expert: int) -> bool:
-    """Whether a column has the weights of an expert's tokens, and zeros: tried on weights large, small and negative."""
-    generator = torch.Generator().manual_seed(expert)
-    for ids in indices.samples:
-        weights, power = torch.randn(2, *ids.shape, generator=generator, dtype=torch.float64)
-        weights = weights * 10 ** (2 * power)
-        sizes: dict[Node, Any] = {
-            leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)
-        }
-        given = {indices.ids: indices.in_shape(ids), topk_weights: indices.in_shape(weights)}
-        try:
-            ours = evaluate(between.nodes, {**sizes, **given})[column]
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return False
-        wanted = (weights * (ids == expert)).sum(-1)
-        off = (ours.flatten() - wanted).abs() if ours.numel() == wanted.numel() else wanted + 1
-        if not bool((off <= _CLOSE * wanted.abs()).all()):
-            return False
-    return True
 
 
 def _sum_of(terms: Sequence[Node]) -> Node:

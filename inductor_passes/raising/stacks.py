@@ -87,7 +87,7 @@ def _part(split: Node, index: int, more: int) -> tuple[Node, Step] | None:
     """One of the parts that a tensor was cut into."""
     if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         return None
-    source, sizes, dim = (*args(split), 0)[:3]
+    source, sizes, dim = args(split) if len(args(split)) > 2 else (*args(split), 0)
     if isinstance(sizes, int):
         start, end = index * sizes, (index + 1) * sizes
     else:

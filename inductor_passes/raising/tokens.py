@@ -54,9 +54,10 @@ def flat(rows: Node, indices: Indices) -> Node:
         if not is_view_of_rows(node) or is_cast(node) or node.target is aten.alias.default:
             break  # an alias may be where gradients stop
         node = args(node)[0]
-    if found is None and other is None:
+    found = found or other
+    if found is None:
         raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
-    return found or other
+    return found
 
 
 def _unrounded(node: Node) -> Node:

@@ -22,12 +22,12 @@ _REASONS = {
     "own": "every token is multiplied with every expert, whose weights are tensors of their own, and weighed by what "
     "was chosen: in one tensor [E, ...] they could be raised; layers.huggingface.patch(model, stack_experts=True) "
     "stacks experts in a list of modules",
-    "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised are products by "
-    "expert ids, such as _grouped_mm, bmm with weight[ids], or a loop over weight[expert]",
+    "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised is that where all "
+    "experts read all tokens, weights [T, E] of a top-k weigh what they give, and the sum is over experts",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
-    "raised where it reads each weight[expert] whole, for tokens [T, H], with a gate between products and no bias",
-    "gathered": "rows are multiplied with weight[ids], where ids are no [T, K], or there are no two such products with "
-    "a gate between: flatten tokens to [T, H] before the router",
+    "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
+    "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], or there are no two such products "
+    "with a gate between",
 }
 """Why a layer stays, by how it reads its weights."""
 
@@ -101,4 +101,4 @@ def _kind_of(operand: Node) -> str | None:
         return None
     if rank(source) == 2:
         return "own"
-    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) == 3 else None
+    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) > 2 else None

@@ -1,6 +1,6 @@
 """Nodes that show rows in another shape, pick them, or mask them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -161,16 +161,25 @@ def is_reshape(node: Node) -> bool:
     return node.target in VIEWS or node.target is aten.permute.default
 
 
-def seen_from(source: Node, shown: Node) -> Tensor | None:
-    """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which."""
-    views = cut([shown], lambda node: node is source or not is_reshape(node))
-    values = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if rank(leaf) < 0}
+def seen_from(source: Node, shown: Node, past: Collection[object] = ()) -> Tensor | None:
+    """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which.
+
+    Copies may be in between, and calls `past` which elements keep their places. None where there is something else.
+    """
+    same = (aten.clone.default, *past)
+    views = cut([shown], lambda node: node is source or not (is_reshape(node) or node.target in same))
+    known: dict[Node, Any] = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if rank(leaf) < 0}
     sizes: list[Any] = [concrete(each) for each in source.meta["val"].shape]
     others = [leaf for leaf in views.leaves if rank(leaf) >= 0 and leaf is not source]
-    if others or None in sizes or None in values.values():
+    if others or None in sizes or None in known.values():
         return None
-    dense = torch.empty(sizes, device="meta")
-    return evaluate(views.nodes, {source: dense, **values})[shown]
+    known[source] = torch.empty(sizes, device="meta")
+    for node in views.nodes:
+        try:
+            known[node] = known[args(node)[0]] if node.target in same else evaluate([node], known)[node]
+        except (RuntimeError, ValueError):  # no view without the copy
+            return None
+    return known[shown]
 
 
 def has_layout(shown: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:

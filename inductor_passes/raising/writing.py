@@ -138,9 +138,10 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     like = layer.second.product.node
     outcomes = [outcome.node for outcome in layer.firsts]
     shaping = next(filter(_names_a_shape, layer.gate.nodes), None)
-    if layer.others and shaping is not None:
+    sees_all = layer.firsts[0].product.kind == "looped"
+    if sees_all and shaping is not None:
         raise Refusal(shaping, f"the gate of an expert names its shape: {describe(shaping)}")
-    if layer.others or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.masks):
+    if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.masks):
         return written(graph, _of_any_rows(layer.gate, outcomes, layer.activated), products, like)
     expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
     shown = [

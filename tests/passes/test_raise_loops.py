@@ -150,11 +150,11 @@ OTHER = {
     "one is subtracted": ({"add": torch.sub}, "is not the sum of all experts"),
     "weighed by the next expert's": (
         {"weight": lambda weights, ids, expert: weigh(weights, ids, (expert + 1) % EXPERTS)},
-        "what the tokens of expert",
+        "what the tokens of its experts weigh them by",
     ),
     "weighed twice as much": (
         {"weight": lambda weights, ids, expert: 2 * weigh(weights, ids, expert)},
-        "what the tokens of expert",
+        "what the tokens of its experts weigh them by",
     ),
     "weighed by other weights": (
         {"weight": lambda weights, ids, expert: weigh(weights + (expert == 7), ids, expert)},
