@@ -20,7 +20,7 @@ from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.tokens import tokens_of
-from inductor_passes.raising.unrouted import unrouted
+from inductor_passes.raising.unrouted import alone, unrouted
 from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
@@ -48,7 +48,10 @@ class RaiseExperts:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
         found: Found = {}
         told = {each.node for each in products(graph)}
-        for *firsts, second in product_layers(graph):
+        layers = product_layers(graph)
+        for refusal in alone(graph, {each.node for layer in layers for each in layer}):
+            log.refuse(refusal, refusal.node)
+        for *firsts, second in layers:
             try:
                 with _compat.real_tensors():
                     write(graph, _experts(firsts, second, found))

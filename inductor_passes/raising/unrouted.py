@@ -1,7 +1,8 @@
-"""Layers that compute more than what was chosen: whoever wrote one is told why it stays.
+"""Layers that were not found: whoever wrote one is told why it stays.
 
-They multiply tokens with every expert, or a number of tokens fixed for each, and weigh by what a top-k chose. Nothing
-in their products says which expert a row belongs to, which is what raising goes by.
+Some compute more than what was chosen. They multiply tokens with every expert, or a number of tokens fixed for each,
+and weigh by what a top-k chose. Nothing in their products says which expert a row belongs to, which is what raising
+goes by.
 """
 
 from collections.abc import Collection, Iterator
@@ -10,9 +11,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
-from inductor_passes.graph_tools import is_moe_op
+from inductor_passes.graph_tools import describe, is_moe_op
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
+from inductor_passes.raising.products import products
+from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.views_of_rows import args, aten, is_reshape, rank
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -43,6 +46,18 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
             product = next(found, None)
             if product is not None:
                 yield Refusal(product, _REASONS[_kind(product) or ""])
+
+
+def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
+    """A refusal for the products with each weight, by expert, that go through no gate into another such product."""
+    seen: set[Stack] = set()
+    for product in products(graph):
+        if product.node not in in_layers and product.weight not in seen:
+            seen.add(product.weight)
+            readers = ", ".join(describe(user) for user in product.node.users) or "nobody"
+            yield Refusal(
+                product.node, f"a product with experts that no gate leads to another: {readers} reads it"
+            )
 
 
 def _chooses(choice: Node, told: Collection[Node]) -> bool:
