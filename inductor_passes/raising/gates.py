@@ -74,6 +74,8 @@ def _evaluated(
     gate: Cut, products: Sequence[Node], output: Node, masks: Mapping[Node, bool]
 ) -> tuple[Tensor, Tensor] | None:
     columns = [product.meta["val"].shape[-1] for product in products]
+    if not all(isinstance(each, int) for each in columns):
+        return None  # as below, a symbol
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_ROWS, sum(columns), generator=generator, dtype=torch.float64)
     scales = torch.logspace(-1, 2, _ROWS, dtype=torch.float64)

@@ -84,7 +84,7 @@ def loops(graph: Graph) -> list[Loop]:
     whole = [
         tuple(products[expert] for expert in range(len(products)))
         for stack, products in stacks.items()
-        if sorted(products) == list(range(stack.value.shape[0])) and len(products) > 1
+        if sorted(products) == [*range(len(products))] and stack.holds(len(products)) and len(products) > 1
     ]
     known = {each.node: each for products in stacks.values() for each in products.values()}
     of_first = {products[0].node: products for products in whole}
@@ -116,7 +116,7 @@ def _multiplied(product: Node) -> Multiplied | None:
         elif not is_view_of_rows(user) or is_cast(user):
             break
         node = user
-        shown = node if size(node, -1) == size(product, -1) else shown
+        shown = node if same_shape([size(node, -1)], [size(product, -1)]) else shown
     return Multiplied(product, found[0].transposed(), found[1], shown, bias)
 
 
@@ -125,7 +125,8 @@ def _cut_to_size(product: Node) -> Node:
     rows, user = without_zeros(args(product)[-2], -2), only_user(product)
     if rows is args(product)[-2] or user is None or user.target is not aten.slice.Tensor:
         return product
-    return user if args(user)[1:3] == (0, 0) and size(user, 0) == size(rows, 0) else product
+    is_whole = args(user)[1:3] == (0, 0) and same_shape([size(user, 0)], [size(rows, 0)])
+    return user if is_whole else product
 
 
 def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
@@ -166,7 +167,7 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
         return None
 
     def is_choice(select: Node) -> bool:
-        return args(select)[2] == each.expert and size(args(select)[0], 0) == num_experts
+        return args(select)[2] == each.expert and same_shape([size(args(select)[0], 0)], [num_experts])
 
     found = of_expert(each.bias, is_choice)
     columns = (num_experts, size(each.product, 1))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from inductor_passes.raising.views_of_rows import args, aten, rank
+from inductor_passes.raising.views_of_rows import args, aten, rank, same_shape
 
 Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """A view: what shows it, and how."""
@@ -32,6 +32,10 @@ class Stack(NamedTuple):
     def value(self) -> Tensor:
         """Its fake value."""
         return self.shown(self.source.meta["val"])
+
+    def holds(self, number: int) -> bool:
+        """Whether it is of so many experts."""
+        return same_shape(self.value.shape[:1], [number])
 
     @property
     def is_turned(self) -> bool:
@@ -66,8 +70,13 @@ def of_expert(node: Node, is_choice: Callable[[Node], bool]) -> tuple[Stack, int
 
 
 def _step(node: Node, more: int) -> tuple[Node, Step] | None:
-    """What `node` shows a part of or turns, and how that is done to a tensor with so `more` dimensions in front."""
+    """What `node` shows a part of or turns, and how that is done to a tensor with so `more` dimensions in front.
+
+    None where a size or a place is not known.
+    """
     target = node.target
+    if len(node.all_input_nodes) > 1:
+        return None
     if target is aten.permute.default:
         source, dims = args(node)
         turned = (*range(more), *(dim % len(dims) + more for dim in dims))
@@ -85,7 +94,8 @@ def _step(node: Node, more: int) -> tuple[Node, Step] | None:
 
 def _part(split: Node, index: int, more: int) -> tuple[Node, Step] | None:
     """One of the parts that a tensor was cut into."""
-    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+    is_split = split.target in (aten.split.Tensor, aten.split_with_sizes.default)
+    if not is_split or len(split.all_input_nodes) > 1:
         return None
     source, sizes, dim = args(split) if len(args(split)) > 2 else (*args(split), 0)
     if isinstance(sizes, int):
