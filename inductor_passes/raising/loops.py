@@ -179,13 +179,13 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
 
 
 def _gate_of_all(loop: Loop) -> Cut:
-    tokens = _unseen(loop.firsts[0][0].rows)
+    tokens = _tokens(loop.firsts[0][0])
     known = {each.node: each for each in chain(*loop.firsts)}
     gates = []
     for firsts, second in zip(loop.firsts, loop.seconds, strict=True):
         gate = _gate(second, known)
         read = [leaf for leaf in gate.leaves if not is_size(leaf)]
-        if read != [each.node for each in firsts] or any(_unseen(each.rows) is not tokens for each in firsts):
+        if read != [each.node for each in firsts] or any(_tokens(each) != tokens for each in firsts):
             raise Refusal(second.product, "an expert of the loop reads something else than the others")
         gates.append(gate)
     if len({_written(gate) for gate in gates}) > 1:
@@ -194,6 +194,12 @@ def _gate_of_all(loop: Loop) -> Cut:
     num_tokens = math.prod(first[0].node.meta["val"].shape[:-1])
     expect_rowwise(gates[0], [each.node for each in first], (), num_tokens)
     return gates[0]
+
+
+def _tokens(first: Multiplied) -> tuple[Node, torch.dtype]:
+    """What an expert reads, and the dtype in which: autocast rounds it for each expert anew."""
+    rows = _unseen(first.rows)
+    return (_unseen(args(rows)[0]) if is_cast(rows) else rows), first.rows.meta["val"].dtype
 
 
 def _written(gate: Cut) -> str:

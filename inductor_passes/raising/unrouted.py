@@ -16,7 +16,7 @@ from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.products import products
 from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import args, aten, is_reshape, rank
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_reshape, rank
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
@@ -29,8 +29,8 @@ _REASONS = {
     "experts read all tokens, weights [T, E] of a top-k weigh what they give, and the sum is over experts",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
     "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
-    "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], or there are no two such products "
-    "with a gate between",
+    "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
+    "(autocast), or there are no two such products with a gate between",
 }
 """Why a layer stays, by how it reads its weights."""
 
@@ -110,7 +110,10 @@ def _kind_of(operand: Node) -> str | None:
     source = operand
     while source.op == "call_function" and (is_reshape(source) or source.target is aten.select.int):
         source = args(source)[0]
-    if source.target is aten.index.Tensor and args(source)[0].op != "call_function" and rank(source) > 3:
+    gathered = args(source)[0] if source.op == "call_function" and is_cast(source) else source
+    while gathered.op == "call_function" and is_reshape(gathered):
+        gathered = args(gathered)[0]
+    if gathered.target is aten.index.Tensor and rank(args(gathered)[0]) > 2:
         return "gathered"
     if source.op == "call_function":
         return None

@@ -320,3 +320,35 @@ def test_parts_and_biases_of_something_else_stay(what):
     result = rewrite(cut_with(**parts), *biased(5), passes=PIPELINE)
     assert not result.log.raised and not result.ops()
     assert any(reason in each for each in result.reasons), result.reasons
+
+
+def test_autocast():
+    """It casts what every expert reads, and its weights, each anew."""
+
+    def cast(*inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return stock.looped(*inputs)
+
+    inputs = layer(7, torch.float32)
+    result, out = computed(cast, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out.bfloat16(), oracle(inputs, stock.looped))
+
+
+def test_one_expert_that_reads_other_casts_stays():
+    def rounded(x, w13, expert):
+        return F.linear(x if expert != 7 else x.bfloat16().float(), w13[expert])
+
+    (reason,) = rewrite(looped_with(first=rounded), *layer(5, torch.float32), passes=PIPELINE).reasons
+    assert "reads something else than the others" in reason
+
+
+def test_gathered_weights_that_autocast_casts_say_so():
+    """All of them would have to be cast, for the few that are read."""
+
+    def cast(*inputs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return stock.batched(*inputs)
+
+    (reason,) = rewrite(cast, *layer(7, torch.float32), passes=PIPELINE).reasons
+    assert "is cast (autocast)" in reason
