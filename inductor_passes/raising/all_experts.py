@@ -287,7 +287,8 @@ def _tokens(first: Spread, indices: Indices) -> Node:
     sizes, strides = (first.num_experts, tokens, columns), (0, columns, 1)
     if source.target is aten.repeat.default and args(source)[1] == [first.num_experts, 1]:
         source, strides = args(source)[0], (tokens * columns, columns, 1)
-    if shown is None or not has_layout(shown, sizes, strides):
+    is_seen = shown is not None and has_layout(shown, sizes, strides)
+    if not is_seen or not same_shape([size(source, -1)], [size(first.rows, 2)]):
         raise Refusal(first.product, f"experts read {describe(first.rows)}, not all of them all tokens")
     return flat(source, indices)
 
