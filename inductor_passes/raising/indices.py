@@ -202,13 +202,20 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
 
 
 def _is_reshaped(node: Node) -> bool:
-    """Whether `node` only shows ids in another shape, [B, S * K] or [T, 1, K]; of [T, K] that does not matter."""
+    """Whether `node` only shows ids in another shape, [T, 1, K], or follows from [B, S, K] seen as something else."""
     value: Any = node.meta["val"]
-    if node.target not in (*VIEWS, aten.permute.default, aten.clone.default):
-        return False
-    shown: Any = node.all_input_nodes[0].meta["val"]
-    same = shown.dim() < 3 or _compat.statically_known_true(shown.shape[-1] == value.shape[-1])
-    return value.dim() > 2 or not same
+    if value.dim() > 2:
+        return node.target in (*VIEWS, aten.permute.default, aten.clone.default)
+    chosen = (
+        leaf.meta.get("val")
+        for leaf in cut([node], lambda each: is_integral(each) and is_chosen(each)).leaves
+    )
+    return any(
+        isinstance(each, Tensor)
+        and each.dim() > 2
+        and not _compat.statically_known_true(each.shape[-1] == value.shape[-1])
+        for each in chosen
+    )
 
 
 def _uncopied(ids: Node) -> Node:

@@ -142,6 +142,7 @@ OTHER = {
         "not all of them all tokens",
     ),
     "a bias for each token": ({"bias": lambda b13: b13}, "the gate also reads"),
+    "a bias for each token, for all experts": ({"bias": lambda b13: b13[None]}, "the gate also reads"),
     "a bias for each column": ({"bias": lambda b13: b13[:1]}, "the gate also reads"),
     "a gate that tells experts apart": (
         {"gate": lambda both: swiglu(both) * torch.arange(EXPERTS)[:, None, None]},
