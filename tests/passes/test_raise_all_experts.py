@@ -180,6 +180,16 @@ def test_what_does_something_else_stays(what):
     assert any(reason in each for each in result.reasons), result.reasons
 
 
+def test_gate_and_up_of_other_tokens_stay():
+    def combine(x, weights, w13, w2, *biases):
+        w1, w3 = w13.chunk(2, dim=1)
+        hidden = F.silu(x @ w1.mT) * (x.roll(1, 0) @ w3.mT)
+        return ((hidden @ w2.mT) * weights.T.unsqueeze(-1)).sum(0)
+
+    (reason,) = rewrite(weighed(combine), *layer(7), passes=PIPELINE).reasons
+    assert reason == "the products before the gate have different inputs"
+
+
 def test_without_other_parts_it_is_raised():
     assert len(rewrite(weighed(with_parts()), *layer(EXPERTS), passes=PIPELINE).log.raised) == 2
 

@@ -13,7 +13,7 @@ from inductor_passes.graph_tools import parts
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from tests.helpers import assert_matches_oracle, fresh_graphs, mixed
 from tests.passes import moe, stock
-from tests.passes.capture import computed
+from tests.passes.capture import computed, rewrite
 from tests.passes.stock import layer, oracle
 
 
@@ -166,3 +166,14 @@ def test_values_of_our_layer_under_vmap():
     doubles = both([tensor.double() for tensor in tensors])
     for index in range(2):
         assert_matches_oracle(out[index], moe.layer(*(each[index] for each in doubles[:2]), *doubles[2:]))
+
+
+def test_a_gate_that_names_a_shape_nobody_knows_stays():
+    def activate(gate_up):
+        parts = gate_up.squeeze(-1).unflatten(-1, (2, -1))
+        return (parts[:, 0].sigmoid() * parts[:, 1].tanh()).unsqueeze(-1)
+
+    inputs = batch(layer(9))
+    torch._dynamo.mark_dynamic(inputs.hidden_states, 1)
+    (reason,) = rewrite(batched_over(stock.gathered_with(activate=activate)), *inputs, passes=RAISES).reasons
+    assert reason.startswith("rows are seen as ")
