@@ -76,11 +76,11 @@ def test_explain_says_why_a_layer_stays():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            _, *weights = stock.layer(5, torch.float32)
-            self.weights = torch.nn.ParameterList(weights)
+            _, *weights = map(torch.nn.Parameter, stock.layer(5, torch.float32))
+            self.router, self.w13, self.w2 = weights
 
         def forward(self, x):
-            return STRANGERS["masks [T, E, C] with a capacity"].run(x, *self.weights)
+            return STRANGERS["masks [T, E, C] with a capacity"].run(x, self.router, self.w13, self.w2)
 
     report = inductor_passes.explain(Model(), stock.layer(5, torch.float32).hidden_states)
     assert not report.raised and "all experts at once" in report.refused[0].reason
