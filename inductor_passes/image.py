@@ -168,11 +168,18 @@ def _is_looked_into(node: Node) -> bool:
         return False
     if node.op == "call_method":
         return isinstance(value, Tensor | tuple | list)
-    if node.op != "call_function" or target in _DENSE:
+    if node.op != "call_function" or (target in _DENSE and not _is_of_an_expert(node)):
         return False
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target).partition(".")[0] in ("aten", "prims", "transformers")
     return target in tracing.AUTOCAST_CALLS or _is_of_torch(target)
+
+
+def _is_of_an_expert(node: Node) -> bool:
+    """Whether a dense product is one with `weight[expert]`, or with a part of that."""
+    weight: Any = node.args[1] if node.target is torch.nn.functional.linear and len(node.args) > 1 else None
+    value = None if weight is None or weight.op == "placeholder" else weight.meta.get(VALUE)
+    return isinstance(value, Tensor) and value._is_view()
 
 
 _DENSE = frozenset(

@@ -35,6 +35,7 @@ from inductor_passes.lowerings import (
 from inductor_passes.naming import LayerNames
 from inductor_passes.overlap import overlap_exchanges
 from inductor_passes.raising import RaiseExperts, RaiseRouters
+from inductor_passes.raising.unrouted import unrouted
 from inductor_passes.returned_inputs import read_inputs_themselves
 from inductor_passes.share_repeats import ShareRepeats
 from inductor_passes.sharing import share_layers
@@ -229,3 +230,5 @@ def _refuse_training(graph: Graph, log: PassLog) -> None:
         refused = Refused(layer, node, TRAINING_REASON)
         LOGGER.debug("refused: %s", refused)
         log.refused.append(refused)
+    for refusal in unrouted(graph, [node for node in graph.nodes if LAYER_KEY in node.meta]):
+        log.refuse(refusal, refusal.node)

@@ -20,7 +20,7 @@ from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_for_backward import FuseForBackward
 from inductor_passes.image import VALUE, Image, image_of
 from inductor_passes.pipeline import RAISES, UserPass, passes_in, run_passes
-from inductor_passes.raising.experts import product_layers
+from inductor_passes.raising.experts import layers_of_all, product_layers
 from inductor_passes.transplant import Transplant, inputs_of
 
 _BEFORE_AUTOGRAD = (*RAISES, FuseForBackward())
@@ -91,6 +91,7 @@ def raise_layers(graph: Graph) -> PassLog | None:
         LOGGER.warning("a training graph is not looked into: %r", error)
         return None
     products = [each.node for layer in product_layers(image.graph) for each in layer]
+    products += [node for layer in layers_of_all(image.graph) for node in layer.nodes]
     return _raised(graph, image, products) if products else None
 
 
@@ -118,4 +119,4 @@ def _has_backward(graph: Graph) -> bool:
 
 def _may_be_a_product(node: Node) -> bool:
     name = str(getattr(node.target, "__name__", node.target))
-    return any(word in name for word in ("grouped_mm", "bmm", "matmul", "einsum"))
+    return any(word in name for word in ("mm", "matmul", "einsum", "linear"))

@@ -13,6 +13,20 @@ from torch.fx.node import map_aggregate, map_arg
 
 from inductor_passes.sizes import size_hint
 
+aten = torch.ops.aten
+
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.expand.default,
+)
+"""Operators that show a tensor in another shape."""
+
 
 class Cut(NamedTuple):
     """The nodes between some leaves and some outputs."""

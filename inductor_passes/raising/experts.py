@@ -11,15 +11,16 @@ from torch.fx import Graph, Node
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising import all_experts, loops
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Found, Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.loops import experts_of, loops
 from inductor_passes.raising.products import Product, ids_of, order_of, products
+from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.tokens import tokens_of
-from inductor_passes.raising.unrouted import unrouted
+from inductor_passes.raising.unrouted import alone, unrouted
 from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
@@ -29,7 +30,7 @@ from inductor_passes.raising.views_of_rows import (
     only_user,
     operand,
     rank,
-    size,
+    same_shape,
     unmasked,
     without_views,
 )
@@ -47,23 +48,31 @@ class RaiseExperts:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
         found: Found = {}
         told = {each.node for each in products(graph)}
-        for *firsts, second in product_layers(graph):
+        layers = product_layers(graph)
+        for refusal in alone(graph, {each.node for layer in layers for each in layer}):
+            log.refuse(refusal, refusal.node)
+        for *firsts, second in layers:
             try:
                 with _compat.real_tensors():
                     write(graph, _experts(firsts, second, found))
                 log.lift("experts", second.node, (each.node for each in (*firsts, second)))
             except Refusal as refusal:
                 log.refuse(refusal, second.node)
-        for loop in loops(graph):
+        for layer in layers_of_all(graph):
             try:
                 with _compat.real_tensors():
-                    write(graph, experts_of(loop))
-                log.lift("experts", loop.seconds[-1], loop.nodes)
+                    write(graph, layer.experts())
+                log.lift("experts", layer.nodes[-1], layer.nodes)
             except Refusal as refusal:
-                log.refuse(refusal, loop.seconds[-1])
-            told.update(loop.nodes)
+                log.refuse(refusal, layer.nodes[-1])
+            told.update(layer.nodes)
         for refusal in unrouted(graph, told):
             log.refuse(refusal, refusal.node)
+
+
+def layers_of_all(graph: Graph) -> list[loops.Loop | all_experts.Everyone]:
+    """Every layer that multiplies all tokens with all experts."""
+    return [*loops.loops(graph), *all_experts.everyone(graph)]
 
 
 def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
@@ -108,7 +117,7 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     node, bias, found = product.node, None, None
     while node is not None:
         user = only_user(node)
-        if _shows_rows(node):
+        if _shows_rows(node, indices):
             found = Outcome(product, bias, node)
         if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
@@ -124,12 +133,15 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     return found
 
 
-def _shows_rows(node: Node) -> bool:
-    """Whether `node` is [S, B], [T, K, B] or [T, K, 1, B]."""
+def _shows_rows(node: Node, indices: Indices) -> bool:
+    """Whether `node` is [S, B], [T, K, B] or [T, K, 1, B]; where ids are [B, S, K] that may stand for [T, K]."""
     if rank(node) == 2:
         return True
-    is_by_token = rank(node) in (3, 4) and not is_one(size(node, 1)) and not is_one(size(node, -1))
-    return is_by_token and (rank(node) == 3 or is_one(size(node, 2)))
+    shape, of_ids = node.meta["val"].shape, indices.ids.meta["val"].shape
+    if len(of_ids) > 2 and same_shape(shape[: len(of_ids)], of_ids):
+        shape = shape[len(of_ids) - 2 :]
+    is_by_token = len(shape) in (3, 4) and not is_one(shape[1]) and not is_one(shape[-1])
+    return is_by_token and (len(shape) == 3 or is_one(shape[2]))
 
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:
@@ -141,14 +153,14 @@ def _expect_order(product: Product, order: Order, indices: Indices) -> None:
         )
 
 
-def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Node | None:
+def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Stack | None:
     """`bias` [E, B] where `sum` is `product + bias[experts of the rows]`."""
     if sum.target is not aten.add.Tensor or (added := operand(sum, product)) is None:
         return None
     source = indexed(without_views(added, indices))
     if source is None or rank(source[0]) != 2 or not indices.are_experts(source[1], order):
         return None
-    return source[0]
+    return Stack(source[0])
 
 
 def _masks(gate: Cut, outcomes: tuple[Outcome, ...], indices: Indices, second: Node) -> dict[Node, bool]:

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def is_in_gate(node: Node) -> bool:
     ):
         value = node.meta.get("val")
         return not (isinstance(value, Tensor) and value.dtype == torch.bool and _is_of_ids(node))
-    return not node.all_input_nodes
+    return all(map(is_size, node.all_input_nodes))
 
 
 def _is_of_ids(node: Node) -> bool:
@@ -73,6 +74,8 @@ def _evaluated(
     gate: Cut, products: Sequence[Node], output: Node, masks: Mapping[Node, bool]
 ) -> tuple[Tensor, Tensor] | None:
     columns = [product.meta["val"].shape[-1] for product in products]
+    if not all(isinstance(each, int) for each in columns):
+        return None  # as below, a symbol
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_ROWS, sum(columns), generator=generator, dtype=torch.float64)
     scales = torch.logspace(-1, 2, _ROWS, dtype=torch.float64)
@@ -81,12 +84,15 @@ def _evaluated(
     half = sum(columns) // 2
     for row, part in enumerate((slice(half), slice(half, None), slice(0, None, 2), slice(1, None, 2))):
         values[row, part] = math.nan  # in the gate alone, or in what it multiplies
-    constant = {mask: torch.full((_ROWS, 1), value) for mask, value in masks.items()}
-    if any(map(is_size, gate.leaves)):
+    rank = products[0].meta["val"].dim()
+    constant = {mask: of_rank(torch.full((_ROWS, 1), value), rank) for mask, value in masks.items()}
+    filled = {node: fill(node, torch.float64) for node in gate.nodes if node.target is aten.full.default}
+    nodes = [node for node in gate.nodes if node not in filled]
+    if any(is_size(each) for node in nodes for each in node.all_input_nodes):
         return None  # as below, a symbol
     try:
-        given = zip(products, values.split(columns, 1), strict=True)
-        known = evaluate(gate.nodes, {**dict(given), **constant})
+        parts = (of_rank(part, rank) for part in values.split(columns, 1))
+        known = evaluate(nodes, {**dict(zip(products, parts, strict=True)), **constant, **filled})
     except (
         RuntimeError,
         ValueError,
@@ -94,7 +100,20 @@ def _evaluated(
         IndexError,
     ):  # a shape is written in: not the gate of any rows
         return None
-    return values, known[output]
+    return values, known[output].flatten(1)
+
+
+def fill(node: Node, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """What is filled with one number, whatever its shape."""
+    value = node.meta["val"]
+    number: Any = node.args[1]
+    dtype = dtype if value.is_floating_point() else value.dtype
+    return torch.full([1] * value.dim(), number, dtype=dtype, device=device)
+
+
+def of_rank(rows: Tensor, rank: int) -> Tensor:
+    """Rows [S, F] as [S, 1, F] or with more dimensions of size 1: as many as a gate counts with."""
+    return rows if rank == 2 else rows.view(rows.shape[0], *[1] * (rank - 2), rows.shape[1])
 
 
 def _magnitude(gate: Cut) -> float:

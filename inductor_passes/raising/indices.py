@@ -4,6 +4,7 @@ Sorting slots by expert can be written in many ways: sort, argsort, one_hot and 
 same numbers.
 """
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
-from inductor_passes.raising.evaluation import Cut, concrete, cut, evaluate, is_size
+from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size
 from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
@@ -41,7 +42,7 @@ class Indices:
     """Every integer tensor that follows from the ids of one router.
 
     Args:
-        ids: [T, K], a node.
+        ids: [T, K], a node, or [B, S, K] with as many tokens.
         num_experts: E; ids lie in [0, E).
         found: What other layers of the graph have computed: of alike layers the first computes for all.
 
@@ -53,21 +54,30 @@ class Indices:
         self.ids = ids
         self.num_experts = num_experts
         shape = ids.meta["val"].shape
+        self.num_tokens: int | torch.SymInt = math.prod(shape[:-1])
+        """T."""
         if not isinstance(num_experts, int):
             raise Refusal(ids, f"a number of experts that is not known, {num_experts}, cannot be tried out")
-        tokens, self.top_k = map(concrete, shape) if len(shape) == 2 else (None, None)
+        known = (self.num_tokens, shape[-1]) if len(shape) > 1 else ()
+        tokens, self.top_k = map(concrete, known) if known else (None, None)
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
         self._found, self._sizes = found, (num_experts, *map(str, shape))
         if self._sizes not in found:
-            found[self._sizes] = _samples(tokens, num_experts, self.top_k, is_open(shape[0]))
+            found[self._sizes] = _samples(tokens, num_experts, self.top_k, is_open(self.num_tokens))
         self.samples = found[self._sizes]
-        self._known: list[dict[Node, Any]] = [{ids: sample} for sample in self.samples]
+        """[T, K] each."""
+        self._known: list[dict[Node, Any]] = [{ids: self.in_shape(sample)} for sample in self.samples]
 
     @cached_property
     def slot_order(self) -> Order:
         """Row by row the slots as they come."""
         return tuple(torch.arange(sample.numel()) for sample in self.samples)
+
+    def in_shape(self, given: Tensor) -> Tensor:
+        """What has a number for each slot [T, K], or for each token [T, 1], in the shape that the ids have."""
+        sizes = [self._given(size, len(given)) or 0 for size in self.ids.meta["val"].shape[:-1]]
+        return given.view(*sizes, given.shape[1])
 
     def values(self, node: Node) -> tuple[Tensor, ...] | None:
         """`node` for each sample of ids; None when it depends on anything else."""
@@ -83,11 +93,11 @@ class Indices:
 
     def _computed(self, node: Node, found: Cut) -> tuple[Tensor, ...] | None:
         sizes = [leaf for leaf in found.leaves if leaf is not self.ids]
-        if any(self._size(leaf, len(self.samples[0])) is None for leaf in sizes):
+        if any(self.size(leaf, len(self.samples[0])) is None for leaf in sizes):
             return None
         try:
-            for known in self._known:
-                known.update({leaf: self._size(leaf, len(known[self.ids])) for leaf in sizes})
+            for known, sample in zip(self._known, self.samples, strict=True):
+                known.update({leaf: self.size(leaf, len(sample)) for leaf in sizes})
                 known.update(evaluate([each for each in found.nodes if each not in known], known))
         except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
             return None
@@ -133,11 +143,12 @@ class Indices:
             each.dtype == torch.bool and bool((each == value).all()) for each in values
         )
 
-    def _size(self, leaf: Node, tokens: int) -> int | None:
+    def size(self, leaf: Node, tokens: int) -> int | None:
         """A size with so many tokens; None for one that does not follow from T: it may differ from what was traced."""
-        if not is_size(leaf):
-            return None
-        return size_given(leaf.meta["val"], self.ids.meta["val"].shape[0], tokens)
+        return self._given(leaf.meta["val"], tokens) if is_size(leaf) else None
+
+    def _given(self, size: int | torch.SymInt, tokens: int) -> int | None:
+        return size_given(size, self.num_tokens, tokens)
 
     def _is_sorted(self, order: Order) -> bool:
         return all(
@@ -175,14 +186,14 @@ def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> boo
 
 
 def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
-    """The [T, K] expert ids that `index` is computed from. Raises Refusal where there are none, or several."""
+    """The ids [T, K], or [B, S, K], that `index` is computed from. Raises Refusal where there are none, or several."""
 
     def is_ids(node: Node) -> bool:
         value: Any = node.meta.get("val")
         if not is_integral(node) or value.dtype == torch.bool:
             return False
-        is_choice = value.dim() == 2 and _compat.statically_known_true(value.numel() == num_slots)
-        return is_choice or is_chosen(node)
+        has_all = _compat.statically_known_true(value.numel() == num_slots)
+        return (has_all and value.dim() > 1 and not _is_reshaped(node)) or is_chosen(node)
 
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
@@ -190,9 +201,26 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     return _uncopied(leaves[0])
 
 
+def _is_reshaped(node: Node) -> bool:
+    """Whether `node` only shows ids in another shape, [T, 1, K], or follows from [B, S, K] seen as something else."""
+    value: Any = node.meta["val"]
+    if value.dim() > 2:
+        return node.target in (*VIEWS, aten.permute.default, aten.clone.default)
+    chosen = (
+        leaf.meta.get("val")
+        for leaf in cut([node], lambda each: is_integral(each) and is_chosen(each)).leaves
+    )
+    return any(
+        isinstance(each, Tensor)
+        and each.dim() > 2
+        and not _compat.statically_known_true(each.shape[-1] == value.shape[-1])
+        for each in chosen
+    )
+
+
 def _uncopied(ids: Node) -> Node:
     """What `ids` is a copy of: where a model shows ids in another shape twice, it may copy them twice."""
-    return _uncopied(ids.all_input_nodes[0]) if ids.target is torch.ops.aten.clone.default else ids
+    return _uncopied(ids.all_input_nodes[0]) if ids.target is aten.clone.default else ids
 
 
 def is_chosen(node: Node) -> bool:

@@ -8,13 +8,14 @@ from torch.fx import Node
 from inductor_passes.raising.evaluation import Cut
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.products import Product
+from inductor_passes.raising.stacks import Stack
 
 
 class Outcome(NamedTuple):
     """The output [S, B] of a product, with its bias and past masks."""
 
     product: Product
-    bias: Node | None
+    bias: Stack | None
     node: Node
 
 

@@ -7,118 +7,199 @@
 vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two products for each expert.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.evaluation import Cut, cut, evaluate
+from inductor_passes.raising.choices import choice
+from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
 from inductor_passes.raising.gates import is_in_gate
-from inductor_passes.raising.indices import Indices, is_chosen, is_integral
+from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Outcome, Tokens, WeightedSum
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_one, only_user, operand, rank, size
+from inductor_passes.raising.stacks import Stack, of_expert
+from inductor_passes.raising.tokens import flat
+from inductor_passes.raising.views_of_rows import (
+    args,
+    aten,
+    is_cast,
+    is_view_of_rows,
+    only_user,
+    operand,
+    rank,
+    same_shape,
+    size,
+    without_zeros,
+)
 
-_CLOSE = 1e-9
 
+class Multiplied(NamedTuple):
+    """A product with what belongs to one expert."""
 
-class Stack(NamedTuple):
-    """A tensor that holds a matrix for each expert."""
+    product: Node
+    stack: Stack
+    """The weight [E, B, A]."""
+    expert: int
+    node: Node
+    """The product, with its bias and past views."""
+    bias: Node | None
 
-    weight: Node
-    is_transposed: bool
-    """Whether it is [E, A, B]."""
+    @property
+    def rows(self) -> Node:
+        """What is multiplied."""
+        return without_zeros(args(self.product)[-2], -2)
 
 
 class Loop(NamedTuple):
     """The products of one layer, by expert."""
 
-    firsts: tuple[tuple[Node, ...], ...]
+    firsts: tuple[tuple[Multiplied, ...], ...]
     """Of each expert one for gate and up, or one for each."""
-    seconds: tuple[Node, ...]
-    stacks: tuple[Stack, ...]
-    """What the first products multiply."""
-    w2: Stack
+    seconds: tuple[Multiplied, ...]
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All products."""
-        return (*chain(*self.firsts), *self.seconds)
+        return tuple(each.product for each in (*chain(*self.firsts), *self.seconds))
+
+    def experts(self) -> Experts:
+        """The layer as its stages want it. Raises Refusal where an expert does something else than the others."""
+        return _experts(self)
 
 
 def loops(graph: Graph) -> list[Loop]:
     """Every layer in `graph` that is written as a loop over its experts."""
-    stacks: dict[Stack, dict[int, Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=aten.mm.default):
-        if (found := _matrix(args(node)[1])) is not None:
-            stacks.setdefault(found[0], {})[found[1]] = node
-    whole = {
-        stack: tuple(products[e] for e in range(len(products)))
+    stacks: dict[Stack, dict[int, Multiplied]] = {}
+    for node in graph.nodes:
+        if (found := _multiplied(node)) is not None:
+            stacks.setdefault(found.stack, {})[found.expert] = found
+    whole = [
+        tuple(products[expert] for expert in range(len(products)))
         for stack, products in stacks.items()
-        if sorted(products) == list(range(size(stack.weight, 0))) and len(products) > 1
-    }
-    firsts = {products[0]: stack for stack, products in whole.items()}
-    found = []
-    for w2, seconds in whole.items():
-        leaves = _gate(seconds[0]).leaves
-        if leaves and all(leaf in firsts for leaf in leaves):
-            read = tuple(firsts[leaf] for leaf in leaves)
-            found.append(Loop(tuple(zip(*map(whole.__getitem__, read), strict=True)), seconds, read, w2))
-    return found
+        if sorted(products) == [*range(len(products))] and stack.holds(len(products)) and len(products) > 1
+    ]
+    known = {each.node: each for products in stacks.values() for each in products.values()}
+    of_first = {products[0].node: products for products in whole}
+    layers = []
+    for seconds in whole:
+        read = [leaf for leaf in _gate(seconds[0], known).leaves if leaf in known or _is_product(leaf)]
+        if read and all(leaf in of_first and len(of_first[leaf]) == len(seconds) for leaf in read):
+            layers.append(Loop(tuple(zip(*map(of_first.__getitem__, read), strict=True)), seconds))
+    return layers
 
 
-def _matrix(factor: Node) -> tuple[Stack, int] | None:
-    """The tensor that holds the factor [A, B] of a product, and which expert's it is."""
-    is_transposed = True
-    while factor.target is aten.permute.default and list(args(factor)[1]) == [1, 0]:
-        factor, is_transposed = args(factor)[0], not is_transposed
-    if factor.target is not aten.select.int or rank(args(factor)[0]) != 3 or args(factor)[1] != 0:
+def _is_product(node: Node) -> bool:
+    return node.target in (aten.mm.default, aten.addmm.default)
+
+
+def _multiplied(product: Node) -> Multiplied | None:
+    """A product with one matrix of a tensor [E, A, B] of them."""
+    if not _is_product(product) or product.kwargs:
         return None
-    weight, _, expert = args(factor)
-    while weight.target is aten.permute.default and list(args(weight)[1]) == [0, 2, 1]:
-        weight, is_transposed = args(weight)[0], not is_transposed
-    return Stack(weight, is_transposed), expert
+    found = of_expert(args(product)[-1], lambda select: rank(args(select)[0]) == 3)
+    if found is None or found[0].value.dim() != 3:
+        return None
+    bias = args(product)[0] if product.target is aten.addmm.default else None
+    node = shown = _cut_to_size(product)
+    while (user := only_user(node)) is not None:
+        added = operand(user, node) if user.target is aten.add.Tensor and bias is None else None
+        if added is not None and rank(added) == 1:
+            bias = added
+        elif not is_view_of_rows(user) or is_cast(user):
+            break
+        node = user
+        shown = node if same_shape([size(node, -1)], [size(product, -1)]) else shown
+    return Multiplied(product, found[0].transposed(), found[1], shown, bias)
 
 
-def _gate(second: Node) -> Cut:
+def _cut_to_size(product: Node) -> Node:
+    """The rows of a product that are those of its input: Inductor pads products of odd sizes."""
+    rows, user = without_zeros(args(product)[-2], -2), only_user(product)
+    if rows is args(product)[-2] or user is None or user.target is not aten.slice.Tensor:
+        return product
+    is_whole = args(user)[1:3] == (0, 0) and same_shape([size(user, 0)], [size(rows, 0)])
+    return user if is_whole else product
+
+
+def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
     """What stands in front of a second product, back to the products before it."""
-    return cut([args(second)[0]], lambda node: node.target is aten.mm.default or not is_in_gate(node))
+    return cut([_unseen(second.rows)], lambda node: node in known or not is_in_gate(node))
 
 
-def experts_of(loop: Loop) -> Experts:
-    """The layer as its stages want it. Raises Refusal where an expert does something else than the others."""
-    hidden_states, second = args(loop.firsts[0][0])[0], loop.seconds[0]
-    gate = _gate_of_all(loop, hidden_states)
+def _unseen(rows: Node) -> Node:
+    """What `rows` shows in another shape."""
+    return _unseen(args(rows)[0]) if is_view_of_rows(rows) and not is_cast(rows) else rows
+
+
+def _experts(loop: Loop) -> Experts:
+    gate = _gate_of_all(loop)
     terms, columns = zip(*map(_weighed, loop.seconds), strict=True)
-    indices, topk_weights = _choice(columns)
-    *firsts, last = (
-        Outcome(Product(node, args(node)[0], *stack, indices.ids, "looped"), None, node)
-        for node, stack in zip((*loop.firsts[0], second), (*loop.stacks, loop.w2), strict=True)
-    )
-    tokens = Tokens(hidden_states, None)
-    weighted_sum = WeightedSum(topk_weights, _sum_of(terms))
-    others = tuple(node for each in loop.firsts[1:] for node in each)
-    return Experts(indices, tokens, tuple(firsts), gate, {}, args(second)[0], last, weighted_sum, others)
+    parts = (lambda weights, expert=expert: weights[:, expert] for expert in range(len(columns)))
+    indices, topk_weights = choice([*zip(columns, parts, strict=True)], len(columns))
+    *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
+    tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
+    activated, weighted_sum = _unseen(loop.seconds[0].rows), WeightedSum(topk_weights, _sum_of(terms))
+    others = tuple(each.product for each in chain(*loop.firsts[1:]))
+    return Experts(indices, tokens, tuple(firsts), gate, {}, activated, last, weighted_sum, others)
 
 
-def _gate_of_all(loop: Loop, hidden_states: Node) -> Cut:
+def _outcome(products: Sequence[Multiplied], indices: Indices) -> Outcome:
+    """What one product of all experts gives, with its bias."""
+    biases = {_bias(each, len(products)) for each in products}
+    if len(biases) > 1:
+        raise Refusal(products[-1].product, "the experts of the loop have biases out of different tensors")
+    first = products[0]
+    product = Product(first.product, first.rows, first.stack, indices.ids, "looped")
+    return Outcome(product, biases.pop(), first.node)
+
+
+def _bias(each: Multiplied, num_experts: int) -> Stack | None:
+    """The biases [E, B] of which one is added to a product."""
+    if each.bias is None:
+        return None
+
+    def is_choice(select: Node) -> bool:
+        return args(select)[2] == each.expert and same_shape([size(args(select)[0], 0)], [num_experts])
+
+    found = of_expert(each.bias, is_choice)
+    columns = (num_experts, size(each.product, 1))
+    if found is None or not same_shape(found[0].value.shape, columns):
+        raise Refusal(
+            each.product, f"{describe(each.bias)} is no bias of expert {each.expert} out of one tensor"
+        )
+    return found[0]
+
+
+def _gate_of_all(loop: Loop) -> Cut:
+    tokens = _tokens(loop.firsts[0][0])
+    known = {each.node: each for each in chain(*loop.firsts)}
     gates = []
     for firsts, second in zip(loop.firsts, loop.seconds, strict=True):
-        gate = _gate(second)
-        if gate.leaves != firsts or any(args(first)[0] is not hidden_states for first in firsts):
-            raise Refusal(second, "an expert of the loop reads something else than the others")
+        gate = _gate(second, known)
+        read = [leaf for leaf in gate.leaves if not is_size(leaf)]
+        if read != [each.node for each in firsts] or any(_tokens(each) != tokens for each in firsts):
+            raise Refusal(second.product, "an expert of the loop reads something else than the others")
         gates.append(gate)
     if len({_written(gate) for gate in gates}) > 1:
-        raise Refusal(loop.seconds[-1], "the experts of the loop have different gates")
-    expect_rowwise(gates[0], loop.firsts[0], (), size(hidden_states, 0))
+        raise Refusal(loop.seconds[-1].product, "the experts of the loop have different gates")
+    first = loop.firsts[0]
+    num_tokens = math.prod(first[0].node.meta["val"].shape[:-1])
+    expect_rowwise(gates[0], [each.node for each in first], (), num_tokens)
     return gates[0]
+
+
+def _tokens(first: Multiplied) -> tuple[Node, torch.dtype]:
+    """What an expert reads, and the dtype in which: autocast rounds it for each expert anew."""
+    rows = _unseen(first.rows)
+    return (_unseen(args(rows)[0]) if is_cast(rows) else rows), first.rows.meta["val"].dtype
 
 
 def _written(gate: Cut) -> str:
@@ -127,77 +208,16 @@ def _written(gate: Cut) -> str:
     return str([(node.target, map_arg((node.args, node.kwargs), names.__getitem__)) for node in gate.nodes])
 
 
-def _weighed(product: Node) -> tuple[Node, Node]:
+def _weighed(second: Multiplied) -> tuple[Node, Node]:
     """The product times its weights, and the weights [T, 1]."""
-    node, user = product, only_user(product)
-    while user is not None and is_cast(user):
+    node, user = second.node, only_user(second.node)
+    while user is not None and is_view_of_rows(user):
         node, user = user, only_user(user)
     column = operand(user, node) if user is not None and user.target is aten.mul.Tensor else None
-    if user is None or column is None or rank(column) != 2 or not is_one(size(column, 1)):
-        raise Refusal(product, "the expert's output is not weighed by a number for each token")
+    leading = node.meta["val"].shape[:-1]
+    if user is None or column is None or not same_shape(column.meta["val"].shape, (*leading, 1)):
+        raise Refusal(second.product, "the expert's output is not weighed by a number for each token")
     return user, column
-
-
-def _choice(columns: Sequence[Node]) -> tuple[Indices, Node]:
-    """The ids [T, K], and the weights [T, K] of which each expert's column has those of its tokens."""
-    indices = Indices(_ids_behind(columns[0]), len(columns), {})
-    behind = _read_by(indices.ids)
-    found = set()
-    for expert, column in enumerate(columns):
-        between = cut(
-            [column], lambda node: node is indices.ids or (node not in behind and bool(node.all_input_nodes))
-        )
-        weights = [leaf for leaf in between.leaves if leaf is not indices.ids]
-        if len(weights) != 1 or not _is_column(between, column, weights[0], indices, expert):
-            raise Refusal(column, f"{describe(column)} is not what the tokens of expert {expert} weigh it by")
-        found.add(_uncast(weights[0]))
-    if len(found) > 1 or not _has_shape_of(topk_weights := found.pop(), indices.ids):
-        raise Refusal(columns[-1], "the experts of the loop are not weighed by one tensor [T, K]")
-    return indices, topk_weights
-
-
-def _ids_behind(column: Node) -> Node:
-    def is_ids(node: Node) -> bool:
-        return is_integral(node) and node.meta["val"].dtype != torch.bool and rank(node) == 2
-
-    leaves = cut([column], lambda node: is_ids(node) and is_chosen(node)).leaves
-    ids = [leaf for leaf in leaves if is_ids(leaf)]
-    if len(ids) != 1:
-        raise Refusal(column, f"the weights of an expert come from {', '.join(map(describe, leaves))}")
-    return ids[0]
-
-
-def _read_by(node: Node) -> set[Node]:
-    """What is computed from `node`, and it."""
-    found, pending = {node}, [node]
-    while pending:
-        fresh = [user for user in pending.pop().users if user not in found]
-        found.update(fresh)
-        pending.extend(fresh)
-    return found
-
-
-def _uncast(node: Node) -> Node:
-    return _uncast(args(node)[0]) if is_cast(node) else node
-
-
-def _has_shape_of(node: Node, ids: Node) -> bool:
-    value: Any = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape == ids.meta["val"].shape
-
-
-def _is_column(between: Cut, column: Node, topk_weights: Node, indices: Indices, expert: int) -> bool:
-    generator = torch.Generator().manual_seed(expert)
-    for ids in indices.samples:
-        weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64)
-        try:
-            ours = evaluate(between.nodes, {indices.ids: ids, topk_weights: weights})[column]
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return False
-        wanted = (weights * (ids == expert)).sum(-1, keepdim=True)
-        if ours.shape != wanted.shape or not bool(((ours - wanted).abs() <= _CLOSE).all()):
-            return False
-    return True
 
 
 def _sum_of(terms: Sequence[Node]) -> Node:

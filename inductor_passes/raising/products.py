@@ -15,6 +15,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Found, Indices, Order, ids_behind, is_integral
+from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -39,9 +40,7 @@ class Product(NamedTuple):
 
     node: Node
     rows: Node
-    weight: Node
-    is_transposed: bool
-    """Whether `weight` is [E, A, B]."""
+    weight: Stack
     experts: Node
     """What says which expert a row belongs to: where experts end, or the expert of each row."""
     kind: str
@@ -50,7 +49,7 @@ class Product(NamedTuple):
     @property
     def num_experts(self) -> int:
         """E."""
-        return self.weight.meta["val"].shape[0]
+        return self.weight.value.shape[0]
 
     @property
     def num_slots(self) -> int | torch.SymInt:
@@ -75,8 +74,7 @@ def _grouped(node: Node) -> Product | None:
     rows, weight, offsets = args(node)[0], args(node)[1], given.get("offs")
     if offsets is None or given.get("bias") is not None or (rank(rows), rank(weight)) != (2, 3):
         return None
-    plain, is_turned = _without_transposes(weight)
-    return Product(node, rows, plain, not is_turned, offsets, "grouped")
+    return Product(node, rows, _stored(weight, True), offsets, "grouped")
 
 
 def _gathered(node: Node) -> Product | None:
@@ -94,10 +92,9 @@ def _gathered(node: Node) -> Product | None:
 class _Read(NamedTuple):
     """How a product reads `weight[experts]`."""
 
-    weight: Node
+    weight: Stack
     experts: Node
     kind: str
-    is_transposed: bool
     columns: int
 
 
@@ -108,7 +105,7 @@ def _gathered_product(node: Node, rows: Node, read: _Read) -> Product | None:
         if user is None or not is_view(user):
             return None
         out = user
-    return Product(out, rows, read.weight, read.is_transposed, read.experts, read.kind)
+    return Product(out, rows, read.weight, read.experts, read.kind)
 
 
 def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
@@ -117,7 +114,7 @@ def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     while is_reshape(gathered):
         gathered = args(gathered)[0]
     source = indexed(gathered)
-    if source is None or rank(source[0]) != 3 or rank(source[1]) > 2 or not is_integral(source[1]):
+    if source is None or rank(source[0]) != 3 or not is_integral(source[1]):
         return None
     shown = seen_from(gathered, operand)
     if shown is not None and shown.dim() == 2:
@@ -125,8 +122,7 @@ def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     layout = None if shown is None else _layout(shown.permute(dims), gathered)
     if layout is None:
         return None
-    weight, is_turned = _without_transposes(source[0])
-    return _Read(weight, source[1], layout[0], layout[1] ^ is_turned, size(gathered, -2))
+    return _Read(_stored(source[0], layout[1]), source[1], layout[0], size(gathered, -2))
 
 
 def _layout(shown: Tensor, gathered: Node) -> tuple[str, bool] | None:
@@ -137,16 +133,16 @@ def _layout(shown: Tensor, gathered: Node) -> tuple[str, bool] | None:
         return "gathered", False
     if has_layout(shown, (slots, x, y), (x * y, y, 1)):
         return "gathered", True
-    if has_layout(shown, (leading[0], y, together), (together * y, 1, y)):
+    if has_layout(shown, (math.prod(leading[:-1] or leading), y, together), (together * y, 1, y)):
         return "shared", False
     return None
 
 
-def _without_transposes(node: Node) -> tuple[Node, bool]:
-    is_turned = False
-    while node.target is aten.permute.default and list(args(node)[1]) == [0, 2, 1]:
-        node, is_turned = args(node)[0], not is_turned
-    return node, is_turned
+def _stored(weight: Node, is_transposed: bool) -> Stack:
+    """The tensor behind `weight`, which is [E, A, B] if `is_transposed`."""
+    while weight.target is aten.permute.default and list(args(weight)[1]) == [0, 2, 1]:
+        weight, is_transposed = args(weight)[0], not is_transposed
+    return Stack(weight).transposed() if is_transposed else Stack(weight)
 
 
 def order_of(product: Product, indices: Indices) -> Order:

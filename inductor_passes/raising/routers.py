@@ -140,10 +140,14 @@ def _other_weights(weights: Node, ids: Node) -> list[Node]:
 def _is_in_router(node: Node) -> bool:
     target = node.target
     if target is aten.slice.Tensor:  # Inductor pads a product of odd sizes, and cuts the result to size
-        return args(node)[0].target not in _PRODUCTS
+        return _uncut(node).target not in _PRODUCTS
     if target is operator.getitem:
         return _is_in_router(args(node)[0])
     return node.op == "call_function" and is_plain(node) and target not in _PRODUCTS
+
+
+def _uncut(node: Node) -> Node:
+    return _uncut(args(node)[0]) if node.target is aten.slice.Tensor else node
 
 
 _PRODUCTS = (

@@ -1,6 +1,6 @@
 """Whether a gate gives each row of it alone: only then may the rows lie in another order, as those of stages do."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def expect_rowwise(gate: Cut, products: Iterable[Node], masks: Iterable[Node], n
         masks: its leaves of which the value is known for each row.
         num_slots: S.
     """
-    leading = {node: _leading(_value(node).shape, num_slots) for node in products}
+    leading = {node: _leading(node, num_slots) for node in products}
     same = {*masks}
     for node in gate.nodes:
         if leading.keys().isdisjoint(node.all_input_nodes):
@@ -45,7 +45,7 @@ def _rows_of(node: Node, leading: Mapping[Node, int], same: set[Node], num_slots
     """How many dimensions of `node`, the first ones, are those of rows."""
     source: Any = next(each for each in node.all_input_nodes if each in leading)
     if is_view(node):
-        return _leading(_value(node).shape, num_slots, node)
+        return _leading(node, num_slots)
     place = _ON_A_DIMENSION.get(node.target)
     if place is not None:
         dim = args(node)[place] if len(args(node)) > place else 0
@@ -71,13 +71,13 @@ def _expect_aligned(node: Node, given: Node, of_rows: int | None, expected: int)
         raise Refusal(node, f"the gate tells rows apart by where they lie: {describe(given)}")
 
 
-def _leading(shape: Sequence[Size], num_slots: Size, node: Node | None = None) -> int:
-    total: Size = 1
+def _leading(node: Node, num_slots: Size) -> int:
+    shape, total = _value(node).shape, 1
     for count, size in enumerate((*shape, 1)):
         if _same(total, num_slots):
             return count
         total = total * size
-    raise Refusal(node, f"the gate shows rows as {list(shape)}, several as one")  # type: ignore[arg-type]
+    raise Refusal(node, f"the gate shows rows as {list(shape)}, several as one")
 
 
 def _same(one: Size, other: Size) -> bool:

@@ -25,6 +25,7 @@ from inductor_passes.raising.views_of_rows import (
     row_index,
     seen_from,
     unmasked,
+    without_zeros,
 )
 from inductor_passes.raising.weights import chosen, weights_of_rows
 
@@ -67,7 +68,8 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     if user.target is aten.sum.dim_IntList and order is indices.slot_order:
         shape, dims = rows.meta["val"].shape, list(args(user)[1])
         keeps_dim = len(args(user)) > 2 and args(user)[2]
-        return len(shape) == 3 and dims in ([1], [-2]) and _is(shape[1], indices.top_k) and not keeps_dim
+        is_of_slots = len(shape) > 2 and dims in ([len(shape) - 2], [-2]) and _is(shape[-2], indices.top_k)
+        return is_of_slots and not keeps_dim
     if user.target is aten.index_add.default:
         into, dim, index, added = args(user)[:4]
         is_plain = dim == 0 and added is rows and not user.kwargs
@@ -97,15 +99,21 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
 def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_states: Node) -> WeightedSum:
     """The sum as a product: `weights [T, 1, K] @ rows [T, K, H]`, or `rows [T, H, K] @ weights [T, K, 1]`."""
     shown, product = rows, user
-    while is_reshape(product) and (reader := only_user(product)) is not None:
+    while _is_seen(product) and (reader := only_user(product)) is not None:
         shown, product = product, reader
     is_left = args(product)[0] is shown
+    shown = without_zeros(shown, -1 if is_left else -2)
     # Of one token Inductor makes `mm`; what that gives on the left is [H, 1], not a row.
     if product.target is aten.bmm.default or (product.target is aten.mm.default and not is_left):
-        weights = chosen(args(product)[is_left], indices)
+        weights = chosen(without_zeros(args(product)[is_left], -2 if is_left else -1), indices)
         if weights is not None and _shows_slots(shown, rows, is_left, indices):
             return WeightedSum(weights, _rounded(product, hidden_states))
     raise Refusal(user, f"{describe(user)} reads what experts give, not a weighted sum")
+
+
+def _is_seen(node: Node) -> bool:
+    """Whether `node` shows a tensor in another shape, with zeros perhaps, as Inductor pads products of odd sizes."""
+    return is_reshape(node) or node.target is aten.constant_pad_nd.default
 
 
 def _shows_slots(shown: Node, rows: Node, is_left: bool, indices: Indices) -> bool:
@@ -128,7 +136,7 @@ def _put(index_put: Node) -> tuple[Any, Any, Any, Any]:
 
 def _is_nothing(into: Any, rows: Node, indices: Indices) -> bool:
     """Whether rows are added to zeros [T, H]: there may be more zeros than tokens, which a sum over experts has not."""
-    shape, wanted = into.meta["val"].shape, (indices.ids.meta["val"].shape[0], rows.meta["val"].shape[-1])
+    shape, wanted = into.meta["val"].shape, (indices.num_tokens, rows.meta["val"].shape[-1])
     same = map(_compat.statically_known_true, map(operator.eq, shape, wanted))
     return _is_zero(into) and len(shape) == len(wanted) and all(same)
 

@@ -13,9 +13,10 @@ from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
     is_cast,
-    is_view,
+    is_one,
     is_view_of_rows,
     rank,
+    same_shape,
     without_views,
 )
 from inductor_passes.raising.weights import weights_of_rows
@@ -25,7 +26,7 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     """The tokens that are the rows of `first`. Raises Refusal where rows are anything else."""
     rows, weights = without_views(first.rows, indices), None
     if first.kind == "shared":
-        return Tokens(_flat(first.rows), None)
+        return Tokens(flat(first.rows, indices), None)
     if _unrounded(rows).target is aten.mul.Tensor:
         rows, weights = _weighed(_unrounded(rows), order, indices)
     source = indexed(rows)
@@ -38,19 +39,22 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
 
 
 def _expect_all_tokens(source: Node, indices: Indices) -> None:
-    rows, tokens = source.meta["val"].shape[0], indices.ids.meta["val"].shape[0]
+    rows, tokens = source.meta["val"].shape[0], indices.num_tokens
     if not _compat.statically_known_true(rows == tokens):
         raise Refusal(source, f"rows come from {rows} rows, of which {tokens} have expert ids")
 
 
-def _flat(rows: Node) -> Node:
-    """The innermost [T, H] that `rows` shows."""
-    found, node = None, rows
+def flat(rows: Node, indices: Indices) -> Node:
+    """The innermost [T, H] that `rows` shows; where it shows none the innermost [B, S, H]."""
+    leading = indices.ids.meta["val"].shape[:-1]
+    found, other, node = None, None, rows
     while True:
         found = node if rank(node) == 2 else found
-        if not is_view_of_rows(node) or is_cast(node):
-            break
+        other = node if same_shape(node.meta["val"].shape[:-1], leading) else other
+        if not is_view_of_rows(node) or is_cast(node) or node.target is aten.alias.default:
+            break  # an alias may be where gradients stop
         node = args(node)[0]
+    found = found or other
     if found is None:
         raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
     return found
@@ -69,20 +73,19 @@ def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]
 
 
 def _repeated(rows: Node, indices: Indices) -> Node:
-    """[T, H] where `rows` is [T, K, H] or [T, K, 1, H], each token K times."""
+    """The tokens of which `rows` is [T, K, H], each K times; [B, S] for T, and dimensions of size 1, are the same."""
     source = args(rows)[0]
-    flat = source
-    while rank(flat) > 2 and is_view(flat):
-        flat = args(flat)[0]
-    before, after = source.meta["val"].shape, rows.meta["val"].shape
-    sizes = (indices.ids.meta["val"].shape[0], *[1] * (len(after) - 2), after[-1])
-    is_column = len(before) == len(after) and all(
-        map(_compat.statically_known_true, map(_equal, before, sizes))
-    )
-    if flat is source or rank(flat) != 2 or not is_column:
+    tokens, before, after = flat(source, indices), source.meta["val"].shape, rows.meta["val"].shape
+    of_ids = indices.ids.meta["val"].shape[:-1]
+    leading = of_ids if same_shape(before[: len(of_ids)], of_ids) else (indices.num_tokens,)
+    inner, repeated = before[len(leading) :], after[len(leading) :]
+    columns = [place for place, size in enumerate(inner) if not is_one(size)]
+    if (
+        tokens is source
+        or not same_shape(before[: len(leading)], leading)
+        or len(before) != len(after)
+        or len(columns) != 1
+        or not all(map(is_one, repeated[columns[0] + 1 :]))
+    ):
         raise Refusal(rows, f"rows come from {describe(source)}, repeated, not from tokens")
-    return flat
-
-
-def _equal(one: object, other: object) -> bool:
-    return one == other
+    return tokens

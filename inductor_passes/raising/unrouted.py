@@ -1,7 +1,8 @@
-"""Layers that compute more than what was chosen: whoever wrote one is told why it stays.
+"""Layers that were not found: whoever wrote one is told why it stays.
 
-They multiply tokens with every expert, or a number of tokens fixed for each, and weigh by what a top-k chose. Nothing
-in their products says which expert a row belongs to, which is what raising goes by.
+Some compute more than what was chosen. They multiply tokens with every expert, or a number of tokens fixed for each,
+and weigh by what a top-k chose. Nothing in their products says which expert a row belongs to, which is what raising
+goes by.
 """
 
 from collections.abc import Collection, Iterator
@@ -10,10 +11,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
-from inductor_passes.graph_tools import is_moe_op
+from inductor_passes.graph_tools import describe, is_moe_op
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
-from inductor_passes.raising.views_of_rows import args, aten, is_reshape, rank
+from inductor_passes.raising.products import products
+from inductor_passes.raising.stacks import Stack
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_reshape, rank
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
@@ -22,12 +25,12 @@ _REASONS = {
     "own": "every token is multiplied with every expert, whose weights are tensors of their own, and weighed by what "
     "was chosen: in one tensor [E, ...] they could be raised; layers.huggingface.patch(model, stack_experts=True) "
     "stacks experts in a list of modules",
-    "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised are products by "
-    "expert ids, such as _grouped_mm, bmm with weight[ids], or a loop over weight[expert]",
+    "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised is that where all "
+    "experts read all tokens, weights [T, E] of a top-k weigh what they give, and the sum is over experts",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
-    "raised where it reads each weight[expert] whole, for tokens [T, H], with a gate between products and no bias",
-    "gathered": "rows are multiplied with weight[ids], where ids are no [T, K], or there are no two such products with "
-    "a gate between: flatten tokens to [T, H] before the router",
+    "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
+    "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
+    "(autocast), or there are no two such products with a gate between",
 }
 """Why a layer stays, by how it reads its weights."""
 
@@ -43,6 +46,18 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
             product = next(found, None)
             if product is not None:
                 yield Refusal(product, _REASONS[_kind(product) or ""])
+
+
+def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
+    """A refusal for the products with each weight, by expert, that go through no gate into another such product."""
+    seen: set[Stack] = set()
+    for product in products(graph):
+        if product.node not in in_layers and product.weight not in seen:
+            seen.add(product.weight)
+            readers = ", ".join(describe(user) for user in product.node.users) or "nobody"
+            yield Refusal(
+                product.node, f"a product with experts that no gate leads to another: {readers} reads it"
+            )
 
 
 def _chooses(choice: Node, told: Collection[Node]) -> bool:
@@ -95,10 +110,13 @@ def _kind_of(operand: Node) -> str | None:
     source = operand
     while source.op == "call_function" and (is_reshape(source) or source.target is aten.select.int):
         source = args(source)[0]
-    if source.target is aten.index.Tensor and args(source)[0].op != "call_function" and rank(source) > 3:
+    gathered = args(source)[0] if source.op == "call_function" and is_cast(source) else source
+    while gathered.op == "call_function" and is_reshape(gathered):
+        gathered = args(gathered)[0]
+    if gathered.target is aten.index.Tensor and rank(args(gathered)[0]) > 2:
         return "gathered"
     if source.op == "call_function":
         return None
     if rank(source) == 2:
         return "own"
-    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) == 3 else None
+    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) > 2 else None

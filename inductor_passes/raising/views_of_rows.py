@@ -1,6 +1,6 @@
 """Nodes that show rows in another shape, pick them, or mask them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -8,21 +8,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes import _compat
-from inductor_passes.raising.evaluation import concrete, cut, evaluate
+from inductor_passes.raising.evaluation import VIEWS, aten, concrete, cut, evaluate
 from inductor_passes.raising.indices import Indices
 
-aten, prims = torch.ops.aten, torch.ops.prims
+prims = torch.ops.prims
 
-VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.expand.default,
-)
 _COPIES = (aten.clone.default, aten.alias.default, prims.convert_element_type.default)
 
 
@@ -45,6 +35,12 @@ def size(node: Any, dim: int) -> Any:
 def is_one(size: object) -> bool:
     """Whether a size is the number 1. Asked so, a symbol is not guarded."""
     return isinstance(size, int) and size == 1
+
+
+def same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal."""
+    same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
+    return len(ours) == len(theirs) and all(same)
 
 
 def is_view_of_rows(node: Node) -> bool:
@@ -106,6 +102,16 @@ def operand(node: Node, other: Node) -> Node | None:
     return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) and not node.kwargs else None
 
 
+def without_zeros(node: Node, dim: int) -> Node:
+    """What `node` shows with zeros behind its last ones along `dim`, which counts from the end."""
+    if node.target is not aten.constant_pad_nd.default or any(args(node)[2:]):
+        return node
+    padding = list(args(node)[1])
+    behind = -2 * dim - 1
+    others = padding[:behind] + padding[behind + 1 :]
+    return node if any(others) or not len(padding) > behind else args(node)[0]
+
+
 def only_user(node: Node) -> Node | None:
     """Who reads `node`, where it is one."""
     users = readers(node)
@@ -155,16 +161,25 @@ def is_reshape(node: Node) -> bool:
     return node.target in VIEWS or node.target is aten.permute.default
 
 
-def seen_from(source: Node, shown: Node) -> Tensor | None:
-    """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which."""
-    views = cut([shown], lambda node: node is source or not is_reshape(node))
-    values = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if rank(leaf) < 0}
+def seen_from(source: Node, shown: Node, past: Collection[object] = ()) -> Tensor | None:
+    """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which.
+
+    Copies may be in between, and calls `past` which elements keep their places. None where there is something else.
+    """
+    same = (aten.clone.default, *past)
+    views = cut([shown], lambda node: node is source or not (is_reshape(node) or node.target in same))
+    known: dict[Node, Any] = {leaf: concrete(leaf.meta["val"]) for leaf in views.leaves if rank(leaf) < 0}
     sizes: list[Any] = [concrete(each) for each in source.meta["val"].shape]
     others = [leaf for leaf in views.leaves if rank(leaf) >= 0 and leaf is not source]
-    if others or None in sizes or None in values.values():
+    if others or None in sizes or None in known.values():
         return None
-    dense = torch.empty(sizes, device="meta")
-    return evaluate(views.nodes, {source: dense, **values})[shown]
+    known[source] = torch.empty(sizes, device="meta")
+    for node in views.nodes:
+        try:
+            known[node] = known[args(node)[0]] if node.target in same else evaluate([node], known)[node]
+        except (RuntimeError, ValueError):  # no view without the copy
+            return None
+    return known[shown]
 
 
 def has_layout(shown: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -1,15 +1,22 @@
 """Which tensor holds the weight of each slot."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from torch.fx import Node
 
-from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.indices import Indices, Order
-from inductor_passes.raising.views_of_rows import args, aten, indexed, is_cast, is_view, operand, unmasked
+from inductor_passes.raising.views_of_rows import (
+    args,
+    aten,
+    indexed,
+    is_cast,
+    is_view,
+    operand,
+    same_shape,
+    unmasked,
+)
 
 
 def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -> Node:
@@ -30,7 +37,7 @@ def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -
 
 def _is_column(weights: Node, rows: Node) -> bool:
     """Whether `weights` has a number for each row, [S, 1] for rows [S, H]."""
-    return _same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
+    return same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
 
 
 def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
@@ -54,9 +61,4 @@ def chosen(node: Node, indices: Indices) -> Node | None:
 
 
 def _has_shape(node: Node, other: Node) -> bool:
-    return _same_shape(node.meta["val"].shape, other.meta["val"].shape)
-
-
-def _same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    same = (_compat.statically_known_true(a == b) for a, b in zip(ours, theirs, strict=False))
-    return len(ours) == len(theirs) and all(same)
+    return same_shape(node.meta["val"].shape, other.meta["val"].shape)

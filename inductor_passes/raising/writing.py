@@ -11,11 +11,12 @@ from torch.fx.node import map_arg
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
-from inductor_passes.raising.evaluation import Cut, cut
-from inductor_passes.raising.gates import recognised
+from inductor_passes.raising.evaluation import Cut, cut, is_size
+from inductor_passes.raising.gates import fill, of_rank, recognised
 from inductor_passes.raising.layer import Experts, Outcome
 from inductor_passes.raising.rowwise import expect_rowwise
-from inductor_passes.raising.views_of_rows import readers
+from inductor_passes.raising.stacks import Stack
+from inductor_passes.raising.views_of_rows import aten, is_one, is_view, readers, same_shape
 from moe_ops import arguments
 
 record: Any = arguments
@@ -52,23 +53,28 @@ def _expect_private(layer: Experts) -> None:
 
 def _stages(graph: Graph, layer: Experts) -> Node:
     like = layer.second.product.node
-    plan = call(
-        graph, record.BuildDispatch(layer.indices.ids, record.Placement(), layer.indices.num_experts), like
-    )
+    ids = _flat(graph, layer.indices.ids, like)
+    plan = call(graph, record.BuildDispatch(ids, record.Placement(), layer.indices.num_experts), like)
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     rows = _rows(graph, layer, sorted_slots, like)
     activated = _activated(graph, layer, rows, offsets)
     expert_out = _product(graph, activated, offsets, (layer.second,), like)
-    weights = layer.sum.topk_weights
+    weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
     combined = call(graph, record.Combine(expert_out, weights, inverse, None), like)
-    return _as(graph, combined, layer.sum.root)
+    return _as(graph, combined, layer)
+
+
+def _flat(graph: Graph, node: Node, like: Node) -> Node:
+    """[T, F], also where a model has [B, S, F]."""
+    is_flat = node.meta["val"].dim() == 2
+    return node if is_flat else written(graph, lambda rows: rows.flatten(0, -2), (node,), like)
 
 
 def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
     hidden_states, weights = layer.tokens
-    rows = call(graph, record.Permute(hidden_states, sorted_slots), like)
+    rows = call(graph, record.Permute(_flat(graph, hidden_states, like), sorted_slots), like)
     if weights is None:
         return rows
     return written(graph, _weigh, (rows, weights, sorted_slots), like)
@@ -81,13 +87,16 @@ def _weigh(rows: Tensor, topk_weights: Tensor, sorted_slots: Tensor) -> Tensor:
 
 def _product(graph: Graph, rows: Node, offsets: Node, outcomes: Sequence[Outcome], like: Node) -> Node:
     """One product, of one weight or of a pair."""
-    leaves: list[Node | None] = []
-    for outcome in outcomes:
-        weight = outcome.product.weight
-        if outcome.product.is_transposed:
-            weight = written(graph, lambda stored: stored.transpose(1, 2), (weight,), like)
-        leaves += weight, outcome.bias
+    stacks = (stack for outcome in outcomes for stack in (outcome.product.weight, outcome.bias))
+    leaves = [stack and _shown(graph, stack, like) for stack in stacks]
     return call(graph, record.GroupedGemm(rows, record.PairedLinear(*leaves), offsets), like)
+
+
+def _shown(graph: Graph, stack: Stack, like: Node) -> Node:
+    def shown(stored: Tensor) -> Tensor:
+        return stack.shown(stored)
+
+    return written(graph, shown, (stack.source,), like) if stack.steps else stack.source
 
 
 def _activated(graph: Graph, layer: Experts, rows: Node, offsets: Node) -> Node:
@@ -111,17 +120,14 @@ def _are_one(firsts: Sequence[Outcome]) -> bool:
     if len(firsts) != 2:
         return len(firsts) == 1
     gate, up = firsts
-    biases = gate.bias is not None, up.bias is not None
-    is_turned = gate.product.is_transposed, up.product.is_transposed
-    if len({*biases}) + len({*is_turned}) > 2:
-        return False
-    pairs = [(gate.product.weight, up.product.weight), *([(gate.bias, up.bias)] if any(biases) else [])]
-    return all(_lie_alike(*pair) for pair in pairs)
+    if gate.bias is None or up.bias is None:
+        return gate.bias is up.bias and _lie_alike(gate.product.weight, up.product.weight)
+    return _lie_alike(gate.product.weight, up.product.weight) and _lie_alike(gate.bias, up.bias)
 
 
-def _lie_alike(one: Node, other: Node) -> bool:
-    ours, theirs = one.meta["val"], other.meta["val"]
-    if (ours.dtype, ours.device, ours.dim()) != (theirs.dtype, theirs.device, theirs.dim()):
+def _lie_alike(one: Stack, other: Stack) -> bool:
+    ours, theirs = one.value, other.value
+    if (one.is_turned, ours.dtype, ours.device) != (other.is_turned, theirs.dtype, theirs.device):
         return False
     sizes = zip((*ours.shape, *ours.stride()), (*theirs.shape, *theirs.stride()), strict=True)
     return all(_compat.statically_known_true(a == b) for a, b in sizes)
@@ -131,27 +137,42 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     """The model's own nodes on the new rows."""
     like = layer.second.product.node
     outcomes = [outcome.node for outcome in layer.firsts]
-    if layer.others:
+    shaping = next(filter(_names_a_shape, layer.gate.nodes), None)
+    sees_all = layer.firsts[0].product.kind == "looped"
+    if sees_all and shaping is not None:
+        raise Refusal(shaping, f"the gate of an expert names its shape: {describe(shaping)}")
+    if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.masks):
         return written(graph, _of_any_rows(layer.gate, outcomes, layer.activated), products, like)
     expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
-    shown = [_in_shape_of(graph, new, old) for new, old in zip(products, outcomes, strict=True)]
+    shown = [
+        _in_shape(graph, new, old.meta["val"].shape[:-1], layer.indices.ids)
+        for new, old in zip(products, outcomes, strict=True)
+    ]
     copies = dict(zip(outcomes, shown, strict=True))
     for node in layer.gate.nodes:
         copies[node] = _copied(graph, node, copies, layer.masks, like)
-    activated = copies[layer.activated]
-    flat = activated.meta["val"].dim() == 2
-    return activated if flat else written(graph, lambda rows: rows.flatten(0, -2), (activated,), like)
+    return _flat(graph, copies[layer.activated], like)
+
+
+def _names_a_shape(node: Node) -> bool:
+    """Whether a node of a gate is right for so many rows only; of what is filled `_of_any_rows` makes any number."""
+    return node.target is not aten.full.default and (is_view(node) or any(map(is_size, node.all_input_nodes)))
 
 
 def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
     """A gate of T rows, each by itself, as a function of any number of rows."""
 
     def run(*rows: Tensor) -> Tensor:
-        known: dict[Node, Any] = dict(zip(products, rows, strict=True))
+        known: dict[Node, Any] = {
+            node: of_rank(row, node.meta["val"].dim()) for node, row in zip(products, rows, strict=True)
+        }
         for node in gate.nodes:
+            if node.target is aten.full.default:
+                known[node] = fill(node, node.meta["val"].dtype, rows[0].device)
+                continue
             given = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
-        return known[activated]
+        return known[activated].flatten(0, -2)
 
     return run
 
@@ -169,25 +190,31 @@ def _copied(
     return graph.node_copy(node, lambda each: copies.get(each, each))
 
 
-def _in_shape_of(graph: Graph, rows: Node, old: Node) -> Node:
-    """Rows [S, B] as the model had them: that, or [T, K, B], or [T, K, 1, B]."""
-    _, *inner, _ = old.meta["val"].shape
-    if not inner:
+def _in_shape(graph: Graph, rows: Node, leading: Sequence[Any], ids: Node) -> Node:
+    """`rows` [N, F] as the model had them, [*leading, F]."""
+    if len(leading) == 1:
         return rows
-    return written(graph, lambda rows: rows.unflatten(0, (-1, *inner)), (rows,), rows)
+    if all(isinstance(size, int) for size in leading[1:]):
+        return written(graph, lambda rows: rows.unflatten(0, (-1, *leading[1:])), (rows,), rows)
+    shape = ids.meta["val"].shape
+    shared = next(count for count in range(len(shape), -1, -1) if same_shape(shape[:count], leading[:count]))
+    rest = leading[shared:]
+    if not all(isinstance(size, int) for size in rest):
+        raise Refusal(ids, f"rows are seen as {list(leading)}, the expert ids as {list(shape)}")
+    return written(
+        graph, lambda rows, ids: rows.view(*ids.shape[:shared], *rest, rows.shape[1]), (rows, ids), rows
+    )
 
 
-def _as(graph: Graph, result: Node, old: Node) -> Node:
-    """`result` [T, H] in the dtype of `old`, and with its dimension of size 1, if any."""
+def _as(graph: Graph, result: Node, layer: Experts) -> Node:
+    """`result` [T, H] in the dtype and the shape of the model's sum: [T, H], [B, S, H], or with a size of 1."""
+    old = layer.sum.root
     value = old.meta["val"]
-    extra = next((dim for dim in (1, 2) if value.dim() == 3 and value.shape[dim] == 1), None)
-
-    def shown(out: Tensor) -> Tensor:
-        out = out.to(value.dtype)
-        return out if extra is None else out.unsqueeze(extra)
-
-    same = extra is None and result.meta["val"].dtype == value.dtype
-    return result if same else written(graph, shown, (result,), old)
+    if value.dtype != result.meta["val"].dtype:
+        result = written(graph, lambda out: out.to(value.dtype), (result,), old)
+    if value.dim() == 3 and is_one(value.shape[2]) and not is_one(result.meta["val"].shape[1]):
+        return written(graph, lambda out: out.unsqueeze(2), (result,), old)
+    return _in_shape(graph, result, value.shape[:-1], layer.indices.ids)
 
 
 def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node], like: Node) -> Node:

@@ -180,6 +180,10 @@ STRANGERS = {
     "a loop over `w1[e]`, `w3[e]`, `w2[e]`, every token through every expert": Stranger(
         of_weights(by_expert), BOTH
     ),
+    "a loop that cuts gate and up out of `w13[e]`": Stranger(of_weights(looped), BOTH),
+    "a loop with biases": Stranger(of_weights(with_biases), BOTH),
+    "einsums over all experts, weights scattered": Stranger(of_weights(dense), BOTH),
+    "tokens [B, S, H] and ids [B, S, K]": Stranger(not_flattened, BOTH),
     "top-1 by `max`": Stranger(of_router(best_of_softmax), BOTH),
     "`log_softmax`, `topk`, `exp`": Stranger(of_router(in_log_space), BOTH),
     "weights times a scale of each expert": Stranger(of_router(scaled_by_expert), BOTH),
@@ -196,12 +200,8 @@ STRANGERS = {
         residual_inside, "", "aten.add.Tensor reads what experts give, not a weighted sum"
     ),
     "groups padded to multiples of 8 rows": Stranger(padded, "", "not from tokens in expert order"),
-    "a loop that cuts gate and up out of `w13[e]`": Stranger(of_weights(looped), "", "every weight[expert]"),
-    "a loop with biases": Stranger(of_weights(with_biases), "", "every weight[expert]"),
-    "einsums over all experts, weights scattered": Stranger(of_weights(dense), "", "all experts at once"),
     "masks [T, E, C] with a capacity": Stranger(of_weights(dispatched), "", "all experts at once"),
     "experts choose their tokens": Stranger(expert_choice, "", "all experts at once"),
-    "ids [B, S, K]": Stranger(not_flattened, "", "flatten tokens to [T, H] before the router"),
 }
 
 

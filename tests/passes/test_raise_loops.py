@@ -82,13 +82,18 @@ def test_weights_with_input_features_first():
 
 GATES = {
     "of their own": {"gate": lambda gate_up, expert: swiglu(gate_up) + 1},
+    "filled": {
+        "gate": lambda gate_up, expert: (
+            torch.where(gate_up > 1, gate_up, torch.zeros_like(gate_up))[:, ::2] * gate_up[:, 1::2]
+        )
+    },
     "a slope": {"gate": lambda gate_up, expert: F.leaky_relu(gate_up[:, ::2], 0.1) * gate_up[:, 1::2]},
 }
 
 
-@pytest.mark.parametrize("what", GATES)
-def test_a_gate_of_their_own_is_captured(what):
-    inputs, function = layer(5), looped_with(**GATES[what])
+@pytest.mark.parametrize(("what", "dynamic"), mixed(GATES, (False, True)))
+def test_a_gate_of_their_own_is_captured(what, dynamic):
+    inputs, function = layer(5, dynamic=dynamic), looped_with(**GATES[what])
     result, out = computed(function, *inputs, passes=PIPELINE)
     assert result.ops() == ["fused_moe_formula"]
     torch.testing.assert_close(out, function(*inputs), rtol=0.03, atol=0.03)
@@ -130,6 +135,10 @@ OTHER = {
         {"gate": lambda gate_up, expert: swiglu(gate_up) * torch.arange(gate_up.shape[0])[:, None]},
         "the gate tells rows apart by where they lie",
     ),
+    "a gate that names its shape": (
+        {"gate": lambda gate_up, expert: (g := gate_up.view(5, -1, 2))[..., 0] * g[..., 1].tanh()},
+        "the gate of an expert names its shape: aten.view",
+    ),
     "nothing weighs them": (
         {"term": lambda out, weight: out + weight},
         "the expert's output is not weighed by a number for each token",
@@ -141,11 +150,11 @@ OTHER = {
     "one is subtracted": ({"add": torch.sub}, "is not the sum of all experts"),
     "weighed by the next expert's": (
         {"weight": lambda weights, ids, expert: weigh(weights, ids, (expert + 1) % EXPERTS)},
-        "what the tokens of expert",
+        "what the tokens of its experts weigh them by",
     ),
     "weighed twice as much": (
         {"weight": lambda weights, ids, expert: 2 * weigh(weights, ids, expert)},
-        "what the tokens of expert",
+        "what the tokens of its experts weigh them by",
     ),
     "weighed by other weights": (
         {"weight": lambda weights, ids, expert: weigh(weights + (expert == 7), ids, expert)},

@@ -1,7 +1,5 @@
 """Layers of code that knows nothing of us, inside higher-order operators: raised and fused there, T symbolic or not."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch._higher_order_ops.map import map as map_over
@@ -15,6 +13,7 @@ from inductor_passes.graph_tools import parts
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from tests.helpers import assert_matches_oracle, fresh_graphs, mixed
 from tests.passes import moe, stock
+from tests.passes.capture import computed, rewrite
 from tests.passes.stock import layer, oracle
 
 
@@ -111,21 +110,70 @@ def test_sizes_in_a_gate_are_no_masks():
     assert_matches_oracle(out, oracle(inputs, stock.grouped))
 
 
-@pytest.mark.parametrize("model", [moe.layer, stock.batched], ids=["ours", "stock"])
-def test_values_under_vmap(model):
-    """Nothing is fused there across what the batch unrolls; nothing is wrong either."""
-    given = moe.inputs() if model is moe.layer else layer(9)
-    batched = 2 if model is moe.layer else 1  # of our layer tokens and their logits
-    exact = model if model is moe.layer else partial(oracle, style=stock.batched)
+def batched_over(function):
+    """`function` over a batch of tokens."""
+    return torch.vmap(function, (0, None, None, None))
 
-    def batch(tensors):
-        return [torch.stack([tensor, tensor.flip(0)]) for tensor in tensors[:batched]] + [*tensors[batched:]]
 
-    def mapped(*tensors):
-        return torch.vmap(model, (0,) * batched + (None,) * (4 - batched))(*tensors)
+def batch(inputs):
+    return inputs._replace(hidden_states=torch.stack([inputs.hidden_states, inputs.hidden_states.flip(0)]))
 
-    out = fused(mapped, batch(given))[2]
-    doubles = batch([tensor.double() for tensor in given])
+
+@pytest.mark.parametrize(
+    ("style", "dynamic"),
+    mixed((stock.batched, stock.einsums, stock.multiplied, stock.looped), (False, True)),
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_a_batch_of_tokens_is_one_layer(style, dynamic):
+    """In `torch.vmap` they are tokens [B, S, H], whose router gives [B, S, K]."""
+    inputs = batch(layer(9))
+    if dynamic:
+        torch._dynamo.mark_dynamic(inputs.hidden_states, 1)
+    kinds, refused, out = fused(batched_over(style), inputs)
+    assert kinds[:2] == ["experts", "topk_routing"] and kinds[-1] == "fused_moe" and not refused
+    flat = inputs._replace(hidden_states=inputs.hidden_states.flatten(0, 1))
+    assert_matches_oracle(out.flatten(0, 1), oracle(flat, style))
+
+
+@pytest.mark.parametrize("batched", ["tokens", "weights"])
+def test_what_vmap_takes_apart_stays(batched):
+    """`_grouped_mm` has no rule in `torch.vmap`: it is called for each element, and what it gives put together."""
+    inputs, given = layer(9), batch(layer(9))
+    function = batched_over(stock.grouped)
+    if batched == "weights":
+        given = inputs._replace(w13=torch.stack([inputs.w13] * 2), w2=torch.stack([inputs.w2, -inputs.w2]))
+        function = torch.vmap(stock.grouped, (None, None, 0, 0))
+    with torch.no_grad():
+        result, out = computed(function, *given, passes=RAISES)
+    assert not result.log.raised
+    assert "no gate leads to another: aten.cat reads it" in result.reasons[0]
     for index in range(2):
-        sample = [tensor[index] for tensor in doubles[:batched]] + doubles[batched:]
-        assert_matches_oracle(out[index], exact(*sample) if exact is model else exact(layer(9)._make(sample)))
+        one = [
+            each[index] if whole.dim() < each.dim() else each
+            for each, whole in zip(given, inputs, strict=True)
+        ]
+        assert_matches_oracle(out[index], oracle(layer(9)._make(one), stock.grouped))
+
+
+def test_values_of_our_layer_under_vmap():
+    """Nothing is fused there across what the batch unrolls; nothing is wrong either."""
+    tensors = moe.inputs()
+
+    def both(tensors):
+        return [torch.stack([tensor, tensor.flip(0)]) for tensor in tensors[:2]] + [*tensors[2:]]
+
+    out = fused(torch.vmap(moe.layer, (0, 0, None, None)), both(tensors))[2]
+    doubles = both([tensor.double() for tensor in tensors])
+    for index in range(2):
+        assert_matches_oracle(out[index], moe.layer(*(each[index] for each in doubles[:2]), *doubles[2:]))
+
+
+def test_a_gate_that_names_a_shape_nobody_knows_stays():
+    def activate(gate_up):
+        parts = gate_up.squeeze(-1).unflatten(-1, (2, -1))
+        return (parts[:, 0].sigmoid() * parts[:, 1].tanh()).unsqueeze(-1)
+
+    inputs = batch(layer(9))
+    torch._dynamo.mark_dynamic(inputs.hidden_states, 1)
+    (reason,) = rewrite(batched_over(stock.gathered_with(activate=activate)), *inputs, passes=RAISES).reasons
+    assert reason.startswith("rows are seen as ")

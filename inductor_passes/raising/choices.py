@@ -1,0 +1,95 @@
+"""Which experts the weights of all experts choose: those that are not zero are weights of a top-k, scattered."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import describe
+from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
+from inductor_passes.raising.indices import Indices, is_chosen, is_integral
+from inductor_passes.raising.views_of_rows import args, is_cast, rank, same_shape
+
+_CLOSE = 1e-9
+
+Part = Callable[[Tensor], Tensor]
+"""What a tensor holds of the weights [T, E] of all experts."""
+
+
+def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indices, Node]:
+    """The ids [T, K], and the weights [T, K] of which each column has what is its part of all, and zeros.
+
+    Raises:
+        Refusal: no ids choose what a column has, it has something else, or columns have other weights.
+    """
+    ids = ids_of_weights(columns[0][0])
+    if isinstance(ids, tuple):
+        raise Refusal(
+            columns[0][0], f"the weights of an expert come from {', '.join(map(describe, ids)) or 'nowhere'}"
+        )
+    indices = Indices(ids, num_experts, {})
+    behind = _read_by(ids)
+    found = set()
+    for column, part in columns:
+        between = cut([column], lambda node: node is ids or (node not in behind and _reads_a_tensor(node)))
+        weights = [leaf for leaf in between.leaves if leaf is not ids and not is_size(leaf)]
+        if len(weights) != 1 or not _has_part(between, column, weights[0], indices, part):
+            raise Refusal(column, f"{describe(column)} is not what the tokens of its experts weigh them by")
+        found.add(_uncast(weights[0]))
+    topk_weights = found.pop()
+    if found or not same_shape(topk_weights.meta["val"].shape, ids.meta["val"].shape):
+        raise Refusal(columns[-1][0], "experts are not weighed by one tensor [T, K]")
+    return indices, topk_weights
+
+
+def ids_of_weights(column: Node) -> Node | tuple[Node, ...]:
+    """The ids that weights are computed from; where it is not one, all that they are."""
+
+    def is_ids(node: Node) -> bool:
+        return is_integral(node) and node.meta["val"].dtype != torch.bool and rank(node) > 1
+
+    leaves = cut([column], lambda node: is_ids(node) and is_chosen(node)).leaves
+    ids = [leaf for leaf in leaves if is_ids(leaf)]
+    return ids[0] if len(ids) == 1 else leaves
+
+
+def _reads_a_tensor(node: Node) -> bool:
+    return any(rank(each) >= 0 for each in node.all_input_nodes)
+
+
+def _read_by(node: Node) -> set[Node]:
+    """What is computed from `node`, and it."""
+    found, pending = {node}, [node]
+    while pending:
+        fresh = [user for user in pending.pop().users if user not in found]
+        found.update(fresh)
+        pending.extend(fresh)
+    return found
+
+
+def _uncast(node: Node) -> Node:
+    return _uncast(args(node)[0]) if is_cast(node) else node
+
+
+def _has_part(between: Cut, column: Node, topk_weights: Node, indices: Indices, part: Part) -> bool:
+    """Whether a column has its part of the weights, and zeros: tried on weights large, small and negative."""
+    generator = torch.Generator().manual_seed(0)
+    for ids in indices.samples:
+        weights, power = torch.randn(2, *ids.shape, generator=generator, dtype=torch.float64)
+        weights = weights * 10 ** (2 * power)
+        sizes: dict[Node, Any] = {
+            leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)
+        }
+        given = {indices.ids: indices.in_shape(ids), topk_weights: indices.in_shape(weights)}
+        try:
+            ours = evaluate(between.nodes, {**sizes, **given})[column].flatten()
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
+        all_weights = torch.zeros(len(ids), indices.num_experts, dtype=torch.float64)
+        wanted = part(all_weights.scatter(1, ids, weights)).flatten()
+        if ours.shape != wanted.shape or not bool(((ours - wanted).abs() <= _CLOSE * wanted.abs()).all()):
+            return False
+    return True

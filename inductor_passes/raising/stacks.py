@@ -1,0 +1,118 @@
+"""Tensors that hold something for each expert, a matrix or a row: stored so, or shown so."""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.fx import Node
+
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, prims, rank, same_shape
+
+Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""A view: what shows it, and how."""
+
+
+_TURN: Step = (aten.permute.default, ((0, 2, 1),))
+
+
+class Stack(NamedTuple):
+    """`source`, seen through `steps`: a weight [E, A, B], or a bias [E, B]."""
+
+    source: Node
+    steps: tuple[Step, ...] = ()
+
+    def shown(self, stored: Tensor) -> Tensor:
+        """What is seen of the tensor that `source` gives."""
+        for show, how in self.steps:
+            stored = show(stored, *how)
+        return stored
+
+    @property
+    def value(self) -> Tensor:
+        """Its fake value."""
+        return self.shown(self.source.meta["val"])
+
+    def holds(self, number: int) -> bool:
+        """Whether it is of so many experts."""
+        return same_shape(self.value.shape[:1], [number])
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether what is stored is seen transposed."""
+        return _TURN in self.steps
+
+    def transposed(self) -> "Stack":
+        """[E, B, A] of [E, A, B]."""
+        return Stack(self.source, _without_turns((*self.steps, _TURN)))
+
+
+def of_expert(node: Node, is_choice: Callable[[Node], bool]) -> tuple[Stack, int] | None:
+    """The stack of which `node` is what belongs to one expert, and which one; None for anything else.
+
+    Args:
+        node: a matrix, or a bias.
+        is_choice: of an expert, of what selects along the first dimension.
+    """
+    outer: list[Step] = []
+    while not (node.target is aten.select.int and args(node)[1] == 0 and is_choice(node)):
+        found = _step(node, 1)
+        if found is None:
+            return None
+        node, step = found
+        outer.append(step)
+    stack, _, expert = args(node)
+    inner: list[Step] = []
+    while stack.target is not aten.select.int and (found := _step(stack, 0)) is not None:
+        stack, step = found
+        inner.append(step)
+    return Stack(stack, _without_turns((*reversed(inner), *reversed(outer)))), expert
+
+
+def _step(node: Node, more: int) -> tuple[Node, Step] | None:
+    """What `node` shows a part of or turns, and how that is done to a tensor with so `more` dimensions in front.
+
+    None where a size or a place is not known.
+    """
+    target = node.target
+    if len(node.all_input_nodes) > 1:
+        return None
+    if target is aten.permute.default:
+        source, dims = args(node)
+        turned = (*range(more), *(dim % len(dims) + more for dim in dims))
+        return source, (aten.permute.default, (turned,))
+    if target is aten.slice.Tensor:
+        source, dim, *bounds = args(node)
+        return source, (aten.slice.Tensor, (dim % rank(source) + more, *bounds))
+    if is_cast(node):  # autocast's
+        return args(node)[0], (prims.convert_element_type.default, args(node)[1:])
+    if target is aten.select.int:
+        source, dim, index = args(node)
+        return source, (aten.select.int, (dim % rank(source) + more, index))
+    if target is operator.getitem:
+        return _part(args(node)[0], args(node)[1], more)
+    return None
+
+
+def _part(split: Node, index: int, more: int) -> tuple[Node, Step] | None:
+    """One of the parts that a tensor was cut into."""
+    is_split = split.target in (aten.split.Tensor, aten.split_with_sizes.default)
+    if not is_split or len(split.all_input_nodes) > 1:
+        return None
+    source, sizes, dim = args(split) if len(args(split)) > 2 else (*args(split), 0)
+    if isinstance(sizes, int):
+        start, end = index * sizes, (index + 1) * sizes
+    else:
+        start, end = sum(sizes[:index]), sum(sizes[: index + 1])
+    return source, (aten.slice.Tensor, (dim % rank(source) + more, start, end))
+
+
+def _without_turns(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Without two turns in a row that undo each other."""
+    kept: list[Step] = []
+    for step in steps:
+        if kept and kept[-1] == step == _TURN:
+            kept.pop()
+        else:
+            kept.append(step)
+    return tuple(kept)

@@ -1,0 +1,176 @@
+"""Layers of tokens [B, S, H] whose router gives ids [B, S, K]: raised as those of [T, H] are, B and S known or not."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.helpers import assert_matches_oracle, mixed
+from tests.passes import stock
+from tests.passes.capture import computed, rewrite
+from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, oracle, softmax_router, swiglu
+
+PIPELINE = (*RAISES, *FUSIONS)
+BATCH = 3
+
+
+def layer(tokens, dtype=torch.bfloat16, dynamic=False):
+    """As `stock.layer`, of `BATCH` times as many tokens."""
+    made = stock.layer(BATCH * tokens, dtype)
+    made = made._replace(hidden_states=made.hidden_states.view(BATCH, tokens, HIDDEN))
+    for dim in range(2 * dynamic):
+        torch._dynamo.mark_dynamic(made.hidden_states, dim)
+    return made
+
+
+def exact(inputs, style=stock.grouped):
+    flat = inputs._replace(hidden_states=inputs.hidden_states.flatten(0, 1))
+    return oracle(flat, style).view(inputs.hidden_states.shape)
+
+
+def routed(experts):
+    """A layer of `experts(hidden_states, weights, ids, w13, w2)`."""
+
+    def run(x, router, w13, w2):
+        return experts(x, *softmax_router(F.linear(x, router)), w13, w2).to(x.dtype)
+
+    run.__name__ = experts.__name__
+    return run
+
+
+@routed
+def sorted_once(x, weights, ids, w13, w2):
+    flat = x.reshape(-1, HIDDEN)
+    return stock.grouped_experts(flat, weights.view(-1, TOP_K), ids, w13, w2).view(x.shape)
+
+
+@routed
+def einsums(x, weights, ids, w13, w2):
+    hidden = swiglu(torch.einsum("bsh,bskih->bski", x, w13[ids]))
+    return (torch.einsum("bski,bskhi->bskh", hidden, w2[ids]) * weights.unsqueeze(-1)).sum(2)
+
+
+@routed
+def multiplied(x, weights, ids, w13, w2):
+    hidden = swiglu((w13[ids] @ x[:, :, None, :, None]).squeeze(-1))
+    out = (w2[ids] @ hidden.unsqueeze(-1)).squeeze(-1)
+    return torch.einsum("bskh,bsk->bsh", out, weights.to(x.dtype))
+
+
+@routed
+def a_gate_of_ones_own(x, weights, ids, w13, w2):
+    """ReGLU, its columns named as the last of four dimensions."""
+    gate, up = torch.einsum("bsh,bskih->bski", x, w13[ids]).chunk(2, dim=3)
+    out = torch.einsum("bski,bskhi->bskh", F.relu(gate) * up, w2[ids])
+    return (out * weights.unsqueeze(-1)).sum(2)
+
+
+@routed
+def looped(x, weights, ids, w13, w2):
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        weight = (weights * (ids == expert)).sum(-1, keepdim=True).to(x.dtype)
+        total = total + F.linear(swiglu(F.linear(x, w13[expert])), w2[expert]) * weight
+    return total
+
+
+@routed
+def scattered(x, weights, ids, w13, w2):
+    total, dense = torch.zeros_like(x), torch.zeros(*x.shape[:2], EXPERTS)
+    dense = dense.scatter(-1, ids, weights).to(x.dtype)
+    for expert in range(EXPERTS):
+        gate, up = x @ w13[expert, :INTERMEDIATE].T, x @ w13[expert, INTERMEDIATE:].T
+        total += ((F.silu(gate) * up) @ w2[expert].T) * dense[..., expert, None]
+    return total
+
+
+FORMS = {each.__name__: each for each in (sorted_once, einsums, multiplied, looped, scattered)}
+SIZES = ((11, torch.bfloat16, True), (7, torch.float32, False), (1, torch.bfloat16, False))
+
+
+@pytest.mark.parametrize(("name", "sizes"), mixed(FORMS, SIZES), ids=str)
+def test_every_form_is_raised(name, sizes):
+    if name == "sorted_once" and sizes[1] is torch.float32:
+        pytest.skip("_grouped_mm takes bfloat16")
+    inputs = layer(*sizes)
+    result, out = computed(FORMS[name], *inputs, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+    assert result.ops() == ["fused_moe"] and not result.reasons
+    assert_matches_oracle(out, exact(inputs))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gate_of_ones_own(dynamic):
+    inputs = layer(5, dynamic=dynamic)
+    result, out = computed(a_gate_of_ones_own, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe_formula"]
+    torch.testing.assert_close(out, a_gate_of_ones_own(*inputs), rtol=0.03, atol=0.03)
+
+
+@routed
+def weights_of_other_tokens(x, weights, ids, w13, w2):
+    hidden = swiglu(torch.einsum("bsh,bskih->bski", x, w13[ids]))
+    out = torch.einsum("bski,bskhi->bskh", hidden, w2[ids])
+    return (out * weights.transpose(0, 1).unsqueeze(-1)).sum(2)
+
+
+def test_weights_of_other_tokens_are_weights():
+    """They are those of no router: the experts are raised alone."""
+    inputs = layer(3)
+    result, out = computed(weights_of_other_tokens, *inputs, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts"]
+    torch.testing.assert_close(out, weights_of_other_tokens(*inputs), rtol=0.03, atol=0.03)
+
+
+@routed
+def rows_of_other_tokens(x, weights, ids, w13, w2):
+    hidden = swiglu(torch.einsum("sbh,bskih->bski", x, w13[ids]))
+    return (torch.einsum("bski,bskhi->bskh", hidden, w2[ids]) * weights.unsqueeze(-1)).sum(2)
+
+
+@routed
+def ids_of_other_tokens(x, weights, ids, w13, w2):
+    return stock.grouped_experts(
+        x.reshape(-1, HIDDEN), weights.view(-1, TOP_K), ids.transpose(0, 1), w13, w2
+    ).view(x.shape)
+
+
+@routed
+def a_sum_over_tokens(x, weights, ids, w13, w2):
+    hidden = swiglu(torch.einsum("bsh,bskih->bski", x, w13[ids]))
+    return (torch.einsum("bski,bskhi->bskh", hidden, w2[ids]) * weights.unsqueeze(-1)).sum(1)
+
+
+@routed
+def columns_of_other_tokens(x, weights, ids, w13, w2):
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        weight = (weights * (ids == expert)).sum(-1).T[..., None].to(x.dtype)
+        total = total + F.linear(swiglu(F.linear(x, w13[expert])), w2[expert]) * weight
+    return total
+
+
+@routed
+def columns_of_the_first_batch(x, weights, ids, w13, w2):
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        weight = (weights * (ids == expert)).sum(-1, keepdim=True).to(x.dtype)
+        total = total + F.linear(swiglu(F.linear(x, w13[expert])), w2[expert]) * weight[:1]
+    return total
+
+
+OTHER = {
+    rows_of_other_tokens: "rows come from",
+    ids_of_other_tokens: "not from tokens in expert order",
+    a_sum_over_tokens: "reads what experts give, not a weighted sum",
+    columns_of_other_tokens: "what the tokens of its experts weigh them by",
+    columns_of_the_first_batch: "not weighed by a number for each token",
+}
+
+
+@pytest.mark.parametrize("function", OTHER, ids=lambda function: function.__name__)
+def test_what_mixes_tokens_up_stays(function):
+    """B, S and K are all 3: sizes tell nothing."""
+    result = rewrite(function, *layer(3), passes=PIPELINE)
+    assert not result.log.raised and not result.ops()
+    assert any(OTHER[function] in reason for reason in result.reasons)
