@@ -21,7 +21,8 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 """An autograd.Function that records at the innermost `torch.func` level only, as an operator's autograd kernel does."""
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  # pybind, without stubs
-_guards: Any = torch._C._dynamo.guards
+_profiler_enabled: Any = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]
+_guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]  # likewise
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _LEVEL = 0  # torch supports one level of dual numbers; torch.func nests them in wrappers
 
@@ -60,7 +61,7 @@ def is_watched() -> bool:
     """Whether a mode or the profiler wants to see calls of operators, of those that no guard of `guard_of` tells of."""
     if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
         return True
-    return torch.autograd._profiler_enabled()
+    return _profiler_enabled()
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:

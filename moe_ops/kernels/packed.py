@@ -99,8 +99,8 @@ class Bound(NamedTuple):
 class Packed(NamedTuple):
     """A program on one device. Tensors are numbered: those given, then `outputs`, then parts of a workspace.
 
-    index: of the GPU. outputs: shape, strides and dtype. size: bytes of the workspace, in which parts start at `parts`. results: numbers
-    of the tensors that are returned. runner: see `_runner`.
+    index: of the GPU. outputs: shape, strides and dtype. size: bytes of the workspace, in which parts start at `parts`.
+    results: numbers of the tensors that are returned. runner: see `_runner`.
     """
 
     device: torch.device

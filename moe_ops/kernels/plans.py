@@ -212,7 +212,7 @@ def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
 
 
 def launch_ready(record: type, leaves: tuple[Any, ...]) -> Any:
-    """What the operator of `record` returns, if `keep_ready` was told of such a call; None else, with nothing launched."""
+    """What the operator of `record` returns, if `keep_ready` was told of such a call; else None, and nothing runs."""
     plan = _PLANS.get(record)
     results = None if plan is None or _SEEN else plan.ready.run(leaves)
     return None if results is None else _results(results)
