@@ -95,9 +95,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _rare(module: nn.Module, name: str) -> Any:
-    """An attribute, or None. To be told by `nn.Module` that there is none takes a microsecond."""
-    if torch.compiler.is_compiling():
-        return getattr(module, name, None)
+    """An attribute, or None. To be told by `nn.Module` that there is none takes a microsecond, in a guard too."""
     for kept in (module.__dict__, module._modules, module._buffers):
         if name in kept:
             return kept[name]
