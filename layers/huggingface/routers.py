@@ -11,11 +11,10 @@ autocast dtype after all: rounded logits pick other experts than the model was t
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from layers.huggingface import forwards
-from layers.huggingface.experts import NAME, is_dispatched
+from layers.huggingface.experts import NAME, implementation, is_dispatched
 from moe_ops import RoutingConfig
 
 
@@ -65,11 +64,4 @@ def is_installed(router: nn.Module) -> bool:
 
 def for_experts(router: Any, ids: Tensor) -> Tensor:
     """Our experts take the ids as they are; transformers' own count on int64, as its routers return them."""
-    return ids if _implementation(router.moe_ops_config) == NAME else ids.long()
-
-
-def _implementation(config: Any) -> str | None:
-    """What runs the experts. Configs have a `__getattribute__`, which takes two microseconds."""
-    if torch.compiler.is_compiling():
-        return config._experts_implementation
-    return object.__getattribute__(config, "_experts_implementation_internal")
+    return ids if implementation(router.moe_ops_config) == NAME else ids.long()

@@ -59,7 +59,7 @@ class Ready(NamedTuple):
     def keep(self, leaves: tuple[Any, ...], packed: Runs) -> None:
         """Has `packed` at hand for such leaves, in the modes that are active now."""
         if len(self.calls) >= MOST:
-            del self.calls[next(iter(self.calls))]  # one at a time: to free all would take milliseconds
+            self.calls.pop(next(iter(self.calls)), None)  # one at a time: to free all would take milliseconds
         places = tuple([place for place in range(self.count) if leaves[place] is not None])
         is_for = _compat.guard_of([leaves[place] for place in places])
         self.calls[self.glance(*leaves)] = _Call(is_for, places, packed)

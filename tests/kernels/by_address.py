@@ -1,12 +1,10 @@
-"""Checks that `test_by_address` runs, all in one process: `python -m tests.kernels.by_address`.
+"""Checks of launches by address, on the stand-in driver; `launch_checks` runs them.
 
 A layer of few tokens (decode kernels) and one of more (TMA) launch on the stand-in driver: first as Triton does it,
 then by address, and the machine must get the same.
 """
 
 import gc
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -332,19 +330,3 @@ CHECKS: tuple[Callable[[], None], ...] = (
     counts_never_seen_are_filled_in,
     buffers_without_elements_count,
 )
-
-
-def main() -> int:
-    """Runs every check; prints those that hold, and what is wrong with the others."""
-    for check in CHECKS:
-        try:
-            check()
-            print(f"holds: {check.__name__}")
-        except Exception:
-            print(f"fails: {check.__name__}\n{traceback.format_exc()}")
-        DRIVER.launched()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
