@@ -20,8 +20,8 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
             pass such options as `**{"triton.cudagraphs": True}`.
 
     Returns:
-        A new dict. `torch.compile`, which takes a `guard_filter_fn` out of its options, gets `trust_library` where none is
-        put there. A pass of the user's in one of our slots runs after ours: the one given here, else the one that
+        A new dict. `torch.compile`, which takes a `guard_filter_fn` out of its options, gets `trust_library` where the
+        user put none. A pass of the user's in one of our slots runs after ours: the one given here, else the one that
         the global config holds when a graph is compiled, whenever it was put there.
 
     Raises:

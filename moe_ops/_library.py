@@ -275,11 +275,15 @@ def autocast(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
     `values` are tensors, records of them, and None. The first is a tensor whose device counts.
     """
-    like = values[0]
-    if not isinstance(like, Tensor) or like.is_meta or not torch.is_autocast_enabled(like.device.type):
+    if not autocasts(values[0]):
         return values
-    dtype = torch.get_autocast_dtype(like.device.type)
+    dtype = torch.get_autocast_dtype(values[0].device.type)
     return records.map_leaves(lambda value: _cast(value, dtype), values)
+
+
+def autocasts(like: Any) -> bool:
+    """Whether `autocast` does anything, for values of which `like` is the first."""
+    return isinstance(like, Tensor) and not like.is_meta and torch.is_autocast_enabled(like.device.type)
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:

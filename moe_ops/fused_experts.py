@@ -129,11 +129,11 @@ def run(args: FusedExperts, emit: Emit) -> Tensor:
 
 
 def _autocast(args: FusedExperts) -> FusedExperts:
-    values = args.hidden_states, args.experts, args.shared, args.epilogue
-    cast = _library.autocast(values)
-    if cast is values:
+    if not _library.autocasts(args.hidden_states):
         return args
-    x, experts, shared, epilogue = cast
+    x, experts, shared, epilogue = _library.autocast(
+        (args.hidden_states, args.experts, args.shared, args.epilogue)
+    )
     return args._replace(hidden_states=x, experts=experts, shared=shared, epilogue=epilogue)
 
 

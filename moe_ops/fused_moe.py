@@ -99,10 +99,9 @@ def run(args: FusedMoe, shared: Tensor | None, emit: Emit) -> Tensor:
         check_logits(args)
         routed = _library.call((BatchInvariantRouting if is_invariant else TopkRouting)(args.router))
         return run_experts(args.routed(*routed)._replace(shared=shared), emit)
-    values = args.hidden_states, args.experts
-    cast = _library.autocast(values)
-    if cast is not values:
-        args = args._replace(hidden_states=cast[0], experts=cast[1])
+    if _library.autocasts(args.hidden_states):
+        hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
+        args = args._replace(hidden_states=hidden_states, experts=experts)
     return _library.call(args)
 
 

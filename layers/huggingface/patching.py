@@ -54,7 +54,7 @@ def patch(
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
         if is_dispatched(module):
-            forwards.replace(module, experts.named_forward)
+            forwards.replace(module, experts.forward)
         elif not isinstance(module, StackedExperts):
             forwards.replace(module, Collection.forward)
     for router in found.routers.values():
