@@ -175,6 +175,29 @@ def launches_go_to_the_gpu_of_the_tensors() -> None:
     assert entered == [1]
 
 
+def a_run_in_two_parts_launches_the_same() -> None:
+    """As a layer with a shared expert beside it runs; a tensor elsewhere is Triton's to launch there too."""
+    for tokens in (FEW, MANY):
+        layer = Layer().ready(tokens)
+        plan, rest = of_plan(layer, tokens), (aligned(tokens, E), layer.w13, layer.w2, *[None] * 6)
+        given = aligned(tokens, H), *rest
+        plan.run(given)
+        whole = DRIVER.launched()
+        bound = plan.bind(given)
+        assert bound is not None
+        bound.launch(0, 1)
+        first = DRIVER.launched()
+        bound.launch(1)
+        parts = first + DRIVER.launched()
+        assert len(first) == 1 and len(parts) == len(whole)
+        for part, each in zip(parts, whole, strict=True):
+            assert part[:3] == each[:3] and part.others() == each.others()
+        starts = {each.data_ptr() for each in given if each is not None}
+        for of in (parts, whole):
+            assert starts <= {address for each in of for address in each.addresses()}
+        assert plan.bind((aligned(tokens * H + 1)[1:].view(tokens, H), *rest)) is None
+
+
 def products_of_a_library_are_known() -> None:
     x, weight, bias = aligned(40, H).normal_(), aligned(600, H).normal_(), aligned(600).normal_()
     for given in ((x, weight), (x, weight, bias)):
@@ -197,5 +220,6 @@ CHECKS: tuple[Callable[[], None], ...] = (
     transforms_see_known_calls,
     a_state_of_the_thread_is_part_of_a_call,
     launches_go_to_the_gpu_of_the_tensors,
+    a_run_in_two_parts_launches_the_same,
     products_of_a_library_are_known,
 )
