@@ -58,16 +58,16 @@ def is_past_autograd(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a mode or the profiler wants to see calls of operators, of those that no guard of `guard_of` tells of."""
-    if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
+    """Whether modes, dual numbers or the profiler want to see calls of operators: a guard of `guard_of` may not tell."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return True
-    return _profiler_enabled()
+    return forward_ad._current_level >= 0 or _profiler_enabled()
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Whether as many tensors are what these are, as Dynamo's guards see it: type, dtype, device, sizes, strides.
 
-    Also whether a gradient would be recorded, and what else sees operators on them: transforms, autocast, modes.
+    Also whether a gradient would be recorded, and what else the dispatcher would look at: transforms, autocast.
     """
     return _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
