@@ -58,7 +58,7 @@ def is_past_autograd(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_watched() -> bool:
-    """Whether modes, dual numbers or the profiler want to see calls of operators: a guard of `guard_of` may not tell."""
+    """Whether modes, dual numbers or the profiler want to see calls: a guard of `guard_of` may not tell."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return True
     return forward_ad._current_level >= 0 or _profiler_enabled()
