@@ -129,7 +129,10 @@ def _figures(of: str, calls: Mapping[str, Call]) -> Iterator[Figure]:
 
 
 def _operators(workload: Workload, device: str) -> Iterator[Figure]:
-    """Of the sizes of Qwen3-30B-A3B; and what PyTorch's own product takes, which has no check of ours."""
+    """Of the sizes of Qwen3-30B-A3B; and what PyTorch's own product takes, which has no check of ours.
+
+    Compiled it is what any call of compiled code takes besides its kernels.
+    """
     weights = make_weights(workload, 0, device)
     routing = moe_ops.RoutingConfig(top_k=workload.top_k)
     router = torch.randn(workload.num_experts, workload.hidden_size, device=device).bfloat16()
@@ -139,10 +142,22 @@ def _operators(workload: Workload, device: str) -> Iterator[Figure]:
         x, logits = inputs.hidden_states, inputs.router_logits
         layer = partial(moe_ops.fused_moe, x, logits, weights.w13, weights.w2, routing)
         _expect_right(layer(), reference(inputs, weights, workload.top_k))
+        chosen = moe_ops.topk_routing(logits, routing)
         calls[f"fused_moe T={tokens}"] = layer
+        calls[f"topk_routing T={tokens}"] = partial(moe_ops.topk_routing, logits, routing)
+        calls[f"fused_experts T={tokens}"] = partial(
+            moe_ops.fused_experts, x, weights.w13, weights.w2, *chosen
+        )
         calls[f"dense_gemm T={tokens}"] = partial(moe_ops.dense_gemm, x, router)
         calls[f"F.linear T={tokens}"] = partial(nn.functional.linear, x, router)
+        if tokens == 1:
+            compiled = torch.compile(_product, fullgraph=True, dynamic=False)
+            calls["F.linear T=1 compiled"] = partial(compiled, x, router)
     yield from _figures("operators", calls)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return nn.functional.linear(x, weight)
 
 
 def _expect_right(found: Tensor, expected: Tensor) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from inductor_passes import _compat, _compat_options
+from inductor_passes.guards import trust_library
 from inductor_passes.pipeline import MoEPasses
 from inductor_passes.training import RaiseForTraining
 
@@ -19,7 +20,8 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
             pass such options as `**{"triton.cudagraphs": True}`.
 
     Returns:
-        A new dict. A pass of the user's in one of our slots runs after ours: the one given here, else the one that
+        A new dict. `torch.compile`, which takes a `guard_filter_fn` out of its options, gets `trust_library` where the
+        user put none. A pass of the user's in one of our slots runs after ours: the one given here, else the one that
         the global config holds when a graph is compiled, whenever it was put there.
 
     Raises:
@@ -37,7 +39,16 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
             (_compat.PRE_GRAD_SLOT, RaiseForTraining),
         )
     }
-    return {**_expand(mode), **given, **ours}
+    return _Options({**_expand(mode), **given, **ours})
+
+
+class _Options(dict[str, Any]):
+    """Options of Inductor, and for `torch.compile` alone, which asks for it by `pop`, a filter of Dynamo's guards."""
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key == "guard_filter_fn" and key not in self:
+            return trust_library
+        return super().pop(key, *default)
 
 
 def _expand(mode: str | None) -> dict[str, Any]:

@@ -88,7 +88,21 @@ class Router(nn.Module):
 
 
 def _linear(dtype: torch.dtype, hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if dtype == torch.float32 and _are_halves(hidden_states, weight, bias):
+        # Exact to float32 without copies in it; a compiler has a pass for that, and autograd gets the product as it is.
+        if hidden_states.dim() == 2:
+            return dense_gemm(hidden_states, weight, bias, dtype)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        return dense_gemm(rows, weight, bias, dtype).view(*hidden_states.shape[:-1], weight.shape[0])
     return F.linear(hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _are_halves(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    dtype = hidden_states.dtype
+    is_one = weight.dtype == dtype and (bias is None or bias.dtype == dtype)
+    return is_one and dtype in (torch.bfloat16, torch.float16)
 
 
 def _invariant_linear(

@@ -6,14 +6,13 @@ direct `torch.ops.moe.*` call is as safe as a public function.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from moe_ops import _checks, _compat, errors, records
+from moe_ops import _checks, _compat, _vmap, errors, records
 from moe_ops._cache_key import tag_compile_caches
 from moe_ops.records import Role
 
@@ -100,18 +99,22 @@ def _launching(record: type, checked: Op) -> Op:
     return launching
 
 
-@lru_cache(maxsize=None)
-def _plans() -> Any:
-    """Imported with the first launch, for Triton comes with it."""
-    from moe_ops.kernels import plans
+_LOADED: list[Any] = []
+"""`moe_ops.kernels.plans`, once something was launched: Triton comes with it."""
 
-    return plans
+
+def _plans() -> Any:
+    if not _LOADED:
+        from moe_ops.kernels import plans
+
+        _LOADED.append(plans)
+    return _LOADED[0]
 
 
 def forget_launches() -> None:
     """Has every operator plan anew: what plans are made from has changed."""
-    if _plans.cache_info().currsize:  # else nothing was launched, and Triton is not asked for
-        _plans().forget_known()
+    for plans in _LOADED:
+        plans.forget_known()
 
 
 def _traced(fake: Op) -> Op:
@@ -194,6 +197,14 @@ def call(arguments: Any) -> Any:
     values = operator.flatten(arguments)
     if torch.compiler.is_compiling():
         return errors.invoke(operator.overload, *values)
+    if _LOADED:
+        outputs = _LOADED[0].launch_ready(type(arguments), values)
+        if outputs is not None:
+            return outputs
+    return _call_plainly(operator, type(arguments), values)
+
+
+def _call_plainly(operator: Operator, record: type, values: tuple[Any, ...]) -> Any:
     errors.forget()
     tensors = []
     for index, name, is_optional in operator.tensors:
@@ -204,14 +215,17 @@ def call(arguments: Any) -> Any:
             _expect_tensor(name, value)
         tensors.append(value)
     try:
-        if _ORDINARY.issuperset(map(type, tensors)) and _compat.is_past_autograd(tensors):
-            with _compat.below_autograd():  # where its kernel would call the operator again
-                return errors.invoke(operator.overload, *values)
-        return errors.invoke(operator.overload, *values)
+        if not (_ORDINARY.issuperset(map(type, tensors)) and _compat.is_past_autograd(tensors)):
+            return errors.invoke(operator.overload, *values)
+        with _compat.below_autograd():  # where its kernel would call the operator again
+            outputs = errors.invoke(operator.overload, *values)
     except NotImplementedError:
         for index, name, _ in operator.tensors:
             _checks.expect_dense(name, values[index])
         raise
+    if _LOADED and not _compat.is_watched():
+        _LOADED[0].keep_ready(record, values)
+    return outputs
 
 
 def has_backward(arguments: Any) -> bool:
@@ -244,6 +258,13 @@ def has_launches(arguments: Any) -> bool:
     return _plans().is_taken(arguments)
 
 
+def launch_library(arguments: Any, product: Callable[..., Tensor]) -> Tensor:
+    """`product`, a library's, of the tensors of an operator that `has_launches` said no to; as with `launch`."""
+    _plans().keep_library(arguments, product)
+    operator = OPERATORS[type(arguments)]
+    return product(*operator.flatten(arguments)[: len(operator.tensors)])
+
+
 def launch_with_shared(routed: Any, alone: Any, products: Callable[[Any], Tensor]) -> Tensor:
     """Runs a `FusedExperts` and, on a second stream where that is faster, the `SharedAlone` that joins its sum."""
     return _plans().launch_with_shared(routed, alone, products)
@@ -254,11 +275,15 @@ def autocast(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
     `values` are tensors, records of them, and None. The first is a tensor whose device counts.
     """
-    like = values[0]
-    if not isinstance(like, Tensor) or like.is_meta or not torch.is_autocast_enabled(like.device.type):
+    if not autocasts(values[0]):
         return values
-    dtype = torch.get_autocast_dtype(like.device.type)
+    dtype = torch.get_autocast_dtype(values[0].device.type)
     return records.map_leaves(lambda value: _cast(value, dtype), values)
+
+
+def autocasts(like: Any) -> bool:
+    """Whether `autocast` does anything, for values of which `like` is the first."""
+    return isinstance(like, Tensor) and not like.is_meta and torch.is_autocast_enabled(like.device.type)
 
 
 def _cast(tensor: Any, dtype: torch.dtype) -> Any:
@@ -305,38 +330,7 @@ def _define_vmap(arguments: type, per_token: frozenset[str]) -> None:
                 )
         if per_token.issuperset(leaf.name for leaf in batched):
             is_token = [leaf.name in per_token for leaf in leaves]
-            return _vmap_tokens(overload, info.batch_size, is_token, in_dims, args)
-        return _vmap_loop(overload, info.batch_size, in_dims, args)
+            return _vmap.over_tokens(overload, info.batch_size, is_token, in_dims, args)
+        return _vmap.one_by_one(overload, info.batch_size, in_dims, args)
 
     torch.library.register_vmap(overload._schema.name, rule, lib=LIBRARY)
-
-
-def _vmap_tokens(
-    overload: Op, batch: int, is_token: list[bool], in_dims: tuple[int | None, ...], args: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    flat = [
-        _batch_first(arg, dim, batch).flatten(0, 1) if token and arg is not None else arg
-        for arg, dim, token in zip(args, in_dims, is_token, strict=True)
-    ]
-    outputs = overload(*flat)
-    if isinstance(outputs, Tensor):
-        return outputs.unflatten(0, (batch, -1)), 0
-    return tuple(out.unflatten(0, (batch, -1)) for out in outputs), (0,) * len(outputs)
-
-
-def _batch_first(tensor: Tensor, dim: int | None, batch: int) -> Tensor:
-    return tensor.expand(batch, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _vmap_loop(
-    overload: Op, batch: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    results = []
-    for index in range(batch):
-        picked = [
-            arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        results.append(overload(*picked))
-    if isinstance(results[0], Tensor):
-        return torch.stack(results), 0
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])

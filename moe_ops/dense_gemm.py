@@ -87,14 +87,15 @@ def reference(args: DenseGemm) -> Tensor:
 
 
 def _cuda(args: DenseGemm) -> Tensor:
-    x, weight, bias, dtype = args
-    if x.shape[0] * weight.shape[0] == 0:
+    if args.x.shape[0] * args.weight.shape[0] == 0:
         return _fake(args)
     if _library.has_launches(args):
         return _library.launch(args)
-    if dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    out = torch.mm(x, weight.t(), out_dtype=dtype)
+    return _library.launch_library(args, F.linear if args.dtype == args.x.dtype else _in_float32)
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = torch.mm(x, weight.t(), out_dtype=torch.float32)
     return out if bias is None else out + bias
 
 

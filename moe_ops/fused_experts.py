@@ -129,6 +129,8 @@ def run(args: FusedExperts, emit: Emit) -> Tensor:
 
 
 def _autocast(args: FusedExperts) -> FusedExperts:
+    if not _library.autocasts(args.hidden_states):
+        return args
     x, experts, shared, epilogue = _library.autocast(
         (args.hidden_states, args.experts, args.shared, args.epilogue)
     )

@@ -99,8 +99,10 @@ def run(args: FusedMoe, shared: Tensor | None, emit: Emit) -> Tensor:
         check_logits(args)
         routed = _library.call((BatchInvariantRouting if is_invariant else TopkRouting)(args.router))
         return run_experts(args.routed(*routed)._replace(shared=shared), emit)
-    hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
-    return _library.call(args._replace(hidden_states=hidden_states, experts=experts))
+    if _library.autocasts(args.hidden_states):
+        hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
+        args = args._replace(hidden_states=hidden_states, experts=experts)
+    return _library.call(args)
 
 
 def check_logits(args: Any) -> None:

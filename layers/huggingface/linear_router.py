@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from layers.huggingface import router_trial, trial
 from layers.huggingface.router_trial import Tried
-from layers.huggingface.routers import Known, Ours, for_experts
+from layers.huggingface.routers import OURS, Known, for_experts
 from layers.router import linear_in
 from moe_ops import topk_routing
 
@@ -53,22 +53,28 @@ def known(router: nn.Module) -> Known | None:
 def forward(self: Any, hidden_states: Tensor, *given: Tensor | None, **named: Tensor | None) -> Any:
     """The forward such routers get. `given`, `named`: the selection bias, where the caller has it."""
     how: Linear = self.moe_ops_details
-    router_logits = logits_of(self, how, hidden_states.reshape(-1, hidden_states.shape[-1]))
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    router_logits = logits_of(self, how, tokens)
     correction = _correction(self, how, (*given, *named.values()))
     weights, ids = topk_routing(router_logits, self.moe_ops_routing, correction)
-    output = {"logits": router_logits, "weights": weights, "ids": for_experts(self, ids)}
+    ids = for_experts(self, ids)
+    if how.returned == _USUAL:
+        return router_logits, weights, ids
+    output = {"logits": router_logits, "weights": weights, "ids": ids}
     return tuple([output[name] for name in how.returned])
+
+
+_USUAL = ("logits", "weights", "ids")
 
 
 def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
     """[T, E], as the family computes them."""
     weight = get(router, how.weight)
     bias = get(router, how.bias) if how.bias else None
-    owner, _, name = how.weight.rpartition(".")
     if how.product_dtype is not None:
         logits = linear_in(how.product_dtype, tokens, weight, bias)
-    elif name == "weight" and owner:  # a module's, which may have hooks that bring its weight
-        logits = get(router, owner)(tokens.to(weight.dtype))
+    elif how.weight.endswith(".weight"):  # a module's, which may have hooks that bring its weight
+        logits = get(router, how.weight.removesuffix(".weight"))(tokens.to(weight.dtype))
     else:
         logits = F.linear(tokens.to(weight.dtype), weight, bias)
     logits = logits if how.logits_dtype is None else logits.to(how.logits_dtype)
@@ -77,6 +83,8 @@ def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
 
 def get(module: Any, path: str) -> Any:
     """What a dotted name stands for."""
+    if "." not in path:
+        return getattr(module, path)
     for name in path.split("."):
         module = getattr(module, name)
     return module
@@ -226,5 +234,5 @@ def _is_tied_alike(found: Known, tried: Tried) -> bool:
 
 def settled(twin: Any, found: Known) -> Any:
     """The twin as `install` would leave it, beside a model whose experts are ours."""
-    twin.moe_ops_routing, twin.moe_ops_details, twin.moe_ops_config = found.routing, found.details, Ours
+    twin.moe_ops_routing, twin.moe_ops_details, twin.moe_ops_config = found.routing, found.details, OURS
     return twin

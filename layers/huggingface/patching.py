@@ -53,7 +53,9 @@ def patch(
     _use_our_experts(model, found)
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
-        if not is_dispatched(module) and not isinstance(module, StackedExperts):
+        if is_dispatched(module):
+            forwards.replace(module, experts.forward)
+        elif not isinstance(module, StackedExperts):
             forwards.replace(module, Collection.forward)
     for router in found.routers.values():
         routers.install(router.module, router.known, router.experts)
@@ -93,7 +95,7 @@ def unpatch(model: nn.Module) -> None:
         if _STOCK in vars(module):
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)
             delattr(module, _STOCK)
-        if vars(module).pop("moe_ops_options", None) is not None and not is_dispatched(module):
+        if vars(module).pop("moe_ops_options", None) is not None:
             forwards.restore(module)
         blocks.uninstall(module)
         stacking.unstack(module)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from layers.huggingface import forwards
-from layers.huggingface.experts import NAME, is_dispatched
+from layers.huggingface.experts import NAME, implementation, is_dispatched
 from moe_ops import RoutingConfig
 
 
@@ -35,14 +35,17 @@ class Known(NamedTuple):
 class Ours:
     """Stands for the config of experts that have none and run on our operators."""
 
-    _experts_implementation = NAME
+    _experts_implementation = _experts_implementation_internal = NAME
+
+
+OURS = Ours()
 
 
 def install(router: Any, known: Known, experts: Any) -> None:
     """Replaces the forward of this one module, which routes to `experts`."""
     router.moe_ops_routing = known.routing
     router.moe_ops_details = known.details
-    router.moe_ops_config = experts.config if is_dispatched(experts) else Ours
+    router.moe_ops_config = experts.config if is_dispatched(experts) else OURS
     forwards.replace(router, known.forward)
 
 
@@ -61,5 +64,4 @@ def is_installed(router: nn.Module) -> bool:
 
 def for_experts(router: Any, ids: Tensor) -> Tensor:
     """Our experts take the ids as they are; transformers' own count on int64, as its routers return them."""
-    is_ours = router.moe_ops_config._experts_implementation == NAME
-    return ids if is_ours else ids.long()
+    return ids if implementation(router.moe_ops_config) == NAME else ids.long()

@@ -23,6 +23,17 @@ def alike_of(leaves: Sequence[records.Leaf]) -> Callable[..., tuple[int, Hashabl
     return eval(f"lambda {_names(leaves)}: (tokens := leaf{rows[0]}.shape[0], ({others},))")
 
 
+def glance_of(leaves: Sequence[records.Leaf]) -> Callable[..., Hashable]:
+    """The function of leaves that tells most calls apart at little cost: where two share it, metadata decides."""
+    parts = ["leaf0.get_device()"]
+    for index, leaf in enumerate(leaves):
+        if leaf.is_tensor:
+            parts.append(f"leaf{index} is None" if leaf.is_optional else f"leaf{index}.shape")
+        else:
+            parts.append(f"leaf{index}")
+    return eval(f"lambda {_names(leaves)}: ({', '.join(parts)},)")
+
+
 def _names(leaves: Sequence[records.Leaf]) -> str:
     return ", ".join(f"leaf{index}" for index in range(len(leaves)))
 

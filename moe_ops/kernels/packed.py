@@ -2,7 +2,8 @@
 
 Arguments lie ready but for the addresses. Buffers that no caller sees are parts of one workspace. A TMA descriptor is a
 function of an address and what the plan says, so it is kept by address and never stale: another tensor there has the
-same metadata, or it had another plan.
+same metadata, or it had another plan. Plans of one form share the function that runs them, which is written out for it:
+no loop over arguments is left in it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_ops._compat import empty_on
 from moe_ops.kernels._compat import Code, has_hooks, stream_of
-from moe_ops.kernels.gpu import on_device
 
 ALIGNMENT = 16
 """Bytes on which a tensor must start for TMA, and does if an allocator placed it."""
@@ -98,25 +99,28 @@ class Bound(NamedTuple):
 class Packed(NamedTuple):
     """A program on one device. Tensors are numbered: those given, then `outputs`, then parts of a workspace.
 
-    outputs: shape and dtype. size: bytes of the workspace, in which parts start at `parts`. results: numbers of the
-    tensors that are returned.
+    index: of the GPU. outputs: shape, strides and dtype. size: bytes of the workspace, in which parts start at `parts`.
+    results: numbers of the tensors that are returned. runner: see `_runner`.
     """
 
     device: torch.device
+    index: int | None
     launches: tuple[PackedLaunch, ...]
-    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    outputs: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     size: int
     parts: tuple[int, ...]
     results: tuple[int, ...]
+    runner: Callable[..., Any]
 
-    def run(self, given: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
+    def run(self, given: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...] | None:
         """What the program returns; None if Triton has to launch it, and nothing was launched."""
-        with on_device(self.device):
-            bound = self.bind(given)
-            if bound is None:
-                return None
-            bound.launch()
-        return bound.results
+        if has_hooks():
+            return None
+        index = self.index
+        if index is None or index == torch.cuda.current_device():
+            return self.runner(self, given, stream_of(index))
+        with torch.cuda.device(index):
+            return self.runner(self, given, stream_of(index))
 
     def bind(self, given: Iterable[torch.Tensor | None]) -> Bound | None:
         """What to launch with these tensors.
@@ -126,7 +130,7 @@ class Packed(NamedTuple):
         if has_hooks():
             return None
         tensors, device, bits = [*given], self.device, 0
-        for shape, dtype in self.outputs:
+        for shape, _, dtype in self.outputs:
             tensors.append(torch.empty(shape, dtype=dtype, device=device))
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
         for address in addresses:
@@ -153,14 +157,71 @@ def pack(program: Any, tensors: Mapping[str, torch.Tensor | None], device: torch
     dtypes |= {buffer.name: buffer.dtype for buffer in (*made, *inner)}
     numbered = {name: (number, dtype) for number, (name, dtype) in enumerate(dtypes.items())}
     size, parts = _parts(prod(buffer.shape) * buffer.dtype.itemsize for buffer in inner)
-    return Packed(
-        device,
-        tuple([_pack_launch(step, code, numbered) for step, code in zip(program.steps, codes, strict=True)]),
-        tuple([(buffer.shape, buffer.dtype) for buffer in made]),
-        size,
-        parts,
-        tuple([numbered[name][0] for name in program.outputs]),
+    launches = tuple(
+        [_pack_launch(step, code, numbered) for step, code in zip(program.steps, codes, strict=True)]
     )
+    results = tuple([numbered[name][0] for name in program.outputs])
+    given = tuple([each is not None for each in tensors.values()])
+    places = tuple(
+        [(each.places, tuple([(box.place, box.tensor) for box in each.boxes])) for each in launches]
+    )
+    runner = _runner(Form(device.type, given, len(made), len(inner), places, results))
+    outputs = tuple([(buffer.shape, buffer.meta.strides, buffer.dtype) for buffer in made])
+    return Packed(device, device.index, launches, outputs, size, parts, results, runner)
+
+
+class Form(NamedTuple):
+    """What packed programs may have in common. given: which tensors are not None. made, parts: how many there are.
+
+    places: of each launch, where it has addresses and descriptors, and of which tensors.
+    """
+
+    device: str
+    given: tuple[bool, ...]
+    made: int
+    parts: int
+    places: tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]
+    results: tuple[int, ...]
+
+
+@lru_cache(maxsize=None)
+def _runner(form: Form) -> Callable[[Packed, Sequence[torch.Tensor | None], int], Any]:
+    """The function of a packed program of this form, tensors and a stream that gives its results.
+
+    None, with nothing launched, if a tensor does not start where the compiled code wants it.
+    """
+    outputs = range(len(form.given), len(form.given) + form.made)
+    tensors = [*(number for number, is_given in enumerate(form.given) if is_given), *outputs]
+    known = [f"a{number} = t{number}.data_ptr()" for number in tensors]
+    written = [
+        "_, _, launches, outputs, size, parts, _, _ = packed",
+        f"{''.join(f't{number}, ' for number in range(len(form.given)))}= given",
+        *[f"t{number} = empty(*outputs[{index}])" for index, number in enumerate(outputs)],
+        *known,
+        f"if ({' | '.join(f'a{number}' for number in tensors)}) % {ALIGNMENT}: return None",
+    ]
+    if form.parts:
+        written += ["workspace = empty((size // 4,), (1,), int32)", "start = workspace.data_ptr()"]
+    for index in range(form.parts):
+        written.append(f"a{outputs.stop + index} = start + parts[{index}]")
+    for index, each in enumerate(form.places):
+        written += _launch_written(index, *each)
+    written.append(f"return ({''.join(f't{number}, ' for number in form.results)})")
+    names: dict[str, Any] = {"empty": empty_on(form.device), "int32": torch.int32}
+    exec("def runner(packed, given, stream):\n " + "\n ".join(written), names)
+    return names["runner"]
+
+
+def _launch_written(
+    index: int, places: Iterable[tuple[int, int]], boxes: Iterable[tuple[int, int]]
+) -> list[str]:
+    return [
+        f"launch, grid, arguments, _, boxes = launches[{index}]",
+        "arguments = arguments.copy()",
+        *[f"arguments[{place}] = a{tensor}" for place, tensor in places],
+        *[f"arguments[{place}] = boxes[{i}].at(a{tensor})" for i, (place, tensor) in enumerate(boxes)],
+        "launch(grid, stream, arguments)",
+    ]
 
 
 def _parts(sizes: Iterable[int]) -> tuple[int, tuple[int, ...]]:

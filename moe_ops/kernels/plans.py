@@ -7,64 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_ops import arguments as of, invariant_arguments as invariant, records
-from moe_ops.kernels import (
-    activation,
-    batched,
-    combine,
-    dense,
-    dispatch,
-    exchange_planning,
-    fused,
-    grouped_gemm,
-    permute,
-    placement,
-    products,
-    routing,
-    weight_gradient,
-)
+from moe_ops import arguments as of, records
+from moe_ops.kernels import fused, products, ready
 from moe_ops.kernels.gpu import Gpu, gpu_of
-from moe_ops.kernels.keys import alike_of, key_of
+from moe_ops.kernels.keys import alike_of, glance_of, key_of
 from moe_ops.kernels.packed import Packed
 from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, describe_index
+from moe_ops.kernels.table import PROGRAMS, TAKES
 from moe_ops.kernels.templates import OfCounts, Templates
 from moe_ops.records import Role
 from moe_ops.values import Router
-
-_PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
-    of.TopkRouting: routing.topk_routing_program,
-    of.TopkRoutingBackward: routing.topk_routing_backward_program,
-    of.PlanExchange: exchange_planning.plan_exchange_program,
-    of.BuildDispatch: dispatch.build_dispatch_program,
-    of.MapReplicas: placement.map_replicas_program,
-    of.MapAndRecord: placement.map_and_record_program,
-    of.RouteAndRecord: placement.route_and_record_program,
-    of.Permute: permute.permute_program,
-    of.PermuteBackward: permute.permute_backward_program,
-    of.GroupedGemm: grouped_gemm.grouped_gemm_program,
-    of.GroupedGemmWeightBackward: weight_gradient.grouped_gemm_weight_backward_program,
-    of.BatchedGemm: batched.batched_gemm_program,
-    of.DenseGemm: dense.dense_gemm_program,
-    of.GatedActivation: activation.gated_activation_program,
-    of.GatedActivationBackward: activation.gated_activation_backward_program,
-    of.WeightedActivationBackward: activation.weighted_activation_backward_program,
-    of.Combine: combine.combine_program,
-    of.CombineBackward: combine.combine_backward_program,
-    of.RoutingDispatch: fused.routing_dispatch_program,
-    of.GatherGemm: fused.gather_gemm_program,
-    of.ActGemmCombine: fused.act_gemm_combine_program,
-    of.GatherGemmAct: fused.gather_gemm_act_program,
-    of.GatherGemmFormula: fused.gather_gemm_act_program,
-    of.GemmCombine: fused.gemm_combine_program,
-    of.FusedExperts: fused.fused_experts_program,
-    of.FusedExpertsFormula: fused.fused_experts_program,
-    of.FusedMoe: fused.fused_moe_program,
-    of.FusedMoeFormula: fused.fused_moe_program,
-    of.SharedAlone: dense.shared_alone_program,
-    invariant.BatchInvariantRouting: routing.topk_routing_program,
-    invariant.BatchInvariantGemm: grouped_gemm.batch_invariant_gemm_program,
-    invariant.BatchInvariantExperts: fused.batch_invariant_experts_program,
-}
 
 
 class Planned(NamedTuple):
@@ -78,7 +30,7 @@ class Planned(NamedTuple):
     def program(self) -> Program | None:
         """Its launches, made anew; None where a library's product runs instead."""
         plan = _PLANS[self.record]
-        takes = _TAKES.get(self.record)
+        takes = TAKES.get(self.record)
         if takes is not None and not takes(records.builder(self.record)(*self.leaves), self.gpu):
             return None
         return plan.make.__wrapped__(self.gpu, *self.leaves)
@@ -98,12 +50,7 @@ class Planned(NamedTuple):
         return {name: leaf.dtype for name, leaf in pairs if leaf is not None}
 
 
-_TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
-    of.SharedAlone: dense.takes,
-    of.DenseGemm: dense.takes_product,
-}
 _SEEN: list[list[Planned]] = []  # of those who watch
-_MOST_KNOWN = 1024
 
 
 @contextmanager
@@ -128,7 +75,8 @@ class _Plan(NamedTuple):
     make: Callable[..., Program]
     templates: Templates
     key: Callable[..., Hashable]
-    known: dict[Hashable, Packed]
+    known: dict[Hashable, ready.Runs]
+    ready: ready.Ready
     rows: frozenset[int]
     alike: Callable[..., tuple[int, Hashable]] | None
     checked: dict[Hashable, tuple[int, OfCounts]]
@@ -176,9 +124,9 @@ class _Plan(NamedTuple):
             return None
         return of_counts.packed(tokens, self.rows, leaves[0].device)
 
-    def know(self, leaves: Sequence[Any], packed: Packed) -> None:
+    def know(self, leaves: Sequence[Any], packed: ready.Runs) -> None:
         """Has `packed` at hand for such leaves."""
-        if len(self.known) >= _MOST_KNOWN:
+        if len(self.known) >= ready.MOST:
             del self.known[next(iter(self.known))]  # one at a time: to free all would take milliseconds
         self.known[self.key(*leaves)] = packed
 
@@ -186,7 +134,7 @@ class _Plan(NamedTuple):
         """Remembers that such leaves need no more checks if they have fewer tokens."""
         if self.alike is not None:
             tokens, kind = self.alike(*leaves)
-            if kind not in self.checked and len(self.checked) >= _MOST_KNOWN:
+            if kind not in self.checked and len(self.checked) >= ready.MOST:
                 self.checked.clear()
             if tokens > self.checked.get(kind, (0,))[0]:
                 self.checked[kind] = tokens, self.templates.of_counts(*described)
@@ -208,13 +156,14 @@ def _plan(record: type, make: Callable[[Any, Gpu], Program]) -> _Plan:
         Templates(planned),
         key_of(leaves),
         {},
+        ready.Ready(glance_of(leaves), sum(leaf.is_tensor for leaf in leaves), {}),
         frozenset(index for index, leaf in enumerate(leaves) if Role.PER_TOKEN in leaf.roles),
-        None if record in _TAKES else alike_of(leaves),
+        None if record in TAKES else alike_of(leaves),
         {},
     )
 
 
-_PLANS = {record: _plan(record, make) for record, make in _PROGRAMS.items()}
+_PLANS = {record: _plan(record, make) for record, make in PROGRAMS.items()}
 
 
 def program(arguments: Any, gpu: Gpu | None = None) -> Program:
@@ -264,12 +213,27 @@ def launch_checked(arguments: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
     leaves = plan.leaves(arguments)
     tensors, described = plan.tensors(leaves), plan.described(leaves)
     packed = plan.templates.packed(tensors, leaves[0].device, *described)
-    results = None if packed is None else packed.run(tensors.values())
+    results = None if packed is None else packed.run([*tensors.values()])
     if packed is None or results is None:
         return _results(plan.templates.plan(*described).run(tensors))
     plan.know(leaves, packed)
     plan.keep_checked(leaves, described)
     return _results(results)
+
+
+def launch_ready(record: type, leaves: tuple[Any, ...]) -> Any:
+    """What the operator of `record` returns, if `keep_ready` was told of such a call; else None, and nothing runs."""
+    plan = _PLANS.get(record)
+    results = None if plan is None or _SEEN else plan.ready.run(leaves)
+    return None if results is None else _results(results)
+
+
+def keep_ready(record: type, leaves: tuple[Any, ...]) -> None:
+    """Has a call at hand that has gone past every autograd kernel and mode, in the state it was called in."""
+    plan = _PLANS.get(record)
+    packed = None if plan is None else plan.known.get(plan.key(*leaves))
+    if plan is not None and packed is not None:
+        plan.ready.keep(leaves, packed)
 
 
 def launch_known(record: type, leaves: tuple[Any, ...]) -> Any:
@@ -288,10 +252,17 @@ def launch_known(record: type, leaves: tuple[Any, ...]) -> Any:
     return None if results is None else _results(results)
 
 
+def keep_library(arguments: Any, product: Callable[..., torch.Tensor]) -> None:
+    """Has calls with this metadata go to `product` of the operator's tensors, as those of launches go to these."""
+    plan = _PLANS[type(arguments)]
+    plan.know(plan.flatten(arguments), ready.Library(product))
+
+
 def forget_known() -> None:
     """Has the next call of each operator checked and planned again, for the GPU as `gpu_of` then says it is."""
     for plan in _PLANS.values():
         plan.known.clear()
+        plan.ready.calls.clear()
         plan.checked.clear()
 
 
@@ -308,7 +279,7 @@ def _bound(arguments: Any) -> tuple[Filled, dict[str, Any]]:
 def is_taken(arguments: Any) -> bool:
     """Whether the kernels are for these arguments, of those that a library's products may run instead."""
     device = next(leaf.device for leaf in records.flatten(arguments) if isinstance(leaf, torch.Tensor))
-    return _TAKES[type(arguments)](records.transform(_described, arguments), gpu_of(device))
+    return TAKES[type(arguments)](records.transform(_described, arguments), gpu_of(device))
 
 
 def launch_with_shared(

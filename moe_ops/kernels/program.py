@@ -146,8 +146,12 @@ class Filled(NamedTuple):
         They are the same names in the same order in every run, those that are None too.
         """
         device = _device_of(tensors)
+        packed = self.pack(tensors, device)
+        results = None if packed is None else packed.run([*tensors.values()])
+        if results is not None:
+            return results
         with on_device(device):
-            bound = self.bind(tensors, device)
+            bound = self._bind_by_name(tensors, device)
             bound.launch()
         return bound.results
 

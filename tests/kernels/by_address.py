@@ -1,12 +1,10 @@
-"""Checks that `test_by_address` runs, all in one process: `python -m tests.kernels.by_address`.
+"""Checks of launches by address, on the stand-in driver; `launch_checks` runs them.
 
 A layer of few tokens (decode kernels) and one of more (TMA) launch on the stand-in driver: first as Triton does it,
 then by address, and the machine must get the same.
 """
 
 import gc
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ import triton  # noqa: E402
 import moe_ops  # noqa: E402
 from moe_ops import _library  # noqa: E402
 from moe_ops.arguments import ExpertWeights, FusedMoe, GroupedLinear, PairedLinear, Placement, Router  # noqa: E402
-from moe_ops.kernels import packed, plans  # noqa: E402
+from moe_ops.kernels import packed, plans, ready  # noqa: E402
 
 E, K, H, I = 4, 2, 64, 64
 ROUTING = moe_ops.RoutingConfig(top_k=K)
@@ -71,8 +69,8 @@ def know_all() -> None:
 
 def of_plan(layer: Layer, tokens: int) -> packed.Packed:
     """What is kept for calls of so many tokens."""
-    known = plans._PLANS[FusedMoe].known
-    return next(each for key, each in known.items() if key[0][0] == (tokens, H))
+    calls = plans._PLANS[FusedMoe].ready.calls
+    return next(each.packed for key, each in calls.items() if key[1] == (tokens, H))
 
 
 def the_machine_gets_what_triton_gives_it() -> None:
@@ -303,11 +301,11 @@ def watchers_see_calls_that_are_known() -> None:
 
 def few_are_kept() -> None:
     layer, plan = Layer(), plans._PLANS[FusedMoe]
-    plan.known.clear()
-    plans._MOST_KNOWN = 3
+    plans.forget_known()
+    ready.MOST = 3
     for tokens in (1, 2, 3, 4, 1, 2):
         layer.ready(tokens)
-        assert of_plan(layer, tokens) and len(plan.known) <= 3
+        assert of_plan(layer, tokens) and len(plan.known) <= 3 and len(plan.ready.calls) <= 3
 
 
 def _arguments(layer: Layer, tokens: int) -> Any:
@@ -332,19 +330,3 @@ CHECKS: tuple[Callable[[], None], ...] = (
     counts_never_seen_are_filled_in,
     buffers_without_elements_count,
 )
-
-
-def main() -> int:
-    """Runs every check; prints those that hold, and what is wrong with the others."""
-    for check in CHECKS:
-        try:
-            check()
-            print(f"holds: {check.__name__}")
-        except Exception:
-            print(f"fails: {check.__name__}\n{traceback.format_exc()}")
-        DRIVER.launched()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

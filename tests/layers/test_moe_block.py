@@ -53,6 +53,21 @@ def test_logits_come_in_the_gate_dtype():
     assert make(DEEPSEEK, torch.bfloat16).gate(hidden).dtype == torch.float32
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_float32_logits_of_halves_are_one_product_where_no_gradient_follows(has_bias):
+    options = {"router": RouterConfig(has_bias=has_bias, gate_dtype=torch.float32)}
+    gate, of_floats = make(options, torch.bfloat16).gate, make(options).gate
+    hidden = torch.randn(2, 3, H).to(torch.bfloat16)
+    with Calls() as calls:
+        recorded = gate(hidden)
+        assert recorded.requires_grad and not calls.counts
+        with torch.no_grad():
+            found = gate(hidden)
+            assert calls.counts == {"moe.dense_gemm": 1}
+            assert of_floats(hidden).dtype == gate(hidden.float()).dtype == torch.float32
+    assert found.shape == (2, 3, E) and torch.equal(found, recorded)
+
+
 def test_empty_input():
     assert make(DEEPSEEK)(torch.empty(2, 0, H)).shape == (2, 0, H)
 

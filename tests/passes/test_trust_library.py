@@ -1,5 +1,7 @@
 """trust_library: guards on this library's modules go, all others stay and do their work."""
 
+import sys
+
 import pytest
 import torch
 
@@ -47,6 +49,27 @@ def test_what_may_change_is_still_guarded(asked, monkeypatch):
         torch.testing.assert_close(compiled(*args), layer(*args) * 2)
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     torch.testing.assert_close(compiled(*given), layer(*given) * 3)
+
+
+@torch.no_grad()
+def test_torch_compile_finds_it_in_options(monkeypatch):
+    """And nobody else: to Inductor it is no option. A filter of the user's comes first."""
+    asked = []
+
+    def spy(name):
+        return lambda guards: (asked.append(name), inductor_passes.trust_library(guards))[1]
+
+    monkeypatch.setattr(sys.modules["inductor_passes.options"], "trust_library", spy("ours"))
+    options = inductor_passes.options()
+    assert "guard_filter_fn" not in options and "guard_filter_fn" not in dict(options)
+    with pytest.raises(KeyError):
+        options.pop("max_autotune")
+    given = inputs()
+    for changed in ({}, {"guard_filter_fn": spy("the user's")}):
+        torch._dynamo.reset()
+        options.update(changed)
+        torch.testing.assert_close(torch.compile(layer, options=options)(*given), layer(*given))
+    assert asked == ["ours", "the user's"]
 
 
 def test_a_package_of_the_users_with_a_name_like_ours_is_not_trusted():
