@@ -91,7 +91,9 @@ def measure(cell: Cell, device: str, cell_ms: float) -> int:
             continue
         steps[name], kept[name] = lambda layer=layer: _step(layer, args), kept_bytes(layer, args)
     called = _time(list(steps.values()), device, cell_ms)
-    _release(device)  # a graph of autograd that is still there would tie a capture to the stream it was made on
+    _release(
+        device
+    )  # a graph of autograd that is still there would tie a capture to the stream it was made on
     graphs = _time([capture([each]) for each in steps.values()], device, cell_ms) if device == "cuda" else []
     for (name, size), *took in zip(kept.items(), called, *([graphs] if graphs else []), strict=True):
         times = "  ".join(f"{each:8.2f} ms {how}" for each, how in zip(took, ("called", "as a graph")))
