@@ -166,7 +166,8 @@ def pack(program: Any, tensors: Mapping[str, torch.Tensor | None], device: torch
         [(each.places, tuple([(box.place, box.tensor) for box in each.boxes])) for each in launches]
     )
     runner = _runner(Form(device.type, given, len(made), len(inner), places, results))
-    outputs = tuple([(buffer.shape, buffer.meta.strides, buffer.dtype) for buffer in made])
+    # What makes them takes a tuple and no `torch.Size`, which is what an argument's sizes are.
+    outputs = tuple([(tuple(buffer.shape), buffer.meta.strides, buffer.dtype) for buffer in made])
     return Packed(device, device.index, launches, outputs, size, parts, results, runner)
 
 

@@ -16,8 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
 from moe_ops import _library
+from moe_ops.arguments import GatedActivationBackward
 from moe_ops.kernels import plans
-from tests.kernels.by_address import DRIVER, FEW, MANY, ROUTING, E, H, I, Layer, aligned, maps_of, of_plan
+from tests.kernels.by_address import (
+    DRIVER,
+    FEW,
+    MANY,
+    ROUTING,
+    E,
+    H,
+    I,
+    Layer,
+    aligned,
+    know_all,
+    maps_of,
+    of_plan,
+)
 
 
 @contextlib.contextmanager
@@ -216,6 +230,16 @@ def products_of_a_library_are_known() -> None:
         assert len(DRIVER.launched()) == 1
 
 
+def results_may_have_the_sizes_of_an_argument() -> None:
+    """Which are no tuple but a `torch.Size`."""
+    grad, gate_up = aligned(MANY, I), aligned(MANY, 2 * I)
+    for _ in range(4):
+        given = plans.launch_checked(GatedActivationBackward(grad, gate_up, "silu"))
+        assert isinstance(given, Tensor) and given.shape == gate_up.shape and given.is_contiguous()
+        know_all()
+    assert DRIVER.launched()
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     known_calls_go_straight_to_their_launches,
     changed_weights_are_met_as_they_are,
@@ -226,4 +250,5 @@ CHECKS: tuple[Callable[[], None], ...] = (
     launches_go_to_the_gpu_of_the_tensors,
     a_run_in_two_parts_launches_the_same,
     products_of_a_library_are_known,
+    results_may_have_the_sizes_of_an_argument,
 )
