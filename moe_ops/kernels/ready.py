@@ -49,7 +49,11 @@ class Ready(NamedTuple):
             return None
         try:
             found = self.calls.get(self.glance(*leaves))
-        except (AttributeError, TypeError):  # no tensor, a symbolic size
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # no tensor, a symbolic size, a nested tensor, which has none
             return None
         if found is None:
             return None

@@ -232,7 +232,8 @@ def test_layers_that_read_the_same_ids_launch_one_router_and_one_sort(tokens):
     names = [re.sub(r"_\d+$", "", name) for name in _ours(compiled)]
     once = _planned(tokens, *FORMULAS["usual"])
     sorting = [name for name in once if "gemm" not in name and "combine" not in name]
-    assert len(sorting) >= 3 and [names.count(name) for name in sorting] == [1] * len(sorting)
+    # Products with tiles of two heights have a map each.
+    assert len(sorting) >= 3 and all(names.count(name) == sorting.count(name) for name in sorting)
     assert len(names) == 2 * len(once) - len(sorting)
 
 
