@@ -215,3 +215,16 @@ def test_plans_of_what_is_none():
         huggingface.tp_plan(tiny_model("qwen3_moe"), None)
     with pytest.raises(TypeError, match="model='model': expected"):
         huggingface.tp_plan("model", ExpertParallel())
+
+
+def test_plans_of_experts_in_parts():
+    """Gate and up rows in blocks are split apart; where they alternate, neighbours stay together."""
+    from tests.huggingface.families import tiny_model
+
+    plans = {}
+    for family in ("qwen3_moe", "gpt_oss"):
+        plan = huggingface.tp_plan(tiny_model(family), ExpertTensorParallel())
+        plans[family] = {name.rpartition(EXPERTS)[2]: kind for name, kind in plan.items() if EXPERTS in name}
+    assert plans["qwen3_moe"] == {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+    alternating = {"gate_up_proj": "rowwise", "gate_up_proj_bias": "rowwise", "down_proj": "colwise"}
+    assert plans["gpt_oss"] == alternating | {"down_proj_bias": "moe_ops"}
