@@ -9,7 +9,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -90,15 +90,19 @@ def measure(cell: Cell, device: str, cell_ms: float) -> int:
             print(f"WRONG {cell.workload.name} {name}: relative error of a gradient {error:.2e}", flush=True)
             continue
         steps[name], kept[name] = lambda layer=layer: _step(layer, args), kept_bytes(layer, args)
-    called = _time(list(steps.values()), device, cell_ms)
-    _release(
-        device
-    )  # a graph of autograd that is still there would tie a capture to the stream it was made on
-    graphs = _time([capture([each]) for each in steps.values()], device, cell_ms) if device == "cuda" else []
-    for (name, size), *took in zip(kept.items(), called, *([graphs] if graphs else []), strict=True):
-        times = "  ".join(f"{each:8.2f} ms {how}" for each, how in zip(took, ("called", "as a graph")))
-        print(f"{cell.workload.name} T={cell.tokens} {name:20} {times} {size / 2**20:10.2f} MiB", flush=True)
+    _show(cell, "called", _time(list(steps.values()), device, cell_ms), kept)
+    if device == "cuda":
+        # Autograd may still have nodes of steps on another stream, which a capture does not allow.
+        _release(device)
+        graphs = [capture([each]) for each in steps.values()]
+        _show(cell, "as a graph", _time(graphs, device, cell_ms), kept)
     return int(len(steps) < len(ways(cell.workload.top_k)))
+
+
+def _show(cell: Cell, how: str, milliseconds: Sequence[float], kept: Mapping[str, int]) -> None:
+    for (name, size), took in zip(kept.items(), milliseconds, strict=True):
+        where = f"{cell.workload.name} T={cell.tokens} {name:20}"
+        print(f"{where} {took:10.2f} ms {how:10} {size / 2**20:10.2f} MiB", flush=True)
 
 
 def kept_bytes(layer: Layer, args: Sequence[Tensor]) -> int:

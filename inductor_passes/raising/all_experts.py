@@ -117,8 +117,8 @@ def _spread(product: Node) -> Spread | None:
     ):
         return None
     shown, (num_experts, x, y) = seen_from(source, factor), source.meta["val"].shape
-    tokens, is_known = concrete(size(rows, -2)), all(isinstance(each, int) for each in (num_experts, x, y))
-    if shown is None or tokens is None or not is_known or num_experts < 2:
+    tokens = concrete(size(rows, -2))
+    if shown is None or tokens is None or num_experts < 2:
         return None
     if has_layout(shown, (num_experts, x, y), (x * y, y, 1)):
         return _followed(Spread(product, rows, Stack(source).transposed(), product, None, 0), (y, tokens * y))

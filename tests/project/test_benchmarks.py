@@ -69,6 +69,27 @@ def test_floors_means_and_those_behind(tmp_path) -> None:
     assert drawn == (tmp_path / "plot.png").exists()
 
 
+def test_a_floor_of_ones_own(tmp_path, capsys) -> None:
+    """Of figures that were taken before; one token of W2 reads 75.5 MB."""
+    row = dict.fromkeys(peers.COLUMNS, "") | {
+        "workload": "W2",
+        "T": "1",
+        "routing": "uniform",
+        "impl": "fused_moe",
+    }
+    table = tmp_path / "moe.csv"
+    table.write_text(
+        f"{','.join(row)}\n{','.join((row | {'us': '50.0', 'distinct_experts': '8.0'}).values())}\n"
+    )
+    parser = argparse.ArgumentParser()
+    kernels_bench.add_arguments(parser)
+    given = ["--draw", str(table), "--speed", "3.0", "600", "--png", str(tmp_path / "plot.png")]
+    assert kernels_bench.main(parser.parse_args(given)) == 0
+    printed = capsys.readouterr().out
+    assert "floor at 3.00 TB/s read, 600 TFLOP/s" in printed
+    assert printed.splitlines()[5].split()[3:] == ["50.0", "-", "25.2", "1.99", "-"]
+
+
 def test_comparison_takes_the_faster_baseline_and_counts_wins() -> None:
     ours = {"workload": "W1", "T": "4", "routing": "uniform", "impl": "fused_moe", "us": "500.0"}
     beside = {**ours, "impl": "gmm_compile", "us": "900.0"}
