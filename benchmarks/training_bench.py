@@ -10,6 +10,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from benchmarks.implementations import gmm
 from benchmarks.report import machine
 from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import WORKLOADS, Cell, Workload, make_inputs, make_weights, route
+
+if TYPE_CHECKING:
+    from moe_ops.fused_experts import Emit
 
 MAX_RELATIVE_ERROR = 2e-2  # bfloat16: a gradient passes through twice as many roundings as a value
 SMALL = Workload("small", num_experts=8, top_k=2, hidden_size=64, intermediate_size=32)
@@ -52,8 +57,8 @@ def ways(top_k: int) -> dict[str, Layer]:
 
     routing = moe_ops.RoutingConfig(top_k=top_k)
 
-    def ours(hidden: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        return moe_ops.fused_moe(hidden, logits, w13, w2, routing)
+    def ours(hidden: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, emit: "Emit" = "auto") -> Tensor:
+        return moe_ops.fused_moe(hidden, logits, w13, w2, routing, emit=emit)
 
     def stock(hidden: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         return gmm(hidden, logits, w13, w2, top_k)
@@ -64,6 +69,7 @@ def ways(top_k: int) -> dict[str, Layer]:
         "grouped_mm raised": torch.compile(stock, fullgraph=True, dynamic=False, options=options),
         "grouped_mm compiled": torch.compile(_apart(stock), fullgraph=True, dynamic=False),
         "ours eager": ours,
+        "ours eager, gate_up": partial(ours, emit="halves"),
         "grouped_mm eager": stock,
     }
 
@@ -81,7 +87,6 @@ def measure(cell: Cell, device: str, cell_ms: float) -> int:
     """Checks, times and prints every way in one cell. Returns 1 when one was wrong."""
     (inputs, *_), weights = make_inputs(cell, device), make_weights(cell.workload, 1, device)
     args = [inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2]
-    args = [each.requires_grad_() for each in args]
     expected, steps, kept = _expected(args, cell.workload.top_k), {}, {}
     for name, layer in ways(cell.workload.top_k).items():
         _release(device)
@@ -92,7 +97,6 @@ def measure(cell: Cell, device: str, cell_ms: float) -> int:
         steps[name], kept[name] = lambda layer=layer: _step(layer, args), kept_bytes(layer, args)
     _show(cell, "called", _time(list(steps.values()), device, cell_ms), kept)
     if device == "cuda":
-        # Autograd may still have nodes of steps on another stream, which a capture does not allow.
         _release(device)
         graphs = [capture([each]) for each in steps.values()]
         _show(cell, "as a graph", _time(graphs, device, cell_ms), kept)
@@ -117,15 +121,17 @@ def kept_bytes(layer: Layer, args: Sequence[Tensor]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = layer(*args)
+        output = layer(*[each.detach().requires_grad_() for each in args])
     del output
     return sum(kept.values())
 
 
 def _step(layer: Layer, args: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    output = layer(*args)
+    # Leaves of its own: what autograd keeps for a leaf stays on the stream of its first step, which no capture allows.
+    leaves = [each.detach().requires_grad_() for each in args]
+    output = layer(*leaves)
     weights = torch.linspace(0.5, 1.5, output.shape[1], device=output.device, dtype=output.dtype)
-    return torch.autograd.grad(output, list(args), weights.expand_as(output).contiguous())
+    return torch.autograd.grad(output, leaves, weights.expand_as(output).contiguous())
 
 
 def _expected(args: Sequence[Tensor], top_k: int) -> tuple[Tensor, ...]:

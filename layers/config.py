@@ -14,10 +14,11 @@ from torch import Tensor
 from layers._checks import expect_choice, expect_count, expect_floating_dtype, expect_positive, expect_type
 from moe_ops import Activation, RoutingConfig
 from moe_ops._checks import expect_routing
+from moe_ops.fused_experts import Emit as EmittedOps
 
 Emit = Literal["auto", "stages", "fused", "batch_invariant"]
 RoutingEmit = Literal["auto", "batch_invariant"]
-SaveForBackward = Literal["auto", "inputs", "activations"]
+SaveForBackward = Literal["auto", "inputs", "projections", "activations"]
 SharedGate = Literal["plain", "sigmoid"]
 Combination = Literal["sum", "average"]
 WeightOn = Literal["output", "input"]
@@ -26,11 +27,16 @@ _Options = list[tuple[str, object, tuple[object, ...]]]  # name, value, and what
 RoutingFunction = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
 
 
-def emitted(emit: Emit, save_for_backward: SaveForBackward) -> Emit:
-    """What a forward emits now. Recorded stages keep their activations; the fused operator keeps its inputs."""
-    if save_for_backward == "auto" or not torch.is_grad_enabled():
-        return emit
-    return "stages" if save_for_backward == "activations" else "fused"
+_EMITTED: dict[SaveForBackward, EmittedOps] = {
+    "inputs": "fused",
+    "projections": "halves",
+    "activations": "stages",
+}
+
+
+def emitted(emit: Emit, save_for_backward: SaveForBackward) -> EmittedOps:
+    """What a forward emits now: operators that keep for backward what they should."""
+    return _EMITTED.get(save_for_backward, emit) if torch.is_grad_enabled() else emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +172,10 @@ class MoEConfig:
         router: gate bias, correction bias, logits dtype, where the weight is applied.
         shared_experts: None for none.
         save_for_backward: what a forward keeps while gradients are recorded. "inputs" keeps the layer's inputs and
-            runs the experts again in backward, "activations" keeps what every stage returned and runs nothing
-            twice; either decides what is emitted, whatever `emit` says. "auto" is "inputs" in eager PyTorch and
-            leaves the choice to a compiler's partitioner. Without gradients it changes nothing.
+            runs the experts again in backward, "projections" keeps the gate and up projections too and runs no
+            product twice, "activations" keeps what every stage returned and runs nothing twice; each decides what
+            is emitted, whatever `emit` says. "auto" is "inputs" in eager PyTorch and "projections" compiled.
+            Without gradients it changes nothing.
         experts: zero experts, latent size, padding, a norm of the experts' output, chunks.
         num_redundant_experts: places for replicas beside the E experts. They are used once a placement says so;
             see `FusedMoE.set_eplb_state`.
@@ -260,13 +267,6 @@ class MoEConfig:
         return routing
 
     def _check_experts(self) -> None:
-        if self.top_k > self.router_size:
-            raise ValueError(f"top_k={self.top_k}: expected at most num_experts={self.router_size}")
-        groups = self.routing.num_groups
-        if self.router_size % groups:
-            raise ValueError(
-                f"routing.num_groups={groups}: expected a divisor of num_experts={self.router_size}"
-            )
         expect_routing(self.routing, self.router_size)
         padded = self.experts.padded_size
         if padded is not None and padded < self.expert_hidden_size:

@@ -7,6 +7,7 @@ and 2.13.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,6 +63,22 @@ def is_watched() -> bool:
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return True
     return forward_ad._current_level >= 0 or _profiler_enabled()
+
+
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether the memory of each of `tensors` holds its values: the dispatcher has nothing to take off or to turn.
+
+    False for a tensor of a transform that has ended, as pullbacks meet, and for one whose sign is yet to be turned.
+    """
+    return all(torch._C._dispatch_keys(each).raw_repr() in _plain_keys(each.device) for each in tensors)
+
+
+@lru_cache(maxsize=None)
+def _plain_keys(device: torch.device) -> frozenset[int]:
+    made = [torch.empty(0, device=device)]
+    with torch.inference_mode():
+        made.append(torch.empty(0, device=device))
+    return frozenset(torch._C._dispatch_keys(each).raw_repr() for each in made)
 
 
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:

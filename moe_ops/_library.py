@@ -223,7 +223,7 @@ def _call_plainly(operator: Operator, record: type, values: tuple[Any, ...]) -> 
         for index, name, _ in operator.tensors:
             _checks.expect_dense(name, values[index])
         raise
-    if _LOADED and not _compat.is_watched():
+    if _LOADED and not _compat.is_watched() and _compat.are_plain(tensors):
         _LOADED[0].keep_ready(record, values)
     return outputs
 

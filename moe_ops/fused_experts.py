@@ -42,7 +42,7 @@ from moe_ops.permute import permute
 from moe_ops.records import partial
 from moe_ops.types import Activation, DispatchPlan, is_gated_spec, is_interleaved_spec
 
-Emit = Literal["auto", "stages", "fused", "batch_invariant"]
+Emit = Literal["auto", "stages", "halves", "fused", "batch_invariant"]
 
 
 def fused_experts(
@@ -78,7 +78,8 @@ def fused_experts(
         shared: [T, H] output of shared experts, added after the routed sum in the compute dtype.
         per_expert: tensors [E] or [E, I] that a function reads: it gets, behind gate and up, what each is for the
             expert of every row, [S, 1] or [S, I].
-        emit: "auto" follows the compiler; "stages" or "fused" fixes what is emitted. A function runs between stages.
+        emit: "auto" follows the compiler; "stages", "halves" or "fused" fixes what is emitted: an operator for each
+            stage, two that keep gate_up for backward, or one that keeps its inputs. A function runs between stages.
             "batch_invariant": a token's bits do not depend on the other tokens, nor on how many there are or where it
             stands among them; see `moe_ops.batch_invariant`.
 
@@ -125,7 +126,8 @@ def run(args: FusedExperts, emit: Emit) -> Tensor:
         return _library.call(BatchInvariantExperts(*args))
     if not emits_stages(emit):
         return _library.call(args)
-    return run_halves(args) if emit == "auto" and _library.has_backward(args) else run_stages(args)
+    keeps_gate_up = emit == "halves" or (emit == "auto" and _library.has_backward(args))
+    return run_halves(args) if keeps_gate_up else run_stages(args)
 
 
 def _autocast(args: FusedExperts) -> FusedExperts:
@@ -139,7 +141,7 @@ def _autocast(args: FusedExperts) -> FusedExperts:
 
 def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
     """`fused_experts` with a user's function between its products."""
-    if emit in ("fused", "batch_invariant"):
+    if emit in ("halves", "fused", "batch_invariant"):
         value_error(
             "emit={!r} with a function as activation: expected 'auto' or 'stages'; a pass fuses it", emit
         )
@@ -151,15 +153,15 @@ def run_custom(args: FusedExperts, gate: Custom, emit: Emit) -> Tensor:
 
 
 def emits_stages(emit: Emit) -> bool:
-    """The one switch between stage operators and fused operator.
+    """The one switch between several operators and the fused one.
 
     In `torch.vmap` a batch of tokens becomes tokens of the fused operator; stages would be as many plans.
     """
     if emit == "auto":
         return torch.compiler.is_compiling() and not _compat.is_in_vmap()
-    if emit not in ("stages", "fused"):
-        value_error("emit={!r}: expected 'auto', 'stages', 'fused' or 'batch_invariant'", emit)
-    return emit == "stages"
+    if emit not in ("stages", "halves", "fused"):
+        value_error("emit={!r}: expected 'auto', 'stages', 'halves', 'fused' or 'batch_invariant'", emit)
+    return emit != "fused"
 
 
 def weigh_input(args: FusedExperts) -> FusedExperts:

@@ -258,7 +258,7 @@ BAD_VALUES = {
         r"residual has shape \[2, 8\]: expected \[4, 8\]",
     ),
     "no emit": (lambda: experts(emit=None), ValueError,
-        "emit=None: expected 'auto', 'stages', 'fused' or 'batch_invariant'"),
+        "emit=None: expected 'auto', 'stages', 'halves', 'fused' or 'batch_invariant'"),
     "emit of routing": (lambda: moe_ops.topk_routing(LOGITS, ROUTING, emit="fused"), ValueError,
         "emit='fused': expected 'auto' or 'batch"),
     # Routing

@@ -27,15 +27,20 @@ def hidden():
 def test_activations_are_saved_on_demand(overrides):
     saved = {
         choice: saved_bytes(patched_block({"save_for_backward": choice}, **overrides), hidden())
-        for choice in ("auto", "inputs", "activations")
+        for choice in ("auto", "inputs", "projections", "activations")
     }
+    of_gate_up = TOKENS * TOP_K * 2 * INTER * 4
+    more = (
+        saved["activations" if overrides else "projections"] - saved["projections" if overrides else "inputs"]
+    )
+    assert more == (0 if overrides else of_gate_up)
     assert 0.9 * ACTIVATIONS <= saved["activations"] - saved["inputs"] <= 1.6 * ACTIVATIONS
     # What eager PyTorch records on its own: our operator's inputs, or every stage around a gate of their own.
     assert saved["auto"] == saved["activations" if overrides else "inputs"]
 
 
 @pytest.mark.parametrize("overrides", [{}, OWN_GATE], ids=["known_gate", "own_gate"])
-@pytest.mark.parametrize("choice", ["auto", "inputs", "activations"])
+@pytest.mark.parametrize("choice", ["auto", "inputs", "projections", "activations"])
 def test_gradients_are_the_same(choice, overrides):
     stock, ours = pair("mixtral", **overrides)
     huggingface.patch(ours, save_for_backward=choice)
@@ -74,7 +79,7 @@ def test_runs_of_the_experts(choice, overrides, plain, checkpointed):
 
 
 @pytest.mark.parametrize("overrides", [{}, OWN_GATE], ids=["known_gate", "own_gate"])
-@pytest.mark.parametrize("choice", ["inputs", "activations"])
+@pytest.mark.parametrize("choice", ["inputs", "projections", "activations"])
 @torch.no_grad()
 def test_inference_runs_what_it_ran(choice, overrides):
     ran, traced = [], []
@@ -90,7 +95,7 @@ def test_inference_runs_what_it_ran(choice, overrides):
         ran.append(calls.names)
         torch.compile(block, backend=backend, fullgraph=True)(hidden())
     assert ran[0] == ran[1]
-    assert traced[0] == traced[1]
+    assert len({*traced}) == 1, "what is compiled may serve both"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_emit(emit, eager, compiled):
 
 
 @pytest.mark.parametrize("overrides", [{}, OWN_GATE], ids=["known_gate", "own_gate"])
-@pytest.mark.parametrize("choice", ["inputs", "activations"])
+@pytest.mark.parametrize("choice", ["inputs", "projections", "activations"])
 def test_compiled_training_computes_the_same(choice, overrides):
     block = patched_block({"save_for_backward": choice}, **overrides)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)

@@ -159,6 +159,20 @@ def transforms_see_known_calls() -> None:
     assert seen.count("_call_plainly") >= 3
 
 
+def what_wraps_a_tensor_is_the_dispatchers_to_take_off() -> None:
+    """A transform that has ended, whose tensors its pullback still has, and a sign that is yet to be turned."""
+    layer, x, logits = Layer().ready(FEW), aligned(FEW, H), aligned(FEW, E)
+    ended: list[Tensor] = []
+    torch.func.vjp(lambda given: (ended.append(given), given * 1)[1], x)
+    turned = torch._neg_view(x)
+    for given, has_values in ((ended[0], True), (turned, False)):
+        for _ in range(3):
+            with torch.no_grad():  # as in a pullback
+                moe_ops.fused_moe(given, logits, layer.w13, layer.w2, ROUTING)
+            addresses = {address for each in DRIVER.launched() for address in each.addresses()}
+            assert addresses and (x.data_ptr() in addresses) == has_values
+
+
 def a_state_of_the_thread_is_part_of_a_call() -> None:
     """Gradients, inference mode and autocast: each gives what it gives, in any order."""
     layer = Layer().ready(FEW)
@@ -246,6 +260,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     nothing_known_keeps_a_tensor,
     modes_and_profilers_see_known_calls,
     transforms_see_known_calls,
+    what_wraps_a_tensor_is_the_dispatchers_to_take_off,
     a_state_of_the_thread_is_part_of_a_call,
     launches_go_to_the_gpu_of_the_tensors,
     a_run_in_two_parts_launches_the_same,

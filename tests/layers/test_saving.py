@@ -35,14 +35,32 @@ def test_activations_are_saved_on_demand_only(options):
     assert 0.9 * activations() <= more <= 1.1 * activations()
 
 
+@pytest.mark.parametrize("options", [{}, {"shared_experts": SharedExpertConfig(8)}], ids=["plain", "shared"])
+def test_projections_are_all_that_is_saved_beside_inputs(options):
+    hidden = torch.randn(T, H, requires_grad=True)
+    of_inputs, of_projections = (
+        saved_bytes(make(choice, **options), hidden) for choice in ("inputs", "projections")
+    )
+    assert of_projections - of_inputs == T * K * 2 * I * hidden.element_size()
+
+
+@pytest.mark.parametrize(("choice", "products"), [("auto", 3), ("inputs", 3), ("projections", 2)])
+def test_products_of_a_backward(choice, products):
+    """Two are gradients, to activated and to hidden states; the third is a product run again."""
+    output = make(choice)(torch.randn(T, H, requires_grad=True))
+    with Calls("moe.grouped_gemm") as calls:
+        output.sum().backward()
+    assert calls.total == products
+
+
 @pytest.mark.parametrize("emit", ["auto", "stages", "fused"])
-@pytest.mark.parametrize("choice", ["inputs", "activations"])
+@pytest.mark.parametrize("choice", ["inputs", "projections", "activations"])
 def test_the_choice_wins_over_emit_while_gradients_are_recorded(emit, choice):
     hidden = torch.randn(T, H, requires_grad=True)
     assert saved_bytes(make(choice, emit), hidden) == saved_bytes(make(choice), hidden)
 
 
-@pytest.mark.parametrize("choice", ["auto", "inputs", "activations"])
+@pytest.mark.parametrize("choice", ["auto", "inputs", "projections", "activations"])
 def test_gradients_are_the_same(choice):
     hidden = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
     blocks = make("auto").double(), make(choice).double()
@@ -71,7 +89,7 @@ def test_runs_of_the_experts_without_checkpointing(choice, expected):
 
 
 @pytest.mark.parametrize("emit", ["auto", "stages", "fused"])
-@pytest.mark.parametrize("choice", ["inputs", "activations"])
+@pytest.mark.parametrize("choice", ["inputs", "projections", "activations"])
 def test_inference_runs_what_it_ran(emit, choice):
     hidden = torch.randn(T, H)
     ran = []
@@ -93,10 +111,11 @@ def test_inference_runs_what_it_ran(emit, choice):
     ("choice", "forward", "runs_again"),
     [
         ("auto", HALVES, False),
+        ("projections", HALVES, False),
         ("activations", STAGES, False),
         ("inputs", ["fused_moe", "routing_dispatch"], True),
     ],
-    ids=["auto", "activations", "inputs"],
+    ids=["auto", "projections", "activations", "inputs"],
 )
 def test_compiled_training(choice, forward, runs_again):
     module = FusedMoE(MoEConfig(E, K, H, I, save_for_backward=choice))
@@ -116,5 +135,6 @@ def test_experts_of_a_given_routing_follow_the_choice():
         module = FusedMoE(MoEConfig(E, K, H, I, save_for_backward=choice))
         return saved_bytes(lambda tokens: module(tokens, module.route(logits)), hidden)
 
-    saved = {choice: saved_with(choice) for choice in ("inputs", "activations")}
+    saved = {choice: saved_with(choice) for choice in ("inputs", "projections", "activations")}
     assert saved["activations"] - saved["inputs"] >= 0.9 * activations()
+    assert saved["projections"] - saved["inputs"] == T * K * 2 * I * 4

@@ -111,7 +111,8 @@ BAD = {
         r"per_expert\[0\] is on meta: expected cpu",
     ),
     "fused": ({"emit": "fused"}, ValueError, "emit='fused' with a function as activation"),
-    "emit": ({"emit": "both"}, ValueError, "emit='both': expected 'auto', 'stages', 'fused' or"),
+    "halves": ({"emit": "halves"}, ValueError, "emit='halves' with a function as activation"),
+    "emit": ({"emit": "both"}, ValueError, "emit='both': expected 'auto', 'stages', 'halves', 'fused' or"),
     "a name with tensors": (
         {"activation": "silu", "per_expert": [torch.ones(EXPERTS)]},
         ValueError,
