@@ -17,31 +17,34 @@ from moe_ops.errors import value_error
 
 _FEW_ROWS = 4  # that a product takes column-major
 _LARGE_EXPERT = 1 << 17  # weights: more than stay in a core's cache
-_CALL = {torch.bfloat16: 1_500_000, torch.float32: 400_000}
-"""What a call costs, in multiplications of the same time: 12 and 5 us on one core."""
-_COPY = 26
+_HUGE_EXPERT = 1 << 20  # weights: those of a product that is better alone
+_MANY_EXPERTS = 32  # with rows: float32 calls of fewer are as good
+_CALL = {torch.bfloat16: 3_000_000, torch.float32: 1_500_000}
+"""What a call costs, in multiplications of the same time."""
+_COPY = {torch.bfloat16: 26, torch.float32: 80}
 """What bringing one element of a padded row in or out costs, in the same unit."""
-_LAYOUT_ROWS = (
-    8  # a bfloat16 product brings its weight into another layout first, which costs as much as these
-)
+_READ = 40
+"""What reading a weight costs that no row needs, in the same unit."""
 
 
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[m, B] = x [m, A] @ weight [B, A].T + bias [B], of any strides, accumulated in float32 or float64.
 
-    A few float32 rows are faster column-major: 53 against 96 us at 2 rows and 512 x 512 on one core, and one row
-    is a matrix-vector product. More rows are faster in oneDNN: 125 against 220 us at 32. float16 goes through float32,
-    whose kernel is ~50 times faster.
+    A few float32 rows are faster column-major: 68 against 178 us at 2 rows and 512 x 512 on one core, where a weight's
+    rows are contiguous; where its columns are, 1105 against 165. One row is a matrix-vector product. More rows are
+    faster in oneDNN: 3.5 against 4.6 ms at 64 and 2048 x 1024. float16 goes through float32, whose kernel is ~50 times
+    faster.
     """
+    rows = x.shape[0]
     if x.dtype == torch.float16:
         product = torch.mm(x.float(), weight.t().float()).half()
-    elif x.dtype != torch.float32 or x.shape[0] == 0:
+    elif x.dtype != torch.float32 or rows == 0:
         product = F.linear(x, weight)
-    elif x.shape[0] == 1:
+    elif rows == 1:
         product = torch.mv(weight, x[0]).unsqueeze(0)
-    elif x.shape[0] <= _FEW_ROWS:
+    elif rows <= _FEW_ROWS and weight.stride(1) == 1:
         product = torch.mm(weight, x.t()).t()
-    elif weight.numel() > _LARGE_EXPERT and _compat.has_onednn():
+    elif rows > _FEW_ROWS and weight.numel() > _LARGE_EXPERT and _compat.has_onednn():
         product = _compat.onednn_linear(x, weight)
     else:
         product = F.linear(x, weight)
@@ -95,23 +98,20 @@ def read_offsets(expert_offsets: Tensor, num_rows: int) -> list[int]:
 
 def _rows_to_pad_to(offsets: list[int], weight: Tensor) -> int | None:
     """Rows of the fullest expert where one `bmm` of all experts beats a call for each, else None."""
-    numel, cores = weight.shape[1] * weight.shape[2], torch.get_num_threads()
-    if weight.dtype == torch.float32:  # calls are as good on one core, with large experts on a few
-        cores -= 4 if numel > _LARGE_EXPERT else 1
-    if weight.dtype not in _CALL or cores < 1:
-        return None
+    dtype, numel, cores = weight.dtype, weight.shape[1] * weight.shape[2], torch.get_num_threads()
     sizes = [end - start for start, end in pairwise(offsets)]
     most, busy = max(sizes, default=0), len(sizes) - sizes.count(0)
-    idle = len(sizes) - busy
-    if busy <= idle:
+    if dtype == torch.float32:  # calls are as good on one core
+        cores -= 1
+        busy = busy if busy >= _MANY_EXPERTS else 0
+    if dtype not in _CALL or busy == 0:
         return None
-    spared = busy * _CALL[weight.dtype]
-    if weight.dtype == torch.bfloat16:
-        spared += (busy - idle) * _LAYOUT_ROWS * numel
-    rows = most * len(sizes)
-    spent = (rows - offsets[-1]) * numel + rows * (weight.shape[1] + weight.shape[2]) * _COPY
+    rows, (columns, depth) = most * len(sizes), weight.shape[1:]
+    added = (rows - offsets[-1]) * numel
+    copied = rows * (columns + depth) * _COPY[dtype]
+    read = sizes.count(0) * numel * _READ
     # Each further core makes small calls dearer.
-    return most if spent < cores * spared else None
+    return most if added + copied + read < cores * busy * _CALL[dtype] else None
 
 
 def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most: int) -> Tensor:
@@ -126,7 +126,7 @@ def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most:
         0, padded, rows
     )  # padding reads a row that is there
     inputs = x.index_select(0, source).unflatten(0, (num_experts, most))
-    if x.dtype == torch.float32 and most <= _FEW_ROWS:
+    if x.dtype == torch.float32 and most <= _FEW_ROWS and weight.stride(2) == 1:
         products = torch.bmm(weight, inputs.transpose(1, 2)).transpose(1, 2)
     else:
         products = torch.bmm(inputs, weight.transpose(1, 2))
@@ -140,10 +140,15 @@ def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most:
 def _suits_torch_grouped_mm(x: Tensor, linear: GroupedLinear) -> bool:
     """A loop over experts in C++. It wants strides in multiples of 16 bytes."""
     weight, bias = linear
-    is_large = weight.shape[1] * weight.shape[2] > _LARGE_EXPERT
-    if bias is not None or not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not is_large)):
+    if bias is not None or x.dtype not in _CALL or (x.dtype == torch.float32 and _is_better_alone(x, weight)):
         return False
     lanes = 16 // x.element_size()
     aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0 and weight.numel() > 0
     dense = weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()
     return aligned and dense and x.is_contiguous() and x.shape[0] > 0
+
+
+def _is_better_alone(x: Tensor, weight: Tensor) -> bool:
+    """Whether `expert_linear` knows something faster than a plain float32 product that outweighs a call from Python."""
+    numel, few = weight.shape[1] * weight.shape[2], x.shape[0] <= _FEW_ROWS * weight.shape[0]
+    return numel >= (_HUGE_EXPERT // 2 if few and weight.stride(2) == 1 else _HUGE_EXPERT)

@@ -126,11 +126,13 @@ def _check_weight_backward(args: GroupedGemmWeightBackward) -> None:
 
 def _reference_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
     grad, x, expert_offsets = args
-    out = _fake_weight_backward(args).zero_()
+    out = _fake_weight_backward(args)
     sizes = _group_sizes(expert_offsets, x.shape[0])
     for rows, grad_rows, expert_out in zip(x.split(sizes), grad.split(sizes), out.unbind(0), strict=False):
         if rows.shape[0]:
             _outer(grad_rows, rows, expert_out)
+        else:
+            expert_out.zero_()
     return out
 
 
