@@ -139,7 +139,7 @@ def draw(seed: int, index: int) -> Case:
         level=level,
         emit="auto"
         if level == "compiled"
-        else random.choice(("fused", "fused", "fused", "stages", "batch_invariant")),
+        else random.choice(("fused", "fused", "halves", "stages", "batch_invariant")),
         **sizes,
         local_experts=random.randint(1, sizes["experts"] - 1) if mapped else sizes["experts"],
         top_k=routing.top_k,

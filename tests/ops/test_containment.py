@@ -17,7 +17,7 @@ ON = [
 ]
 everywhere = pytest.mark.parametrize(("device", "sizes"), ON)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_way = pytest.mark.parametrize("emit", ["fused", "stages", "batch_invariant"])
+every_way = pytest.mark.parametrize("emit", ["fused", "stages", "halves", "batch_invariant"])
 
 
 @everywhere

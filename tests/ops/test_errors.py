@@ -24,7 +24,7 @@ def last_lines(error):
 
 
 @layers
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_eager(name, emit):
     change, error, message = BAD_LAYERS[name]
     with pytest.raises(error, match=message):
@@ -119,7 +119,7 @@ def test_an_eager_traceback_shows_the_source_again():
 
 
 @pytest.mark.parametrize("value", ["a string", None, 3, np.ones((T, H), dtype=np.float32)], ids=str)
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 @pytest.mark.parametrize("argument", ["hidden_states", "w2", "router_logits"])
 def test_something_else_in_a_tensors_place(argument, emit, value):
     with pytest.raises(TypeError, match=rf"{argument}=.*: expected a torch.Tensor"):

@@ -37,7 +37,7 @@ def on_gpu(problem):
 
 @cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_values(case, dtype, emit):
     problem = make(case, dtype)
     there = on_gpu(problem)
@@ -49,7 +49,7 @@ def test_values(case, dtype, emit):
 
 
 @cases
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_gradients(case, emit):
     problem = make(case, torch.float64, requires_grad=True)
     there = on_gpu(problem)
@@ -101,7 +101,7 @@ def test_bad_ids_contribute_zero_and_read_nothing(tokens):
         assert (out[1::2] == 0).all()
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_a_nan_token_changes_no_other_bits_and_runs_repeat(emit):
     problem = on_gpu(make(LARGER[2], torch.bfloat16))
     clean = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)

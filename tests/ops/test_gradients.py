@@ -128,7 +128,7 @@ SMOOTH = [case for case in CASES if case.tokens and case.top_k > 1 and case.acti
 
 @pytest.mark.parametrize("case", SMOOTH, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_gradients_in_every_dtype(case, dtype, emit):
     """Against float64 of the same rounded inputs; a gradient passes through twice as many roundings as a value."""
     problem = make(case, dtype, requires_grad=True)

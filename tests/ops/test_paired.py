@@ -200,7 +200,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 @pytest.mark.parametrize("what", BAD)
 def test_bad_pairs(what, emit):
     change, message = BAD[what]

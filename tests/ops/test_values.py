@@ -28,7 +28,7 @@ def oracle(problem, weights, ids, expert_map=None):
 
 @cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_fused_moe(case, dtype, emit, poisoned_empty):
     problem = make(case, dtype)
     weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
@@ -55,7 +55,7 @@ def test_fusion_targets_by_hand(case, poisoned_empty):
 
 
 @cases
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_shared_enters_after_the_routed_sum(case, emit):
     problem = make(case)
     shared = torch.randn_like(problem.hidden_states)
@@ -166,7 +166,7 @@ def test_expert_map(tokens, size):
         assert_matches_oracle(out, expected)
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_all_slots_dropped_gives_exact_zero(emit, tokens, poisoned_empty):
     x, w13, w2 = torch.randn(tokens, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
@@ -175,7 +175,7 @@ def test_all_slots_dropped_gives_exact_zero(emit, tokens, poisoned_empty):
     assert torch.equal(out, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_a_nan_token_changes_no_other_bits(emit):
     problem = make(CASES[3], torch.float32)
     clean = moe_ops.fused_moe(*problem.args(), emit=emit)
@@ -205,7 +205,7 @@ def test_weight_on_input():
         assert_matches_oracle(out, expected)
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_transposed_weights_are_taken_as_they_are(emit):
     problem = make(CASES[6])
     w13 = problem.w13.transpose(1, 2).contiguous().transpose(1, 2)
@@ -233,7 +233,7 @@ def test_grouped_gemm_zeroes_the_tail(poisoned_empty):
     assert torch.equal(out, torch.tensor([[5.0] * 6] * 3 + [[0.0] * 6] * 2))
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 @pytest.mark.parametrize("tokens", [0, 3, 20])
 @pytest.mark.parametrize("hidden, intermediate", [(0, 5), (8, 0), (0, 0)])
 def test_sizes_of_zero(hidden, intermediate, tokens, emit):
@@ -245,7 +245,7 @@ def test_sizes_of_zero(hidden, intermediate, tokens, emit):
     assert out.shape == (tokens, hidden)
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 def test_repeated_runs_agree_bit_for_bit(emit):
     problem = make(CASES[6], torch.bfloat16)
     first = moe_ops.fused_moe(*problem.args(), **problem.biases(), emit=emit)
@@ -255,7 +255,7 @@ def test_repeated_runs_agree_bit_for_bit(emit):
     )
 
 
-@pytest.mark.parametrize("emit", ["fused", "stages"])
+@pytest.mark.parametrize("emit", ["fused", "stages", "halves"])
 @pytest.mark.parametrize("tokens", [1, 3, 33])
 def test_inference_mode_and_a_default_device(emit, tokens):
     problem = make(Case(tokens, 8, 4, 16, 12, bias=True), torch.float32)
