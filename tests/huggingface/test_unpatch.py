@@ -232,7 +232,7 @@ def test_a_failure_leaves_the_model_as_it_was(broken, monkeypatch):
         ({"emit": "eager"}, r"emit='eager': expected one of 'auto', 'stages', 'fused'"),
         (
             {"save_for_backward": True},
-            r"save_for_backward=True: expected one of 'auto', 'inputs', 'activations'",
+            r"save_for_backward=True: expected one of 'auto', 'inputs', 'projections', 'activations'",
         ),
     ],
 )
