@@ -30,9 +30,9 @@ _READ = 40
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[m, B] = x [m, A] @ weight [B, A].T + bias [B], of any strides, accumulated in float32 or float64.
 
-    A few float32 rows are faster column-major: 68 against 178 us at 2 rows and 512 x 512 on one core, where a weight's
-    rows are contiguous; where its columns are, 1105 against 165. One row is a matrix-vector product. More rows are
-    faster in oneDNN: 3.5 against 4.6 ms at 64 and 2048 x 1024. float16 goes through float32, whose kernel is ~50 times
+    A few float32 rows are faster column-major: 60 against 116 us at 2 rows and 512 x 512 on one core, where a weight's
+    rows are contiguous; where its columns are, 1076 against 101. One row is a matrix-vector product. More rows are
+    faster in oneDNN: 3.0 against 3.4 ms at 64 and 2048 x 1024. float16 goes through float32, whose kernel is ~50 times
     faster.
     """
     rows = x.shape[0]
