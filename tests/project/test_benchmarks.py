@@ -266,7 +266,10 @@ def test_training_times_no_layer_whose_gradients_are_wrong(monkeypatch, capsys) 
 
 
 def test_training_counts_what_is_kept_beside_weights() -> None:
-    hidden, weight = torch.randn(4, 8), torch.randn(8, 8)  # as `measure` has them: steps make their own leaves
+    hidden, weight = (
+        torch.randn(4, 8),
+        torch.randn(8, 8),
+    )  # as `measure` has them: steps make their own leaves
     args = [hidden, torch.zeros(4, 2), weight, weight]
     assert training_bench.kept_bytes(lambda x, _, w, __: (x @ w).sin(), args) == 2 * 4 * 8 * 4
 
