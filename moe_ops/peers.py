@@ -2,16 +2,15 @@
 
 A buffer holds, for each parity, how many rows every rank has pushed here, these rows, and sums that the others pull:
 
-    counts [2, W] int32 | signals [W] int64 | rows [2, W, M] of `row_bytes` | sums [2, W, M] of `sum_bytes`
+    counts [2, W] int64 | signals [2, W, M] int64 | rows [2, W, M] of `row_bytes` | sums [2, W, M] of `sum_bytes`
 
-W ranks, M rows that are set aside for each pair of them (`max_tokens`). A signal is how far a rank has come, a number
-that only grows. Exchanges take turns between two parities, so that it is enough to wait for all ranks once in each:
-whoever writes to a parity again has waited in the exchange between, and the others told in that one behind what they
-had to read.
+W ranks, M rows that are set aside for each pair of them (`max_tokens`). Counts and signals, one for each row, are
+numbers that only grow. Exchanges take turns between two parities, so that it is enough to wait for the counts of all
+ranks in each: whoever writes to a parity again has waited in the exchange between, and the others told theirs in that
+one behind what they had to read.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -21,14 +20,6 @@ from torch import Tensor
 from moe_ops.errors import value_error
 
 ALIGNMENT = 16
-_LARGE_BYTES = 16 << 20  # what takes so long that it is worth cutting
-_PARTS = 2
-_SMALLER = 5  # so many times as fast as over a link are rows copied in memory
-
-
-def parts_worth_it(max_tokens: int, row_bytes: int) -> int:
-    """How many parts so many rows are worth."""
-    return _PARTS if max_tokens * row_bytes >= _LARGE_BYTES else 1
 
 
 def aligned(num_bytes: int) -> int:
@@ -45,30 +36,22 @@ class ExchangeLayout:
         max_tokens: M.
         row_bytes: most bytes of a row and what goes with it, a multiple of 16.
         sum_bytes: most bytes of a row of sums, a multiple of 16.
-        num_parts: how many parts of the rows go one behind the other: one is read while the next is on its way.
     """
 
     num_ranks: int
     max_tokens: int
     row_bytes: int
     sum_bytes: int
-    num_parts: int = 1
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """Where the parts of M rows start, and M. Each takes as long over a link as the one before takes in memory."""
-        sizes = [_SMALLER**part for part in reversed(range(self.num_parts))]
-        return tuple(self.max_tokens * before // sum(sizes) for before in accumulate(sizes, initial=0))
 
     @property
     def signals_at(self) -> int:
         """Bytes before the signals."""
-        return aligned(2 * self.num_ranks * 4)
+        return 2 * self.num_ranks * 8
 
     @property
     def rows_at(self) -> int:
         """Bytes before the rows."""
-        return aligned(self.signals_at + self.num_ranks * 8)
+        return self.signals_at + 2 * self.num_ranks * self.max_tokens * 8
 
     @property
     def sums_at(self) -> int:
@@ -126,10 +109,10 @@ class Peers:
 
 
 def new_turns(timeout: float, device: torch.device | str) -> Tensor:
-    """[4] int64, which kernels keep: exchanges before this one, as its first launch finds them, and the number of this
-    one; CTAs that are done; and nanoseconds that one waits for other ranks before the device raises an error.
+    """[3] int64, which kernels keep: exchanges before this one; CTAs of this one that are done; and nanoseconds that
+    one waits for other ranks before the device raises an error.
     """
-    return torch.tensor([0, 0, 0, int(1e9 * timeout)], dtype=torch.int64, device=device)
+    return torch.tensor([0, 0, int(1e9 * timeout)], dtype=torch.int64, device=device)
 
 
 _PEERS: WeakValueDictionary[str, Peers] = WeakValueDictionary()

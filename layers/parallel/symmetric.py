@@ -25,7 +25,7 @@ from layers.parallel.exchange import Exchange, Started, nothing
 from layers.parallel.group import ExpertRanks, process_group
 from layers.parallel.sizes import expect_at_most
 from moe_ops.exchange_plan import plan_exchange
-from moe_ops.peers import ExchangeLayout, Peers, aligned, fields_of, find_peers, new_turns, parts_worth_it
+from moe_ops.peers import ExchangeLayout, Peers, aligned, fields_of, find_peers, new_turns
 from moe_ops.pull_sums import pull_sums
 from moe_ops.push_rows import push_rows
 from moe_ops.values import ExchangePlan
@@ -137,9 +137,7 @@ class SymmetricPrepareAndFinalize(Exchange):
 def _layout(num_ranks: int, sizes: dict[str, int], dtype: torch.dtype) -> ExchangeLayout:
     row, choices = sizes["hidden_size"] * dtype.itemsize, sizes["top_k"] * _BYTES_OF_A_CHOICE
     row_bytes = fields_of(row, choices, choices, sizes["extra_bytes"]).num_bytes
-    most = sizes["max_tokens"]
-    sum_bytes, parts = aligned(max(row, choices)), parts_worth_it(most, row_bytes)
-    return ExchangeLayout(num_ranks, most, row_bytes, sum_bytes, parts)
+    return ExchangeLayout(num_ranks, sizes["max_tokens"], row_bytes, aligned(max(row, choices)))
 
 
 def _peers(group: dist.ProcessGroup | DeviceMesh, layout: ExchangeLayout, timeout: float) -> Peers:

@@ -1,8 +1,8 @@
-"""How ranks wait for each other inside the launches of an exchange, without a launch of its own for it.
+"""How ranks tell each other, inside a launch, how many rows come and which have come.
 
-The CTAs that write to other ranks count themselves, and the last one tells every rank; CTAs of the next launch wait for
-what the others tell. Those that write never wait. So ranks get on in any order of their CTAs, and a launch that waits
-does so for launches of the others that come before it.
+A signal is a number of 8 bytes in the memory of the rank that waits for it, and only grows. Those that write never
+wait, and stand first in a launch; those that wait do so for what such a part of another rank's launch writes. So ranks
+get on in any order.
 """
 
 import triton
@@ -15,57 +15,52 @@ SIGNAL_BYTES = tl.constexpr(8)
 
 
 @triton.jit
-def exchange_number(turns_ptr, step, LAST: tl.constexpr):
-    """How many exchanges came before this one: what the first launch finds. The last one counts.
-
-    No launch writes what another of its CTAs reads.
-    """
-    number = tl.load(turns_ptr + tl.minimum(step, 1))
-    if tl.program_id(0) == 0:
-        if step == 0:
-            tl.store(turns_ptr + 1, number)
-        if step == LAST:
-            tl.store(turns_ptr, number + 1)
-    return number
-
-
-@triton.jit
-def tell_all(
-    signal, addresses_ptr, turns_ptr, rank, RANKS: tl.constexpr, AT: tl.constexpr, CTAS: tl.constexpr
-):
-    """When so many CTAs have come here, what they have written may be read: tells the other ranks `signal`."""
+def tell(address, signal, turns_ptr):
+    """Writes a signal, behind everything that this CTA has written so far."""
     tl.debug_barrier()  # all threads have written
-    if tl.atomic_add(turns_ptr + 2, 1, sem="acq_rel", scope="sys") == CTAS - 1:
-        tl.store(turns_ptr + 2, 0)
-        for turn in range(RANKS - 1):
-            peer = tl.load(addresses_ptr + (rank + 1 + turn) % RANKS)
-            signal_ptr = (peer + AT + rank * SIGNAL_BYTES).to(turns_ptr.dtype, bitcast=True)
-            tl.atomic_xchg(signal_ptr, signal, sem="release", scope="sys")
+    tl.atomic_xchg(address.to(turns_ptr.dtype, bitcast=True), signal, sem="release", scope="sys")
 
 
 @triton.jit
-def wait_for_all(signal, addresses_ptr, turns_ptr, rank, RANKS: tl.constexpr, AT: tl.constexpr):
-    """Until the other ranks have told `signal`, or a later one; what they wrote before may be read."""
-    mine = tl.load(addresses_ptr + rank) + AT
-    for turn in range(RANKS - 1):
-        signal_ptr = (mine + (rank + 1 + turn) % RANKS * SIGNAL_BYTES).to(turns_ptr.dtype, bitcast=True)
-        _wait_for(signal_ptr, signal, turns_ptr)
-    tl.debug_barrier()  # for all threads
-
-
-@triton.jit
-def _wait_for(signal_ptr, signal, turns_ptr):
+def wait_for(address, signal, turns_ptr):
+    """Until a signal is at least this one: returns it. What its sender wrote before may be read."""
+    signal_ptr = address.to(turns_ptr.dtype, bitcast=True)
+    told = _told(signal_ptr)
     if INTERPRETED:  # has no clock
-        while _told(signal_ptr) < signal:
-            pass
-    else:
-        end = globaltimer() + tl.load(turns_ptr + 3)
-        while _told(signal_ptr) < signal:
+        while told < signal:
+            told = _told(signal_ptr)
+    elif told < signal:
+        end = globaltimer() + tl.load(turns_ptr + 2)
+        while told < signal:
             if globaltimer() > end:
                 tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], tl.int32, False, 1)
+            told = _told(signal_ptr)
+    tl.debug_barrier()  # for all threads
+    return told
 
 
 @triton.jit
 def _told(signal_ptr):
-    """What a rank has told, read by one thread for all: Triton makes a load that acquires of it."""
+    """What has been told, read by one thread for all: Triton makes a load that acquires of it."""
     return tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def tell_count(address, number, count, turns_ptr, ROWS: tl.constexpr):
+    """Exchange `number` is under way here, and brings so many rows, at most ROWS."""
+    tell(address, (number + 1) * (ROWS + 1) + count, turns_ptr)
+
+
+@triton.jit
+def wait_for_count(address, number, turns_ptr, ROWS: tl.constexpr):
+    """How many rows come in exchange `number`."""
+    told = wait_for(address, (number + 1) * (ROWS + 1), turns_ptr)
+    return (told - (number + 1) * (ROWS + 1)).to(tl.int32)
+
+
+@triton.jit
+def leave(turns_ptr, number, CTAS: tl.constexpr):
+    """The last of so many CTAs to come here ends exchange `number`: all have read by then which one it was."""
+    if tl.atomic_add(turns_ptr + 1, 1) == CTAS - 1:
+        tl.store(turns_ptr + 1, 0)
+        tl.store(turns_ptr, number + 1)

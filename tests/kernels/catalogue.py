@@ -159,14 +159,12 @@ def _beside(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _strided(tokens, 1), _strided(tokens, 64)
 
 
-def exchanges(
-    dtype: torch.dtype, sizes: tuple[int, int, int], num_parts: int = 1, gpu: Gpu = H200
-) -> list[Program]:
+def exchanges(dtype: torch.dtype, sizes: tuple[int, int, int], gpu: Gpu = H200) -> list[Program]:
     """A push of integers as long as `dtype`, with all that goes with tokens, and a pull; sizes are W, M and H."""
     num_ranks, most, columns = sizes
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     row_bytes = 16 * (columns * dtype.itemsize // 16 + 20)
-    layout = ExchangeLayout(num_ranks, most, row_bytes, row_bytes, num_parts)
+    layout = ExchangeLayout(num_ranks, most, row_bytes, row_bytes)
     plan = ExchangePlan(
         *(meta(*shape, dtype=torch.int32) for shape in ((9, num_ranks), (num_ranks, most), (num_ranks,)))
     )

@@ -1,5 +1,6 @@
 """Exchanges between ranks of one process: their launches take turns where ranks would wait for each other."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from moe_ops import records
 from moe_ops.arguments import PlanExchange, PullSums, PushRows
 from moe_ops.kernels import exchange_plans, plans
 from moe_ops.kernels.gpu import KIB, Gpu
+from moe_ops.kernels.program import Program
 from moe_ops.peers import ExchangeLayout, new_turns
 from moe_ops.pull_sums import contiguous
 from moe_ops.push_rows import Pushed, as_integers, as_pushed
@@ -32,7 +34,7 @@ class Loopback:
         # 16 bytes more, to start on 16 wherever the allocator does
         memory = torch.full((self.layout.num_bytes + 16,), 0xFF, dtype=torch.uint8, device=self.device)
         start = -memory.data_ptr() % 16
-        memory[start + self.layout.signals_at :][: 8 * self.layout.num_ranks] = 0
+        memory[start : start + self.layout.rows_at] = 0
         return memory[start : start + self.layout.num_bytes]
 
     def plan(self, ids: Tensor, owners: Tensor) -> ExchangePlan:
@@ -50,7 +52,9 @@ class Loopback:
         return [outputs["sums"] for outputs in self._run([contiguous(each) for each in given])]
 
     def _run(self, given: list[Any]) -> list[dict[str, Tensor]]:
-        programs = [exchange_plans.program(each, self.layout, rank, FEW) for rank, each in enumerate(given)]
+        programs = [
+            in_halves(exchange_plans.program(each, self.layout, rank, FEW)) for rank, each in enumerate(given)
+        ]
         shared = [{"addresses": self.addresses, "turns": turns} for turns in self.turns]
         bound = [
             program.filled.bind(
@@ -63,3 +67,11 @@ class Loopback:
                 for each in bound:
                     each.launch(step, step + 1)
         return [dict(zip(programs[0].outputs, each.results, strict=True)) for each in bound]
+
+
+def in_halves(program: Program) -> Program:
+    """CTAs that write to other ranks in a launch of their own, before those that wait for what others write."""
+    (launch,) = program.launches
+    ctas = launch.args["CTAS"]
+    halves = (replace(launch, grid=(ctas,), args={**launch.args, "first": first}) for first in (0, ctas))
+    return replace(program, launches=tuple(halves))

@@ -161,10 +161,9 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 128, 7168), (2, 4096, 7168), (8, 33, 511)], ids=str)
 def test_exchanges(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    for program in catalogue.exchanges(dtype, sizes, num_parts=4):
+    for program in catalogue.exchanges(dtype, sizes):
         compiled = aot.compile_program(program, catalogue.exchange_dtypes(dtype))
         _assert_spill_free(compiled)
-        assert len(compiled) == 5
         for kernel in compiled:  # rows of whole 16 bytes go 16 bytes at a time
             assert ("st.global.v4" in kernel.ptx or "st.global.v2.b64" in kernel.ptx) == (sizes[2] != 511)
     ids, owners = _meta(9, 8, dtype=torch.int32), _meta(256, dtype=torch.int32)

@@ -19,7 +19,7 @@ from layers.parallel import AllGatherPrepareAndFinalize, ExpertParallel, Symmetr
 from layers.parallel._compat import symmetric_memory
 from layers.parallel.symmetric import _fault
 from moe_ops.exchange_plan import plan_exchange
-from moe_ops.peers import ExchangeLayout, Peers, fields_of, new_turns, parts_worth_it, peers_named
+from moe_ops.peers import ExchangeLayout, Peers, fields_of, new_turns, peers_named
 from moe_ops.pull_sums import pull_sums
 from moe_ops.push_rows import push_rows
 from tests.helpers import assert_matches_oracle, assert_same
@@ -139,10 +139,9 @@ def test_no_barrier_waits_for_ever(monkeypatch):
 
 def test_layout():
     layout = ExchangeLayout(num_ranks=2, max_tokens=3, row_bytes=64, sum_bytes=32)
-    assert (layout.signals_at, layout.rows_at) == (16, 32)
-    assert (layout.sums_at, layout.num_bytes) == (32 + 2 * 2 * 3 * 64, 32 + 12 * 64 + 12 * 32)
+    assert (layout.signals_at, layout.rows_at) == (32, 32 + 12 * 8)
+    assert (layout.sums_at, layout.num_bytes) == (128 + 12 * 64, 128 + 12 * 64 + 12 * 32)
     assert fields_of(26, 12, 12, 5) == (32, 48, 64, 80)
-    assert parts_worth_it(128, 14848) == 1 and parts_worth_it(4096, 14848) > 1
 
 
 def test_peers_are_known_as_long_as_they_live():

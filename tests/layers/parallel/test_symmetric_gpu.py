@@ -115,11 +115,10 @@ def test_gradients(sizes):
 
 
 @on_gpu_ranks(2)
-def test_in_parts():
-    """Enough bytes for rows to go in parts."""
+def test_many_rows():
+    """More than there are CTAs; a rank without any, and then the other."""
     sizes = {"max_tokens": 4096, "hidden_size": 4096, "dtype": torch.bfloat16}
     exchange = symmetric(dist.group.WORLD, ExpertRanks(E, 2), **sizes)
-    assert exchange.peers.layout.num_parts > 1
     rank = dist.get_rank()
     for step, tokens in enumerate((4096, 1000, 0, 4001)):
         generator = torch.Generator("cuda").manual_seed(10 * step + rank)
