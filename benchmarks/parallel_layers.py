@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from benchmarks.parallel_state import (
     Row,
     State,
-    eager_us,
+    all_eager_us,
     expect_close,
-    in_graph_us,
+    in_graphs_us,
     make_layer,
     routed,
     routed_evenly,
@@ -55,14 +55,14 @@ def layer(state: State) -> list[Row]:
     every = hidden, RouterOutput(hidden, weights, ids)
     mine = parts[state.rank][0], RouterOutput(*parts[state.rank])
     expected = whole(*every)[state.rank * each :][:each]
-    alone = eager_us(state, lambda: whole(*every))
-    tell(state, rows, way="one rank", tokens=total, us=alone)
+    calls: dict[str, Callable[[], Tensor]] = {"one rank": partial(whole, *every)}
     for name, style in styles(state, each).items():
-        shared = sharded(state, whole, style)
-        expect_close(state, shared(*mine), expected, name)
-        us = eager_us(state, partial(shared, *mine))
-        tell(state, rows, way=name, tokens=total, us=us, speedup=alone / us)
-        del shared
+        calls[name] = partial(sharded(state, whole, style), *mine)
+        expect_close(state, calls[name](), expected, name)
+    times = all_eager_us(state, calls)
+    for name, us in times.items():
+        speedup = {} if name == "one rank" else {"speedup": times["one rank"] / us}
+        tell(state, rows, way=name, tokens=total, us=us, **speedup)
     return rows
 
 
@@ -94,11 +94,10 @@ def decode(state: State) -> list[Row]:
         for name, style in styles(state, tokens).items():
             if "batches" not in name:
                 calls[name] = partial(sharded(state, whole, style), mine[0], RouterOutput(*mine))
-        times: Row = {}
         for name, call in calls.items():
             part = expected if name == "tensor parallel" else expected[state.rank * tokens :][:tokens]
             expect_close(state, call(), part, f"{name}, {tokens} tokens")
-            times[f"{name} us"] = in_graph_us(state, call)
+        times = {f"{name} us": us for name, us in in_graphs_us(state, calls).items()}
         busiest = busiest_rank(chosen[1], state.size, workload.num_experts)
         tell(state, rows, tokens_per_rank=tokens, busiest=busiest, **times)
     return rows

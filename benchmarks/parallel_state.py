@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.timing import IDLE_S, LONG_MS
 from benchmarks.workloads import WORKLOADS, Workload
 from layers import FusedMoE, MoEConfig
 
@@ -97,13 +99,25 @@ def slowest(state: State, value: float) -> float:
     return told.item()
 
 
-def timed(state: State, run: Callable[[], object], calls: int) -> float:
-    """Microseconds of one of the `calls` that `run` makes: the median of rounds, of each the slowest rank."""
-    times = []
+def in_turns(state: State, runs: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    """Microseconds of one of the `calls` that each of `runs` makes: the median of rounds, of each the slowest rank.
+
+    They take turns, and what runs long is followed by a rest, so that clocks and heat fall on all alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(state.scale.rounds):
-        synchronize(state)
-        times.append(slowest(state, _elapsed_us(state, run) / calls))
-    return statistics.median(times)
+        for name, run in runs.items():
+            synchronize(state)
+            elapsed = slowest(state, _elapsed_us(state, run))
+            times[name].append(elapsed / calls)
+            if elapsed > 1e3 * LONG_MS:
+                time.sleep(IDLE_S)
+    return {name: statistics.median(mine) for name, mine in times.items()}
+
+
+def timed(state: State, run: Callable[[], object], calls: int) -> float:
+    """`in_turns` of one."""
+    return in_turns(state, {"it": run}, calls)["it"]
 
 
 def _elapsed_us(state: State, run: Callable[[], object]) -> float:
@@ -148,10 +162,26 @@ def in_graph_us(state: State, call: Callable[[], object]) -> float:
     return timed(state, captured(state, call, state.scale.calls), state.scale.calls)
 
 
+def in_graphs_us(state: State, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of each in CUDA graphs that take turns."""
+    graphs = {name: captured(state, call, state.scale.calls) for name, call in calls.items()}
+    return in_turns(state, graphs, state.scale.calls)
+
+
 def eager_us(state: State, call: Callable[[], object]) -> float:
     """Microseconds of a call that is not captured."""
-    call()
-    return timed(state, lambda: [call() for _ in range(3)], 3)
+    return all_eager_us(state, {"it": call})["it"]
+
+
+def all_eager_us(state: State, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of each, not captured, in turns."""
+    for call in calls.values():
+        call()
+    return in_turns(state, {name: partial(_thrice, call) for name, call in calls.items()}, 3)
+
+
+def _thrice(call: Callable[[], object]) -> list[object]:
+    return [call() for _ in range(3)]
 
 
 def expect_close(state: State, actual: Tensor, expected: Tensor, what: str) -> None:
