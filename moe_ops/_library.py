@@ -247,7 +247,7 @@ def launch(arguments: Any) -> Any:
 
 
 def exchange(arguments: Any, peers: Any) -> dict[str, Tensor]:
-    """Runs the launches of an operator that exchanges rows with `peers`, a barrier between each and the next."""
+    """Runs the launch of an operator that exchanges rows with `peers`."""
     from moe_ops.kernels import exchange_plans
 
     return exchange_plans.launch(arguments, peers)

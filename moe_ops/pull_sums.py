@@ -3,9 +3,9 @@
     out[t] = sum over r of rows[this * M + slots[t, r]] of rank r      (in the order of ranks; slots of -1 add nothing)
 
 T tokens, H hidden size, W ranks, M rows set aside for each pair. The other way round than `push_rows`, whose plan it
-takes. Rows for other ranks are laid out in symmetric memory, a barrier on the device follows, and each rank reads what
-is its own. Sums are float32 (float64 for float64) in one order, so they are repeatable to the bit, and are rounded
-once. The gradient goes by `push_rows`.
+takes. Rows for other ranks are written into their symmetric memory, a signal behind each, and each rank sums up what
+is its own as it comes. Sums are float32 (float64 for float64) in one order, so they are repeatable to the bit, and are
+rounded once. The gradient goes by `push_rows`.
 """
 
 from typing import Any

@@ -3,9 +3,9 @@
     rows[r * M + slots[t, this]] = hidden_states[t] of rank r          (slots of rank r's plan; zeros in empty rows)
 
 T tokens, H hidden size, K experts per token, C bytes of extra tensors, W ranks, M rows set aside for each pair. Every
-rank calls it as often as the others. Peers write into symmetric memory, a barrier on the device follows, and rows are
-copied out: outputs are memory of their own, so nothing else has to know of the buffers. Static shapes, no host sync,
-capturable. The gradient goes back by `pull_sums`.
+rank calls it as often as the others. Peers write into symmetric memory, a signal behind each row, and rows are copied
+out as they come: outputs are memory of their own, so nothing else has to know of the buffers. Static shapes, no host
+sync, capturable. The gradient goes back by `pull_sums`.
 """
 
 from collections.abc import Mapping

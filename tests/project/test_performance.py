@@ -119,7 +119,7 @@ def test_the_page_shows_what_options_cost() -> None:
 
 
 def test_the_page_shows_what_two_gpus_take() -> None:
-    found = json.loads(STOCK.with_name("parallel.json").read_text())
+    found = json.loads((STOCK.parents[1] / "h100-2026-11-25" / "parallel.json").read_text())
     assert parallel_bench.summary(found) in (ROOT / "docs" / "parallel.md").read_text()
     assert all(row["mismatches"] == 0 for row in found["replays"])
     wrong = [count for name, count in found["problems"].items() if name.endswith("wrong")]
