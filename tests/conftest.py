@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+from tests import spared
 from tests.helpers import nan_in_empty_memory
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,6 +23,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+    spared.spare()
 
 
 def pytest_unconfigure():

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from tests.kernels import memory
+from tests.kernels.brisk import brisk
 
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -49,6 +50,12 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -7)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=INTERPRETED, scope="session")
+def _brisk_interpreter() -> object:
+    with brisk():
+        yield
 
 
 @pytest.fixture(autouse=INTERPRETED)

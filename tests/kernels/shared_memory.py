@@ -21,6 +21,7 @@ from moe_ops.arguments import PullSums, PushRows
 from moe_ops.kernels import exchange_plans
 from moe_ops.kernels.gpu import KIB, Gpu
 from moe_ops.peers import ExchangeLayout, Peers, find_peers, new_turns
+from tests.kernels.brisk import brisk
 
 
 @contextlib.contextmanager
@@ -36,6 +37,7 @@ def symmetric_memory_of_processes() -> Iterator[None]:
         mock.patch.object(symmetric, "_peers", lambda *given: _peers(folder, *given)),
         mock.patch.object(exchange_plans, "gpu_of", return_value=Gpu(90, 3, 227 * KIB)),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+        brisk(),
     ):
         try:
             yield

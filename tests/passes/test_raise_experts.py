@@ -281,8 +281,7 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("what", SAME)
+@pytest.mark.parametrize(("what", "dynamic"), mixed(SAME, (False, True)))
 def test_what_means_the_same_is_raised(what, dynamic):
     inputs = layer(9, dynamic=dynamic)
     result, out = _run(grouped_with(**SAME[what]), *inputs)

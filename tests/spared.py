@@ -1,0 +1,34 @@
+"""torch's compilers without what they do in vain, a fifteenth of their time in tests. No graph depends on it.
+
+Dynamo flushes the processor's caches after each compile to time its guards for a log. Inductor has one object that
+knows the dtype of an operator's result, and makes it again for each operator of a kernel. Test-only: it replaces
+private names of torch.
+"""
+
+import sys
+from typing import Any
+
+
+def spare() -> None:
+    """From now on, for what is imported already: a process of tests that compile nothing is not made to import it."""
+    if guards := sys.modules.get("torch._dynamo.guards"):
+        guards.profile_guard_manager = lambda *_: 0.0
+    if propagation := sys.modules.get("torch._inductor.dtype_propagation"):
+        _make_once(propagation.DtypePropagationOpsHandler)
+
+
+def _make_once(handler: type) -> None:
+    """It is made again where there are more rules than the last time."""
+    from torch._inductor import utils
+    from torch._inductor.codegen import common
+
+    make = handler.__init__
+    made: list[tuple[int, int]] = []
+
+    def made_once(self: Any) -> None:
+        rules = len(utils.op_dtype_propagation_rules), len(common.pointwise_overrides_data)
+        if made != [rules]:
+            make(self)
+            made[:] = [rules]
+
+    handler.__init__ = made_once
