@@ -18,9 +18,8 @@ from moe_ops.peers import ExchangeLayout, fields_of
 
 _BLOCK_BYTES = 16384  # of a row that a CTA holds: 32 registers a thread
 _SUMMED_BYTES = 8192  # of a row that is summed: in float32, and there are two
-_CTAS = (
-    4  # of a multiprocessor that write, and as many that read: while one waits for a row others move theirs
-)
+# CTAs of a multiprocessor that write, and as many that read: while one waits for a row others move theirs.
+_CTAS = 4
 
 
 @triton.jit
@@ -163,9 +162,8 @@ def _return_kernel(
                 _copy(source, peer + SUMS_AT + place * SUM_BYTES, rows_ptr, H, BLOCK_H, ALIGNMENT)
                 tell(peer + SIGNALS_AT + place * SIGNAL_BYTES, number + 1, turns_ptr)
     else:
-        for turn in range(
-            RANKS - 1
-        ):  # also for ranks that have nothing to send: they have ended what came before
+        # Also for ranks that send nothing: they have read all of the exchange that this parity had before.
+        for turn in range(RANKS - 1):
             sender = (rank + 1 + turn) % RANKS
             count_at = mine + (parity * RANKS + sender) * SIGNAL_BYTES
             wait_for_count(count_at, number, turns_ptr, ROWS)

@@ -303,12 +303,12 @@ def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 
 def exchanges(gpu: Gpu, size: Range) -> Iterator[Planned]:
-    """Rows between ranks: few and many columns, of whole 16 bytes and not, in one part and in several."""
+    """Rows between ranks: few and many, of few and many columns, of whole 16 bytes and not."""
     columns = (511, 2048, 7168, 16384) if size is Range.WIDE else (511, 7168)
     ranks = (2, 4, 8) if size is Range.WIDE else (2,)
     rows = (1, 128, 4096) if size is Range.WIDE else (1, 4096)
     for dtype, width, num_ranks, most in itertools.product(FLOATS, columns, ranks, rows):
-        for program in catalogue.exchanges(dtype, (num_ranks, most, width), 1 + 3 * (most == 4096), gpu):
+        for program in catalogue.exchanges(dtype, (num_ranks, most, width), gpu):
             name = f"{dtype} H={width} W={num_ranks} M={most}"
             for planned in _programs(name, dtype, program):
                 yield replace(planned, dtypes={**catalogue.exchange_dtypes(dtype), **buffers_of(program)})
