@@ -115,11 +115,6 @@ def in_turns(state: State, runs: dict[str, Callable[[], object]], calls: int) ->
     return {name: statistics.median(mine) for name, mine in times.items()}
 
 
-def timed(state: State, run: Callable[[], object], calls: int) -> float:
-    """`in_turns` of one."""
-    return in_turns(state, {"it": run}, calls)["it"]
-
-
 def _elapsed_us(state: State, run: Callable[[], object]) -> float:
     if not state.has_gpu:
         started = time.perf_counter()
@@ -159,7 +154,7 @@ def captured(state: State, call: Callable[[], object], calls: int) -> Callable[[
 
 def in_graph_us(state: State, call: Callable[[], object]) -> float:
     """Microseconds of a call in a CUDA graph."""
-    return timed(state, captured(state, call, state.scale.calls), state.scale.calls)
+    return in_graphs_us(state, {"it": call})["it"]
 
 
 def in_graphs_us(state: State, calls: dict[str, Callable[[], object]]) -> dict[str, float]:

@@ -203,7 +203,7 @@ def _common_args(
         "addresses_ptr": Ref("addresses"),
         "turns_ptr": Ref("turns"),
         "rank": rank,
-        "first": 0,
+        "first": 0,  # a part of the CTAs may be a launch of its own, where ranks take turns
         "RANKS": layout.num_ranks,
         "ROWS": layout.max_tokens,
         "SIGNALS_AT": layout.signals_at,

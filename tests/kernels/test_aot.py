@@ -1,6 +1,8 @@
 """Every kernel the five benchmark workloads launch compiles for an H200 without spilling. Needs no GPU."""
 
 import itertools
+import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -158,14 +160,28 @@ def test_backward_kernels(dtype: torch.dtype) -> None:
         _assert_spill_free(aot.compile_program(program, dtypes))
 
 
+def _assert_signals_order_memory(ptx: str) -> None:
+    """Other GPUs see what all threads have written before a signal, and all threads what they wrote before theirs."""
+    steps = re.findall(r"atom\.global\.\S*exch|ld\.global\.\S*acquire|[sl][td]\.global|bar\.sync", ptx)
+    told = [step for step in steps if step.endswith("exch")]
+    read = [step for step in steps if step.endswith("acquire")]
+    assert len(told) >= 2 and set(told) == {"atom.global.sys.release.exch"}
+    assert len(read) >= 2 and set(read) == {"ld.global.sys.acquire"}
+    for before, step in pairwise(steps):
+        assert before == "bar.sync" or not step.endswith("exch")
+    for step, after in pairwise(steps):
+        assert after == "bar.sync" or not step.endswith("acquire")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("sizes", [(2, 128, 7168), (2, 4096, 7168), (8, 33, 511)], ids=str)
 def test_exchanges(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     for program in catalogue.exchanges(dtype, sizes):
-        compiled = aot.compile_program(program, catalogue.exchange_dtypes(dtype))
-        _assert_spill_free(compiled)
-        for kernel in compiled:  # rows of whole 16 bytes go 16 bytes at a time
-            assert ("st.global.v4" in kernel.ptx or "st.global.v2.b64" in kernel.ptx) == (sizes[2] != 511)
+        (kernel,) = aot.compile_program(program, catalogue.exchange_dtypes(dtype))
+        _assert_spill_free([kernel])
+        # Rows of whole 16 bytes go 16 bytes at a time.
+        assert ("st.global.v4" in kernel.ptx or "st.global.v2.b64" in kernel.ptx) == (sizes[2] != 511)
+        _assert_signals_order_memory(kernel.ptx)
     ids, owners = _meta(9, 8, dtype=torch.int32), _meta(256, dtype=torch.int32)
     plan = program_of("plan_exchange", ids, owners, sizes[0], sizes[1])
     _assert_spill_free(aot.compile_program(plan, {"topk_ids": torch.int32, "owners": torch.int32}))

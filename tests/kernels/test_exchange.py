@@ -1,5 +1,7 @@
 """Rows pushed to ranks and sums pulled back, ranks in turns, against what a plan says in words."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -244,16 +246,30 @@ def test_exchanges_in_any_order(order, device):
 
 def test_parities_alternate(device):
     ranks = Ranks((7, 5), "random", device)
-    buffer, seen = ranks.exchange.buffers[0], []
-    for _ in range(4):
+    buffer, layout = ranks.exchange.buffers[0], ranks.exchange.layout
+    edges = (0, layout.signals_at, layout.rows_at, layout.sums_at, layout.num_bytes)
+    seen, outputs = [], None
+    for kind in "ppss":
         before = buffer.clone()
-        outputs = ranks.push()
-        ranks.draw((6, 4), "random")
-        changed = (buffer != before).nonzero().flatten()
-        changed = changed[changed >= ranks.exchange.layout.rows_at] - ranks.exchange.layout.rows_at
-        half = ranks.exchange.layout.max_tokens * 2 * ranks.exchange.layout.row_bytes
-        seen.append({int(place) // half for place in changed})
-    assert seen == [{0}, {1}, {0}, {1}] and outputs
+        if kind == "p":
+            ranks.draw((6, 4), "random")
+            outputs = ranks.push()
+        else:
+            ranks.pull([pushed[0] for pushed in outputs], [pushed[-1] for pushed in outputs])
+        changed = (buffer != before).nonzero().flatten().tolist()
+        seen.append(
+            [
+                {2 * (place - start) // (end - start) for place in changed if start <= place < end}
+                for start, end in pairwise(edges)
+            ]
+        )
+    # Counts, signals, rows and sums.
+    assert seen == [
+        [{0}, {0}, {0}, set()],
+        [{1}, {1}, {1}, set()],
+        [{0}, {0}, set(), {0}],
+        [{1}, {1}, set(), {1}],
+    ]
 
 
 def test_the_gradient_goes_back_by_the_same_plan(device):

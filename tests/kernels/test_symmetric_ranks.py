@@ -2,14 +2,17 @@
 
 import copy
 import pickle
+import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import triton
 
-from layers import ModularKernel, RouterOutput, StandardExperts
+from layers import ExpertOutput, ModularKernel, RouterOutput, StandardExperts
 from layers.parallel import SymmetricPrepareAndFinalize
+from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 from tests.helpers import assert_matches_oracle, assert_same
 from tests.kernels.shared_memory import symmetric_memory_of_processes
 from tests.layers.carried import assert_beside_their_tokens, extra_tensors, numbered, numbers
@@ -115,6 +118,33 @@ def test_copies_and_pickles_exchange_as_well():
         for twin in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
             assert torch.equal(twin(hidden, routed), kernel(hidden, routed))
             assert twin.prepare_finalize.peers is kernel.prepare_finalize.peers
+
+
+@on_ranks(2)
+def test_both_ways_wait_for_every_rank():
+    """For one that brings nothing, too: it may still read what the exchange before the last has left here."""
+    rank = dist.get_rank()
+    hidden, routed = tokens_of(rank, NAME, sizes="even")
+    stay = (routed.topk_ids % (E // 2) + rank * (E // 2)).to(torch.int32)
+    with symmetric_memory_of_processes(), torch.no_grad():
+        exchange = symmetric(make_layer(config())).prepare_finalize
+        for late in range(2):
+            prepared = _in_time(late, lambda: exchange.prepare(hidden, routed.topk_weights, stay, E, None))
+            assert int(prepared.way_back.received[1 - rank]) == 0
+            given = ExpertOutput(prepared.hidden_states), prepared, TopKWeightAndReduceNoOp(), None
+            assert torch.equal(_in_time(late, partial(exchange.finalize, *given)), hidden)
+
+
+def _in_time(late: int, call):
+    """What a call returns that one rank makes later than the others. Asserts that none is done before."""
+    dist.barrier()
+    if dist.get_rank() == late:
+        time.sleep(0.5)
+    started, result, ended = time.monotonic(), call(), time.monotonic()
+    times = [None] * dist.get_world_size()
+    dist.all_gather_object(times, (started, ended))
+    assert min(end for _, end in times) >= times[late][0]
+    return result
 
 
 @on_ranks(2)
