@@ -28,7 +28,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def small_heap():
-    """What a file's tests leave in torch's caches stays as well: late in a run a `gc.collect` took 1.5 s to go through it."""
+    """What a file's tests leave in torch's caches stays as well: late in a run a `gc.collect` took 1.5 s for it."""
     yield
     gc.collect()
     gc.freeze()
