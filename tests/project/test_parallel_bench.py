@@ -2,11 +2,12 @@
 
 import argparse
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import parallel_bench, ranks
+from benchmarks import parallel_bench, parallel_state, ranks
 from benchmarks.ranks import Job, run_parts
 
 
@@ -45,3 +46,14 @@ def test_a_part_that_fails_loses_no_other(monkeypatch):
     job = Job("tests.project.failing_parts", ("first", "broken", "last"), {}, 60.0)
     assert run_parts(job, 2, told.__setitem__) == ["broken"]
     assert told == {"first": 3.0, "last": 3.0}
+
+
+@pytest.mark.parametrize("measure", [parallel_state.in_graph_us, parallel_state.eager_us])
+def test_times_are_of_one_call(measure, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(parallel_state.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(parallel_state, "synchronize", lambda _: None)
+    monkeypatch.setattr(parallel_state, "slowest", lambda _, value: value)
+    state = SimpleNamespace(has_gpu=False, scale=SimpleNamespace(rounds=3, calls=4))
+    took = measure(state, lambda: now.__setitem__(0, now[0] + 5e-6))
+    assert took == pytest.approx(5)
