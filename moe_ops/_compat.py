@@ -84,9 +84,13 @@ def _plain_keys(device: torch.device) -> frozenset[int]:
 def guard_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Whether as many tensors are what these are, as Dynamo's guards see it: type, dtype, device, sizes, strides.
 
-    Also whether a gradient would be recorded, and what else the dispatcher would look at: transforms, autocast.
+    Also whether a gradient would be recorded, and what else the dispatcher would look at: transforms, autocast. Those
+    guards do not see `torch.no_grad` itself, in which tensors that require gradients may be `tensors`.
     """
-    return _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    is_alike = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if not any(tensor.requires_grad for tensor in tensors):
+        return is_alike
+    return lambda *given: not torch.is_grad_enabled() and is_alike(*given)
 
 
 def may_be_dual(tensors: Iterable[Tensor]) -> bool:

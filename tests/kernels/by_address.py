@@ -292,6 +292,19 @@ def gradients_are_asked_for_as_ever() -> None:
         assert not moe_ops.fused_moe(x, aligned(FEW, E), layer.w13, layer.w2, ROUTING).requires_grad
 
 
+def gradients_are_asked_for_again_after_calls_without_them() -> None:
+    """As in training that evaluates first: what is kept of weights that require gradients is not for those calls."""
+    layer = Layer()
+    layer.w13.requires_grad_()
+    for _ in range(2):
+        layer.ready(FEW)
+        out = moe_ops.fused_moe(aligned(FEW, H), aligned(FEW, E), layer.w13, layer.w2, ROUTING)
+        assert out.requires_grad and out.grad_fn is not None
+        assert not layer(FEW).requires_grad and of_plan(layer, FEW)
+        with pytest.raises(TypeError, match="w13 has dtype"):
+            layer(FEW, w13=layer.w13.detach().float().requires_grad_())
+
+
 def watchers_see_calls_that_are_known() -> None:
     layer = Layer().ready(FEW)
     with plans.watched() as seen:
@@ -325,6 +338,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     other_metadata_is_checked,
     fewer_tokens_are_not_checked_again,
     gradients_are_asked_for_as_ever,
+    gradients_are_asked_for_again_after_calls_without_them,
     watchers_see_calls_that_are_known,
     few_are_kept,
     counts_never_seen_are_filled_in,

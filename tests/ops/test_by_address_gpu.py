@@ -123,9 +123,22 @@ def test_gradients_and_nothing_that_stays():
             out = moe_ops.fused_moe(*tensors, ROUTING)
             again = torch.autograd.grad(out.float().square().sum(), tensors)
         assert all(map(torch.equal, grads, again))
-    with torch.no_grad():
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        for _ in range(10):
-            moe_ops.fused_moe(*tensors, ROUTING)
-        assert torch.cuda.memory_allocated() == before
+        with torch.no_grad():  # what is kept of these calls is not for those that record
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            for _ in range(10):
+                moe_ops.fused_moe(*tensors, ROUTING)
+            assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("emit", ["stages", "halves", "fused", "batch_invariant"])
+def test_gradients_after_calls_without_them(emit):
+    (x, logits), weights = given(33), layer()
+    tensors = [each.float().requires_grad_() for each in (x, logits, *weights)]
+    expected = torch.autograd.grad(moe_ops.fused_moe(*tensors, ROUTING, emit=emit).square().sum(), tensors)
+    for _ in range(3):
+        with torch.no_grad():
+            for _ in range(3):
+                assert not moe_ops.fused_moe(*tensors, ROUTING, emit=emit).requires_grad
+        grads = torch.autograd.grad(moe_ops.fused_moe(*tensors, ROUTING, emit=emit).square().sum(), tensors)
+        assert all(map(torch.equal, grads, expected))
