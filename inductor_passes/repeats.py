@@ -6,7 +6,7 @@ together in the same way, from other inputs.
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -55,9 +55,11 @@ def _alike(staying: "_Staying", kinds: Sequence[int], starts: range, length: int
     nodes, starts_free = staying.all, [at for at in starts if not staying.stands_in(at, at + length)]
     if not starts_free:
         return None
-    known = dict(zip(nodes, kinds, strict=True))
+    known, gap = dict(zip(nodes, kinds, strict=True)), starts.step - length
     found = [
-        _stretch(node for node in nodes[start : start + length] if may_move(node)) for start in starts_free
+        _stretch((*_siblings(nodes[max(start - gap, 0) : start], inside, known), *inside))
+        for start in starts_free
+        for inside in [[node for node in nodes[start : start + length] if may_move(node)]]
     ]
     forms = [form(each.inputs, each.nodes, known) for each in found]
     most = Counter(forms).most_common(1)[0][0]
@@ -70,6 +72,25 @@ def _alike(staying: "_Staying", kinds: Sequence[int], starts: range, length: int
     if len(alike) < MIN_REPEATS or _shares_memory(alike[0], outputs):
         return None
     return Repeats(tuple(alike), outputs)
+
+
+def _siblings(before: Sequence[Node], inside: Sequence[Node], kinds: Mapping[Node, int]) -> list[Node]:
+    """Those of the nodes `before` a stretch that are read inside alone, and that Inductor would fuse with one there.
+
+    Both do the same with an input that both read: what attention gathers of cached keys and of values.
+    """
+    late, twins = set(inside), {(kinds[node], each) for node in inside for each in node.all_input_nodes}
+    if any(map(changes, before)):
+        return []
+    for node in reversed(before):
+        if node.users and late.issuperset(node.users) and may_move(node) and _is_sibling(node, twins, kinds):
+            late.add(node)
+    return [node for node in before if node in late and not (is_part(node) and node.args[0] not in late)]
+
+
+def _is_sibling(node: Node, twins: Set[tuple[int, Node]], kinds: Mapping[Node, int]) -> bool:
+    is_twin = any((kinds[node], each) in twins for each in node.all_input_nodes)
+    return is_part(node) or (is_twin and not is_call(node))
 
 
 def _numbered(kinds: Iterable[Hashable]) -> list[int]:

@@ -11,7 +11,7 @@ import moe_ops
 from tests.compile.fake_cuda import compile_for_h200
 from tests.helpers import assert_matches_oracle, fresh_graphs, usually
 from tests.passes.moe import ROUTING
-from tests.passes.stacks import exact, stack, tokens, weights
+from tests.passes.stacks import cached, exact, paged, stack, tokens, weights
 
 LAYERS = 6
 
@@ -42,6 +42,20 @@ def test_the_code_of_alike_layers_is_there_once(dynamic):
     assert 2 <= len(products) <= 4  # of the function, and of a layer at the border
     for number in (17, 33) if dynamic else ():
         assert_matches_oracle(compiled(tokens(number), layers), exact(tokens(number), layers))
+
+
+@torch.no_grad()
+def test_attention_to_caches():
+    layers, given, wide = weights(LAYERS), cached(LAYERS), cached(LAYERS)
+    wide_caches = [(keys.double(), values.double()) for keys, values in wide[0]]
+    compiled = torch.compile(paged, options=inductor_passes.options(), fullgraph=True)
+    out, (code,) = run_and_get_code(compiled, tokens(), layers, *given)
+    doubled = [tuple(each.double() for each in layer) for layer in layers]
+    assert_matches_oracle(out, paged(tokens().double(), doubled, wide_caches, *wide[1:]))
+    assert _calls(code) == LAYERS - 1
+    for cache, exact_cache in zip(given[0], wide_caches, strict=True):
+        for filled, expected in zip(cache, exact_cache, strict=True):
+            assert_matches_oracle(filled, expected)
 
 
 class Count:

@@ -55,3 +55,30 @@ def stack(x: Tensor, layers: Sequence[Weights], block: Callable[[Tensor, Weights
 def exact(x: Tensor, layers: Sequence[Weights]) -> Tensor:
     """`stack` in float64, eagerly."""
     return stack(x.double(), [tuple(each.double() for each in layer) for layer in layers])  # type: ignore[misc]
+
+
+def paged(
+    x: Tensor,
+    layers: Sequence[Weights],
+    caches: Sequence[tuple[Tensor, Tensor]],
+    write: Tensor,
+    read: Tensor,
+    used: Callable[[Tensor], object] = lambda keys: None,
+    keys_at: Tensor | None = None,
+) -> Tensor:
+    """A stack that attends to cached keys and values [N, H]: written at `write`, gathered at `read`, as servers do."""
+    for each, (keys, values) in zip(layers, caches, strict=True):
+        y = normed(x)
+        keys.index_copy_(0, write, y @ each[0])
+        k = keys.index_select(0, read if keys_at is None else keys_at)
+        values.index_copy_(0, write, y @ each[0].T)
+        x = x + (y @ k.T).softmax(-1) @ values.index_select(0, read)
+        used(k)
+        x = block(x, each)
+    return x
+
+
+def cached(layers: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Caches of so many layers, where nine tokens are written, and what they read."""
+    caches = [(torch.zeros(24, HIDDEN), torch.zeros(24, HIDDEN)) for _ in range(layers)]
+    return caches, torch.arange(9) + 12, torch.arange(20).flip(0)

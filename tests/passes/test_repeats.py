@@ -5,7 +5,7 @@ import torch
 from inductor_passes.pipeline import PIPELINE
 from inductor_passes.repeats import MIN_REPEATS, Repeats, repeats
 from tests.passes.capture import rewrite
-from tests.passes.stacks import block, normed, stack, tokens, weights
+from tests.passes.stacks import block, cached, normed, paged, stack, tokens, weights
 
 
 def found(function, *args, **kwargs) -> Repeats | None:
@@ -209,3 +209,36 @@ def test_a_view_of_an_input_that_others_read_stays_outside():
     outputs = [result.stretches[0].nodes[place] for place in result.outputs]
     assert len(result.stretches) >= 6 and not any("permute" in str(node.target) for node in outputs)
     assert calls(result.stretches[0]).count("aten.mm.default") == 3  # all of a layer
+
+
+def gathered(result) -> list[int]:
+    """How often each stretch gathers of caches."""
+    caches = (24, tokens().shape[1])
+    return [
+        sum(
+            "aten.index.Tensor" in str(node.target) and node.args[0].meta["val"].shape == caches
+            for node in each.nodes
+        )
+        for each in result.stretches
+    ]
+
+
+def test_what_attention_gathers_is_in_one_stretch():
+    """One kernel computes both, but stretches begin behind the product between them."""
+    result = found(paged, tokens(), weights(7), *cached(7))
+    assert gathered(result) == [2] * 6
+
+
+def test_what_is_read_elsewhere_too_is_gathered_outside():
+    def keeping(x, *given):
+        kept = []
+        return paged(x, *given, used=kept.append), kept
+
+    assert gathered(found(keeping, tokens(), weights(7), *cached(7))) == [1] * 6
+
+
+def test_what_is_gathered_elsewhere_is_no_sibling():
+    def twice(x, layers, caches, write, read):
+        return paged(x, layers, caches, write, read, keys_at=read + 1)
+
+    assert gathered(found(twice, tokens(), weights(7), *cached(7))) == [1] * 6
