@@ -79,8 +79,28 @@ def _judge(problem: Problem, make: Maker, verdict: Verdict) -> None:
     _expect_metadata(output, exact, make)
     for name, value in actual.items():
         _compare(name, value, exact, verdict)
+    if make.case.level != "compiled":
+        _judge_again(problem, inputs, grad, actual, make, verdict)
     if make.case.poisoned and make.case.level in TOKEN_BY_TOKEN:
         _judge_containment(problem, inputs, grad, actual, make, verdict)
+
+
+def _judge_again(
+    problem: Problem, inputs: Tensors, grad: Tensor | None, first: Tensors, make: Maker, verdict: Verdict
+) -> None:
+    """The same again after calls that record nothing: what is kept of calls must not change a bit of later ones."""
+    with torch.no_grad():
+        again = {f"output, call {call}": _call(lambda: problem.run(inputs), make) for call in (2, 3)}
+    output = _call(lambda: problem.run(inputs), make)
+    again["output"] = output.detach()
+    if grad is not None:
+        again |= _call(lambda: gradients(output, inputs, grad), make)
+    for name, value in again.items():
+        expected = first[name.partition(",")[0]]
+        if not torch.equal(value.isnan(), expected.isnan()) or not torch.equal(
+            value.nan_to_num(), expected.nan_to_num()
+        ):
+            verdict.wrong.append(f"{name}: others than in the first call")
 
 
 def _judge_containment(

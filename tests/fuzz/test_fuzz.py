@@ -237,13 +237,35 @@ def test_a_gradient_that_reaches_others_is_found():
     def broken(hidden_states, *args, **kwargs):
         out = original(hidden_states, *args, **kwargs)
         is_finite = bool(hidden_states.isfinite().all())
-        out.register_hook(lambda grad: grad if is_finite else grad * (1 + 2**-20))
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad if is_finite else grad * (1 + 2**-20))
         return out
 
     with mock.patch.object(moe_ops, "fused_experts", broken):
         wrong = check(case, "cpu").wrong
     assert wrong and all("other tokens changed" in line for line in wrong)
     assert not any(line.startswith("output") for line in wrong)
+
+
+@pytest.mark.parametrize("lost", ["gradients", "a bit"])
+def test_calls_that_are_others_after_calls_without_gradients_are_found(lost):
+    case = first("fused_experts", dtype="float32", tokens=7, backward=True, poisoned=False)
+    original, unrecorded = moe_ops.fused_experts, []
+
+    def broken(*args, **kwargs):
+        out = original(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            unrecorded.append(out)
+        elif unrecorded:
+            return out.detach() if lost == "gradients" else out + 2**-20
+        return out
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(moe_ops, "fused_experts", broken):
+        wrong = check(case, "cpu").wrong
+    assert wrong and all(line.endswith("others than in the first call") for line in wrong)
+    assert any(line.startswith("output") for line in wrong) is (lost == "a bit")
+    assert any(line.startswith("hidden_states") for line in wrong) is (lost == "gradients")
 
 
 def test_wrong_compiled_code_is_found(monkeypatch):
