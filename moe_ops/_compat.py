@@ -75,9 +75,10 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 
 @lru_cache(maxsize=None)
 def _plain_keys(device: torch.device) -> frozenset[int]:
-    made = [torch.empty(0, device=device)]
-    with torch.inference_mode():
-        made.append(torch.empty(0, device=device))
+    made = []
+    for is_inference in (False, True):  # whichever the first caller is in
+        with torch.inference_mode(is_inference):
+            made.append(torch.empty(0, device=device))
     return frozenset(torch._C._dispatch_keys(each).raw_repr() for each in made)
 
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_ops
-from moe_ops import _library
+from moe_ops import _compat, _library
 from moe_ops.arguments import GatedActivationBackward
 from moe_ops.kernels import plans
 from tests.kernels.by_address import (
@@ -71,6 +71,19 @@ def known_calls_go_straight_to_their_launches() -> None:
         with unseen() as seen:
             layer(tokens)
         assert "launch_checked" in seen
+
+
+def the_first_call_may_be_in_inference_mode() -> None:
+    """Weights are made before it: all that serves looks like that."""
+    layer = Layer().ready(FEW)
+    plans.forget_known()
+    _compat._plain_keys.cache_clear()
+    with torch.inference_mode():
+        for _ in range(3):
+            layer(FEW)
+        with unseen() as seen:
+            layer(FEW)
+    assert not seen
 
 
 def changed_weights_are_met_as_they_are() -> None:
@@ -262,6 +275,7 @@ def results_may_have_the_sizes_of_an_argument() -> None:
 
 CHECKS: tuple[Callable[[], None], ...] = (
     known_calls_go_straight_to_their_launches,
+    the_first_call_may_be_in_inference_mode,
     changed_weights_are_met_as_they_are,
     nothing_known_keeps_a_tensor,
     modes_and_profilers_see_known_calls,
