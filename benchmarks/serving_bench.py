@@ -7,6 +7,7 @@ that stock answers when all come at once.
 
 import argparse
 import copy
+import gc
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -112,6 +113,8 @@ def main(arguments: argparse.Namespace) -> int:
     engines = dict(_engines(models, setting, arguments))
     try:
         found, capacity = _gate(models, engines, trace)
+        gc.collect()
+        gc.freeze()  # as our server does before it answers
         rows: list[dict[str, Any]] = []
         told = {"machine": facts, "options": _options(arguments), "gate": asdict(found), "rows": rows}
         for load in arguments.loads.split(","):
