@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -209,6 +210,39 @@ def a_state_of_the_thread_is_part_of_a_call() -> None:
             moe_ops.fused_moe(x.float(), logits, layer.w13, layer.w2, ROUTING)
 
 
+STATES: tuple[Callable[[], Any], ...] = (
+    contextlib.nullcontext,
+    torch.no_grad,
+    torch.enable_grad,
+    torch.inference_mode,
+    lambda: torch.inference_mode(False),
+    lambda: torch.autocast("cpu", torch.float16, enabled=False),
+    forward_ad.dual_level,
+)
+
+
+def a_walk_through_states_records_where_each_would() -> None:
+    """Of calls in one state nothing may be taken for another, whatever came before."""
+    draw = random.Random(0)
+    shapes = ((FEW, H), (FEW, E), (E, 2 * I, H), (E, H, I))
+    tensors = [(aligned(*shape), aligned(*shape).requires_grad_()) for shape in shapes]
+    Layer().ready(FEW)
+    for _ in range(3):
+        moe_ops.fused_moe(*[each for _, each in tensors], ROUTING)
+        know_all()
+    known = 0
+    for _ in range(100):
+        given = [draw.choices(pair, (3, 1))[0] for pair in tensors]
+        outer, inner = draw.sample(STATES, 2)  # torch nests no dual levels
+        for _ in range(3):
+            with outer(), inner(), unseen() as seen:
+                out, is_inference = moe_ops.fused_moe(*given, ROUTING), torch.is_inference_mode_enabled()
+                records = torch.is_grad_enabled() and any(each.requires_grad for each in given)
+            assert (out.requires_grad, out.is_inference()) == (records and not is_inference, is_inference)
+            known += bool(DRIVER.launched()) and not seen
+    assert known > 60
+
+
 def launches_go_to_the_gpu_of_the_tensors() -> None:
     """As a plan for the second GPU would, while the first is current."""
     layer = Layer().ready(FEW)
@@ -282,6 +316,7 @@ CHECKS: tuple[Callable[[], None], ...] = (
     transforms_see_known_calls,
     what_wraps_a_tensor_is_the_dispatchers_to_take_off,
     a_state_of_the_thread_is_part_of_a_call,
+    a_walk_through_states_records_where_each_would,
     launches_go_to_the_gpu_of_the_tensors,
     a_run_in_two_parts_launches_the_same,
     products_of_a_library_are_known,

@@ -22,4 +22,4 @@ def test_launches_by_address() -> None:
     assert result.returncode == 0, result.stderr[-4000:]
     lines = result.stdout.splitlines()
     assert "fails: " not in result.stdout, result.stdout
-    assert sum(line.startswith("holds: ") for line in lines) == 27, result.stdout
+    assert sum(line.startswith("holds: ") for line in lines) == 28, result.stdout
