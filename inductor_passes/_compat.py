@@ -211,7 +211,8 @@ def finish_region(region: torch.fx.GraphModule) -> None:
     output.meta["user_visible_output_idxs"] = [*range(len(output.args[0]))]  # type: ignore[arg-type]
     FakeTensorProp(region, V.fake_mode).propagate_dont_convert_inputs(*inputs)
     record_original_output_strides(region)
-    with inductor_config.patch({POST_GRAD_SLOT: None}):  # which has rewritten these nodes
+    # Its passes have rewritten these nodes, which stay in the order of those that no region has: one text, one kernel.
+    with inductor_config.patch({POST_GRAD_SLOT: None, "reorder_for_locality": False}):
         _recursive_post_grad_passes(region, is_inference=True)
 
 

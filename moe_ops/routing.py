@@ -178,7 +178,7 @@ def _root_and_decay(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest) -> Tensor:
     grouped = selection.unflatten(-1, (config.num_groups, -1))
     best = grouped.amax(-1) if config.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, largest(best, config.topk_groups), True)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, largest(best, config.topk_groups), True)
     return grouped.masked_fill(~kept.unsqueeze(-1), config.group_fill).flatten(-2)
 
 

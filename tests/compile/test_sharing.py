@@ -8,6 +8,7 @@ from torch._inductor.utils import run_and_get_code
 
 import inductor_passes
 import moe_ops
+from inductor_passes import pipeline
 from tests.compile.fake_cuda import compile_for_h200
 from tests.helpers import assert_matches_oracle, fresh_graphs, usually
 from tests.passes.moe import ROUTING
@@ -56,6 +57,22 @@ def test_attention_to_caches():
     for cache, exact_cache in zip(given[0], wide_caches, strict=True):
         for filled, expected in zip(cache, exact_cache, strict=True):
             assert_matches_oracle(filled, expected)
+
+
+@torch.no_grad()
+def test_a_layer_at_the_border_has_the_functions_kernels(monkeypatch):
+    """Its nodes are in the same order, so the C++ compiler has no kernel of it to compile."""
+    kernels = []
+    for shares in (True, False):
+        torch._dynamo.reset()
+        if not shares:
+            monkeypatch.setattr(pipeline, "share_layers", lambda graph: 0)
+        compiled = torch.compile(stack, options=inductor_passes.options(), fullgraph=True)
+        with fresh_graphs():
+            _, (code,) = run_and_get_code(compiled, tokens(), weights(LAYERS))
+        assert ("def repeated_layer" in code) is shares
+        kernels.append(code.count("async_compile.cpp_pybinding("))
+    assert 0 < kernels[0] <= kernels[1] + 1  # what the first layer begins with
 
 
 class Count:

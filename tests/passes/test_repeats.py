@@ -2,6 +2,7 @@
 
 import torch
 
+import moe_ops
 from inductor_passes.pipeline import PIPELINE
 from inductor_passes.repeats import MIN_REPEATS, Repeats, repeats
 from tests.passes.capture import rewrite
@@ -28,6 +29,21 @@ def test_alike_layers_are_found():
     assert all(calls(each) == calls(first) for each in result.stretches)
     nodes = [node for each in result.stretches for node in each.nodes]
     assert len(set(nodes)) == len(nodes)
+
+
+def test_routers_that_keep_the_best_groups_are_in_the_stretches():
+    routing = moe_ops.RoutingConfig(2, num_groups=2, topk_groups=1)
+
+    def grouped(x, layers):
+        for mixing, router, w13, w2 in layers:
+            y = normed(x + normed(x) @ mixing)
+            x = x + moe_ops.fused_moe(y, y @ router.T, w13, w2, routing)
+        return x
+
+    layers = [(mixing, router[:4], w13[:4], w2[:4]) for mixing, router, w13, w2 in weights(7)]
+    result = found(grouped, tokens(), layers)
+    assert len(result.stretches) >= 6
+    assert all(products(each) == 2 and "aten.scatter.value" in calls(each) for each in result.stretches)
 
 
 def test_borders_lie_behind_calls_where_two_values_are_alive():
