@@ -6,7 +6,7 @@ together in the same way, from other inputs.
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,20 +77,26 @@ def _alike(staying: "_Staying", kinds: Sequence[int], starts: range, length: int
 def _siblings(before: Sequence[Node], inside: Sequence[Node], kinds: Mapping[Node, int]) -> list[Node]:
     """Those of the nodes `before` a stretch that are read inside alone, and that Inductor would fuse with one there.
 
-    Both do the same with an input that both read: what attention gathers of cached keys and of values.
+    Both do the same with an input that both read: what attention gathers of cached keys and of values. Their views too.
     """
-    late, twins = set(inside), {(kinds[node], each) for node in inside for each in node.all_input_nodes}
+    within, twins = set(inside), {(kinds[node], each) for node in inside for each in node.all_input_nodes}
+    found: list[Node] = []
     if any(map(changes, before)):
-        return []
-    for node in reversed(before):
-        if node.users and late.issuperset(node.users) and may_move(node) and _is_sibling(node, twins, kinds):
-            late.add(node)
-    return [node for node in before if node in late and not (is_part(node) and node.args[0] not in late)]
+        return found
+    for node in before:
+        if any((kinds[node], each) in twins for each in node.all_input_nodes):
+            views = _with_views(node, before)
+            if all(user in within or user in views for each in views for user in each.users):
+                found += views
+    return found
 
 
-def _is_sibling(node: Node, twins: Set[tuple[int, Node]], kinds: Mapping[Node, int]) -> bool:
-    is_twin = any((kinds[node], each) in twins for each in node.all_input_nodes)
-    return is_part(node) or (is_twin and not is_call(node))
+def _with_views(node: Node, nodes: Iterable[Node]) -> list[Node]:
+    views = [node]
+    for each in nodes:
+        if is_part(each) and each.args[0] in views:
+            views.append(each)
+    return views
 
 
 def _numbered(kinds: Iterable[Hashable]) -> list[int]:

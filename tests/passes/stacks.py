@@ -70,9 +70,9 @@ def paged(
     for each, (keys, values) in zip(layers, caches, strict=True):
         y = normed(x)
         keys.index_copy_(0, write, y @ each[0])
-        k = keys.index_select(0, read if keys_at is None else keys_at)
+        k = keys.index_select(0, read if keys_at is None else keys_at).T
         values.index_copy_(0, write, y @ each[0].T)
-        x = x + (y @ k.T).softmax(-1) @ values.index_select(0, read)
+        x = x + (y @ k).softmax(-1) @ values.index_select(0, read)
         used(k)
         x = block(x, each)
     return x

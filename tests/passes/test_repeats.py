@@ -245,6 +245,16 @@ def test_what_attention_gathers_is_in_one_stretch():
     assert gathered(result) == [2] * 6
 
 
+def test_nothing_is_gathered_behind_what_changes_a_tensor():
+    graph = rewrite(paged, tokens(), weights(7), *cached(7), passes=PIPELINE).graph
+    for each in repeats(graph).stretches:
+        keys = each.nodes[0]
+        with graph.inserting_after(keys):
+            filled = graph.call_function(torch.ops.aten.fill_.Scalar, (keys.args[0], 0.0))
+        filled.meta["val"] = keys.args[0].meta["val"]
+    assert gathered(repeats(graph)) == [1] * 6
+
+
 def test_what_is_read_elsewhere_too_is_gathered_outside():
     def keeping(x, *given):
         kept = []
