@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import activations
+from transformers.integrations import moe
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
@@ -57,6 +58,11 @@ class ExpertsOptions:
 def is_dispatched(module: nn.Module) -> bool:
     """Whether transformers' `use_experts_implementation` decorates the module's class."""
     return hasattr(type(module), "_apply_gate") and isinstance(getattr(module, "has_gate", None), bool)
+
+
+def dispatches(module: nn.Module) -> bool:
+    """Whether the class's forward is what that decorator made, and not one that a subclass put around it."""
+    return getattr(type(module).forward, "__globals__", None) is vars(moe)
 
 
 def register() -> None:

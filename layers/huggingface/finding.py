@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from layers.huggingface import forwards, routers
 from layers.huggingface.blocks import FoundBlock
-from layers.huggingface.experts import is_dispatched
+from layers.huggingface.experts import dispatches, is_dispatched
 from layers.huggingface.recognise import Recogniser
 from layers.huggingface.stacked import StackedExperts
 
@@ -94,6 +94,8 @@ def _why_not_experts(module: nn.Module) -> str | None:
         return why
     if forwards.is_replaced(module) and not routers.is_installed(module):
         return "its forward has been replaced on the instance"
+    if is_dispatched(module) and not dispatches(module):
+        return f"{type(module).__name__} has a forward of its own around transformers' experts interface"
     if is_dispatched(module) and not isinstance(getattr(module, "config", None), PreTrainedConfig):
         return "it has no transformers config to name an experts implementation"
     return None

@@ -39,13 +39,16 @@ class Linear:
     returned: tuple[str, ...]
 
 
+_LEVELS = (0.5, 0.0, -0.5)
+"""Of biases, in three tries: what is filled in for groups left out shows at the last."""
+
+
 def known(router: nn.Module) -> Known | None:
     """How this router is rebuilt; None where it is not one product and a `RoutingConfig`."""
     for path, weight in _tensors(router):
         if weight.dim() == 2 and weight.is_floating_point():
-            # Biases above zero, around it and below: what is filled in for groups left out shows at the last.
-            tried = [each for level in (0.5, 0.0, -0.5) if (each := _tried(router, path, level))]
-            if len(tried) == 3 and (found := _found(path, tried)) is not None:
+            tried = [each for level in _LEVELS if (each := _tried(router, path, level))]
+            if len(tried) == len(_LEVELS) and (found := _found(path, tried)) is not None:
                 return found
     return None
 
@@ -103,8 +106,11 @@ def _tensors(router: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tried(router: nn.Module, weight: str, level: float) -> Tried | None:
-    """The router's twin and what it gave, if `weight` may be that of its product. Biases are around `level`."""
-    generator = torch.Generator().manual_seed(0)
+    """The router's twin and what it gave, if `weight` may be that of its product. Biases are around `level`.
+
+    Each try has numbers of its own: a scale that is learned is another in each, and not taken for an option.
+    """
+    generator = torch.Generator().manual_seed(_LEVELS.index(level))
     twin = trial.skeleton(router, trial.random_like(generator, level)).eval()
     router_trial.steer(get(twin, weight))
     tokens = router_trial.tokens_for(get(twin, weight).detach())
@@ -219,8 +225,12 @@ def agrees(found: Known, tried: Tried, rows: Tensor) -> bool:
 def trains_alike(tried: Tried, rows: Tensor) -> bool:
     """Whether the router does in training what it did here, in evaluation."""
     twin = tried.twin.train()
-    trained = router_trial.run(type(twin).forward, twin, tried.hidden_states, *tried.extra)
-    twin.eval()
+    try:
+        trained = router_trial.run(type(twin).forward, twin, tried.hidden_states, *tried.extra)
+    except ValueError:  # it counts, or returns something else
+        return False
+    finally:
+        twin.eval()
     return router_trial.same(trained, tried.output, rows)
 
 

@@ -68,7 +68,7 @@ def run(forward: Callable[..., Any], twin: Any, tokens: Tensor, *rest: Tensor) -
     """What a forward returns in float64, and the gradient of its output; nothing where it fails."""
     tokens = tokens.clone().requires_grad_()
     try:
-        returned = trial.in_float64(forward, twin, tokens, *rest)
+        returned = trial.run(forward, twin, tokens, *rest)
         output, *more = returned if isinstance(returned, tuple) else (returned,)
         weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
         (gradient,) = torch.autograd.grad((output * weight).sum(), tokens)

@@ -9,6 +9,8 @@ from layers.huggingface import blocks, linear_router, outside, router_kinds, tri
 from layers.huggingface.blocks import FoundBlock
 from layers.huggingface.routers import Known
 
+_OF_MODULES = frozenset(vars(nn.Module()))
+
 
 class Recogniser:
     """Remembers what it tried: the layers of a model are mostly alike."""
@@ -47,9 +49,9 @@ def _known_router(router: nn.Module) -> Known | None:
 def form(module: nn.Module) -> Hashable:
     """Equal for modules that compute the same, whatever their weights: classes, options and shapes."""
     options = {
-        name: value
+        name: _option(value)
         for name, value in vars(module).items()
-        if isinstance(value, int | float | str | None) and name != "training"
+        if name not in _OF_MODULES and name not in trial.OF_INSTANCE
     }
     tensors = [
         (name, tuple(each.shape)) for name, each in (*module.named_parameters(), *module.named_buffers())
@@ -62,3 +64,12 @@ def form(module: nn.Module) -> Hashable:
         tuple(tensors),
         children,
     )
+
+
+def _option(value: Any) -> Hashable:
+    """What an attribute says; of anything but plain values which object it is: a function, a config, a tensor."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(_option, value))
+    return type(value), id(value)

@@ -59,9 +59,9 @@ def numbers(router: nn.Module) -> list[float]:
 
 
 def run(forward: Callable[..., Any], twin: Any, hidden_states: Tensor, *extra: Tensor) -> Any:
-    """What a router returns in float64, with its gradient."""
+    """What a router returns in float64, with its gradient. Raises ValueError as `read` and `trial.run` do."""
     tokens = hidden_states.detach().clone().requires_grad_()
-    return read(tokens, trial.in_float64(forward, twin, tokens, *extra))
+    return read(tokens, trial.run(forward, twin, tokens, *extra))
 
 
 def read(tokens: Tensor, returned: Any) -> Output:

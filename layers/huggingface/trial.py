@@ -49,6 +49,19 @@ def in_float64(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def run(forward: Callable[..., Any], twin: nn.Module, *args: Any) -> Any:
+    """What a forward returns in float64. Raises ValueError if it changes tensors of its module, as a counter does."""
+    before = _state(twin)
+    returned = in_float64(forward, twin, *args)
+    if _state(twin) != before:
+        raise ValueError(f"{type(twin).__name__} changes its own tensors")
+    return returned
+
+
+def _state(module: nn.Module) -> list[tuple[int, int]]:
+    return [(id(each), each._version) for each in (*module.parameters(), *module.buffers())]
+
+
 def skeleton(
     module: nn.Module, make: Callable[[str, Tensor], Tensor], sizes: Mapping[int, int] = _SAME, name: str = ""
 ) -> Any:
@@ -58,7 +71,7 @@ def skeleton(
     tensors, and numbers among the attributes, are replaced as `sizes` says.
     """
     twin = module.__class__.__new__(module.__class__)
-    own = {key: value for key, value in vars(module).items() if key not in _OF_INSTANCE}
+    own = {key: value for key, value in vars(module).items() if key not in OF_INSTANCE}
     vars(twin).update({key: sizes[value] if _is_size(value, sizes) else value for key, value in own.items()})
     for kind in _HOOKS & vars(module).keys():
         vars(twin)[kind] = OrderedDict()
@@ -98,7 +111,8 @@ def smaller(module: nn.Module, num_experts: int, *kept: int) -> dict[int, int]:
     return {size: size // divisor for size in found}
 
 
-_OF_INSTANCE = ("forward", "_old_forward", "_hf_hook")
+OF_INSTANCE = ("forward", "_old_forward", "_hf_hook")
+"""Attributes that make an instance run other code than its class's."""
 _HOOKS = {
     "_forward_hooks",
     "_forward_pre_hooks",
