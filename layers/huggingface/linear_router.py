@@ -127,7 +127,7 @@ def attempt(twin: Any, tokens: Tensor, *extra: Tensor) -> Tried | None:
     for states in (tokens, tokens.view(2, -1, tokens.shape[1])):
         try:
             output = router_trial.run(type(twin).forward, twin, states, *extra)
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError):
+        except (ValueError, RuntimeError):  # it fails, or has no gradient
             continue
         return Tried(twin, states, extra, output)
     return None
@@ -156,7 +156,32 @@ def _found(weight: str, tries: list[Tried]) -> Known | None:
 def _is(found: Known, tried: Tried) -> bool:
     bias = _bias(tried, found.details.correction)
     rows = router_trial.decided(tried.output.logits, found.routing, bias)
-    return agrees(found, tried, rows) and trains_alike(tried, rows) and _is_tied_alike(found, tried)
+    is_same = agrees(found, tried, rows) and trains_alike(tried, rows) and _is_tied_alike(found, tried)
+    return is_same and _reads_no_more(found.details, tried, rows)
+
+
+def _reads_no_more(how: Linear, tried: Tried, rows: Tensor) -> bool:
+    """Whether other tensors of the router are of no matter, whatever is in them: a mask, a count of steps."""
+    others = [
+        each.detach()
+        for name, each in _tensors(tried.twin)
+        if name not in (how.weight, how.bias, how.correction)
+    ]
+    return all(_gives_the_same(tried, others, value, rows) for value in (0.0, 1e6, -1e6) if others)
+
+
+def _gives_the_same(tried: Tried, others: list[Tensor], value: float, rows: Tensor) -> bool:
+    before = [each.clone() for each in others]
+    for each in others:
+        each.fill_(value)
+    try:
+        output = router_trial.run(type(tried.twin).forward, tried.twin, tried.hidden_states, *tried.extra)
+    except ValueError:
+        return False
+    finally:
+        for each, values in zip(others, before, strict=True):
+            each.copy_(values)
+    return router_trial.same(output, tried.output, rows)
 
 
 def _products(tried: Tried, weight: str) -> Iterator[tuple[str, float]]:

@@ -44,13 +44,19 @@ def trial_mode() -> Iterator[None]:
 
 
 def in_float64(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` returns where float32 is float64."""
-    with _Doubled():
-        return function(*args)
+    """What `function` returns where float32 is float64. Raises ValueError for whatever it raises."""
+    try:
+        with _Doubled():
+            return function(*args)
+    except Exception as error:
+        raise ValueError(f"{function} cannot be tried: {error!r}") from error
 
 
 def run(forward: Callable[..., Any], twin: nn.Module, *args: Any) -> Any:
-    """What a forward returns in float64. Raises ValueError if it changes tensors of its module, as a counter does."""
+    """What a forward returns in float64.
+
+    Raises ValueError if it fails, or if it changes tensors of its module, as a counter does.
+    """
     before = _state(twin)
     returned = in_float64(forward, twin, *args)
     if _state(twin) != before:

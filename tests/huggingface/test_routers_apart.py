@@ -91,6 +91,52 @@ def test_a_router_that_counts_keeps_counting(how):
     assert not router.load.any()
 
 
+class Masked(Router):
+    """Does without some experts, or has all count alike until it has made its first steps."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.register_buffer("buffer", buffer)
+
+    def logits(self, hidden_states):
+        logits = super().logits(hidden_states)
+        return logits.masked_fill(self.buffer == 0, -1e9) if self.buffer.dim() else logits
+
+    def forward(self, hidden_states):
+        logits, weights, ids = super().forward(hidden_states)
+        is_warm = self.buffer.dim() or self.buffer >= 100
+        return logits, weights if is_warm else weights * 0 + 0.5, ids
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.ones(EXPERTS), torch.ones(EXPERTS, dtype=torch.bool), torch.tensor(0), torch.tensor(500)]
+)
+def test_a_buffer_that_decides_is_not_overlooked(buffer):
+    assert Recogniser().known(Masked(buffer)) is None
+
+
+def test_a_buffer_that_nothing_reads_is_of_no_matter():
+    router = Router()
+    router.register_buffer("load", torch.zeros(EXPERTS))
+    assert Recogniser().known(router).routing == PLAIN
+
+
+class Refusing(Router):
+    """DeepSeek-V3's published gate is for evaluation alone."""
+
+    def forward(self, hidden_states):
+        if self.when(self, hidden_states):
+            raise AssertionError
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize(
+    "when", [lambda self, _: self.training, lambda _, hidden_states: hidden_states.dtype != torch.float32]
+)
+def test_a_router_that_cannot_be_tried_is_left_alone(when):
+    assert Recogniser().known(Refusing(when=when)) is None
+
+
 def test_functions_and_configs_tell_routers_apart():
     recogniser, sigmoid = Recogniser(), lambda logits, _: logits.sigmoid()
     assert recogniser.known(Router()).routing == PLAIN
