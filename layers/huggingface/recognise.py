@@ -9,8 +9,6 @@ from layers.huggingface import blocks, linear_router, outside, router_kinds, tri
 from layers.huggingface.blocks import FoundBlock
 from layers.huggingface.routers import Known
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-
 
 class Recogniser:
     """Remembers what it tried: the layers of a model are mostly alike."""
@@ -49,9 +47,7 @@ def _known_router(router: nn.Module) -> Known | None:
 def form(module: nn.Module) -> Hashable:
     """Equal for modules that compute the same, whatever their weights: classes, options and shapes."""
     options = {
-        name: _option(value)
-        for name, value in vars(module).items()
-        if name not in _OF_MODULES and name not in trial.OF_INSTANCE
+        name: _option(value) for name, value in trial.own_attributes(module) if name not in trial.OF_INSTANCE
     }
     tensors = [
         (name, tuple(each.shape)) for name, each in (*module.named_parameters(), *module.named_buffers())

@@ -55,17 +55,26 @@ def in_float64(function: Callable[..., Any], *args: Any) -> Any:
 def run(forward: Callable[..., Any], twin: nn.Module, *args: Any) -> Any:
     """What a forward returns in float64.
 
-    Raises ValueError if it fails, or if it changes tensors of its module, as a counter does.
+    Raises ValueError if it fails, or if it changes tensors or attributes of its module, as one does that counts.
     """
     before = _state(twin)
     returned = in_float64(forward, twin, *args)
     if _state(twin) != before:
-        raise ValueError(f"{type(twin).__name__} changes its own tensors")
+        raise ValueError(f"{type(twin).__name__} changes its own tensors or attributes")
     return returned
 
 
-def _state(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(each), each._version) for each in (*module.parameters(), *module.buffers())]
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    tensors = [(id(each), each._version) for each in (*module.parameters(), *module.buffers())]
+    return tensors, [[(name, id(value)) for name, value in own_attributes(each)] for each in module.modules()]
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Attributes that its class gave a module, and torch did not."""
+    return [(name, value) for name, value in vars(module).items() if name not in _OF_MODULES]
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def skeleton(

@@ -180,7 +180,10 @@ class Given(Router):
 
     def forward(self, hidden_states, expert_bias=None):
         self.__dict__["bias"] = 0 if expert_bias is None else expert_bias
-        return super().forward(hidden_states)
+        try:
+            return super().forward(hidden_states)
+        finally:
+            del self.__dict__["bias"]
 
 
 def test_a_bias_that_comes_with_the_call():
