@@ -15,6 +15,7 @@ _POOLS = Refusal(
     "moe_intermediate_size", "two pools of experts, for text and vision tokens, are not expressible"
 )
 _NORM = Refusal("top_k_experts", "a norm of what only the router sees is not expressible")
+_CAPS = Refusal("mlp_gate_softcap", "caps inside the activation are not expressible")
 
 REFUSED = {
     "axk1": Refusal("rms_norm_eps", "a norm of the block's output (post_mlp_layernorm) is not expressible"),
@@ -26,7 +27,8 @@ REFUSED = {
     ),
     "ernie4_5_vl_moe_text": _POOLS,
     "gemma4_text": _NORM,
-    "inkling2_text": Refusal("mlp_gate_softcap", "caps inside the activation are not expressible"),
+    "inkling2_loop_text": _CAPS,
+    "inkling2_text": _CAPS,
     "inkling_text": Refusal(
         "shared_expert_sink", "weights shared with the shared experts are not expressible"
     ),

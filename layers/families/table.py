@@ -42,6 +42,13 @@ _QWEN_SHARED = Family(
 )
 _GRANITE = Family(topk_softmax, width=_WIDTH)
 _GRANITE_SHARED = Family(topk_softmax, width=_WIDTH, shared=field("shared_intermediate_size"))
+_HY_V4 = Family(
+    grouped(),
+    router=_FLOAT32_BIASED,
+    activation=clamped_silu,
+    shared=_PLAIN_SHARED,
+    shared_activation=named("hidden_act"),
+)
 
 FAMILIES = {
     "afmoe": Family(
@@ -140,13 +147,8 @@ FAMILIES = {
         shared=times("moe_intermediate_size", "num_shared_experts"),
         needs=(_NO_SHARED_BIAS,),
     ),
-    "hy_v4": Family(
-        grouped(),
-        router=_FLOAT32_BIASED,
-        activation=clamped_silu,
-        shared=_PLAIN_SHARED,
-        shared_activation=named("hidden_act"),
-    ),
+    "hy_v4": _HY_V4,
+    "hy_v4_vl_text": _HY_V4,
     "jamba": Family(softmax(False), width=_WIDTH),
     "kimi_linear": _DEEPSEEK_V3,
     "kolibri1": Family(kolibri, router=_FLOAT32_BIASED, shared=field("shared_expert_intermediate_size")),
@@ -155,6 +157,9 @@ FAMILIES = {
         router=_BIASED,
         shared=field("shared_expert_intermediate_size"),
         needs=(("moe_router_logit_softcapping", (None, 0, 0.0), "a cap on logits is not expressible"),),
+    ),
+    "lara_mini": Family(
+        softmax("norm_topk_prob"), router=_FLOAT32, shared=field("shared_expert_intermediate_size")
     ),
     "lfm2_moe": Family(
         sigmoid(1e-6, "routed_scaling_factor", "norm_topk_prob"),
@@ -203,6 +208,8 @@ FAMILIES = {
     "qwen3_omni_moe_text": _QWEN,
     "qwen3_vl_moe_text": Family(softmax(True)),
     "qwen4_exp_text": _QWEN_SHARED,
+    "sarvam_mla": _DEEPSEEK_V3,
+    "sarvam_moe": _DEEPSEEK_V3,
     "solar_open": _DEEPSEEK_V3,
     "step3p5": Family(
         sigmoid(scale="moe_router_scaling_factor"),

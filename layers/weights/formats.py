@@ -106,6 +106,7 @@ _GRANITE = Format(
     block="block_sparse_moe", experts=GRANITE, gate="router.layer.weight", shared=_SHARED_BESIDE
 )
 _GPT_OSS = Format(experts=STACKED_TRANSPOSED, gate="router.weight")
+_HY_V4 = Format(experts=STACKED, shared=_linear("shared_experts", gate="linear_gate"))
 
 FORMATS = {
     "afmoe": Format(gate="router.gate.weight", correction="expert_bias"),
@@ -128,11 +129,13 @@ FORMATS = {
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": Format(gate="gate.wg.weight", shared=_linear("shared_mlp")),
     "hy_v3": Format(gate="router.gate.weight", correction="expert_bias", shared=_linear("shared_mlp")),
-    "hy_v4": Format(experts=STACKED, shared=_linear("shared_experts", gate="linear_gate")),
+    "hy_v4": _HY_V4,
+    "hy_v4_vl_text": _HY_V4,
     "jamba": Format(block="feed_forward", gate="router.weight"),
     "kimi_linear": Format(block="block_sparse_moe", experts=W123),
     "kolibri1": Format(correction="^moe.router.expert_bias"),
     "laguna": Format(correction="experts.e_score_correction_bias", shared=_linear("shared_expert")),
+    "lara_mini": Format(experts=STACKED, shared=_linear("shared_expert")),
     "lfm2_moe": Format(block="feed_forward", experts=W123, correction="expert_bias"),
     "llama4_text": Format(
         block="feed_forward",
@@ -156,6 +159,7 @@ FORMATS = {
     "qwen3_omni_moe_talker_text": Format(experts=STACKED, shared=_linear("shared_expert")),
     "qwen3_vl_moe_text": _IN_MEMORY,  # as transformers writes it; published transposed, which loads as well
     "qwen4_exp_text": _QWEN,
+    "sarvam_moe": Format(correction="gate.expert_bias"),
     "step3p5": _IN_MEMORY,
     "step3p7": Format(block="moe", experts=STEP, correction="router_bias", shared=_linear("^share_expert")),
 }

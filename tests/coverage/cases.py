@@ -1,6 +1,5 @@
 """A tiny random model of every MoE family of transformers, in each configuration that routes in its own way."""
 
-import importlib
 import re
 from typing import Any
 
@@ -37,6 +36,10 @@ _MORE = {
     }),
     "inkling": Case("inkling", "InklingTextConfig", "InklingForCausalLM"),
     "inkling2": Case("inkling2", "Inkling2TextConfig", "Inkling2ForCausalLM"),
+    "inkling2_loop": Case("inkling2_loop", "Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", {
+        "num_hidden_layers": 3, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2,
+        "n_layers_per_attn_res_block": 1, "loop_gate_rank": 8,
+    }),
     "jetmoe": causal("jetmoe", "JetMoe", kv_channels=16),
     "llama4": Case("llama4", "Llama4TextConfig", "Llama4ForCausalLM"),
     "longcat_flash": causal("longcat_flash", "LongcatFlash", **MLA, ffn_hidden_size=96, expert_ffn_hidden_size=32,
@@ -75,9 +78,8 @@ def stock_model(name: str, **options: Any) -> nn.Module:
     case = CASES[name]
     config = families.made_config(case, **options)
     config._experts_implementation = "eager"
-    module = importlib.import_module(f"transformers.models.{case.folder}.modeling_{case.folder}")
     torch.manual_seed(0)
-    model = getattr(module, case.model)(config).eval().float()
+    model = case.made_class()(config).eval().float()
     _spread(model)
     return model
 

@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs/coverage.md"
 
 _TEXT = """# Families of Hugging Face transformers
 
-What `layers.huggingface.patch(model)` does to every family with a mixture of experts in transformers 5.23: {families} \
+What `layers.huggingface.patch(model)` does to every family with a mixture of experts in transformers 5.24: {families} \
 families in {configurations} configurations, two layers each, with random weights, in float32 on a CPU.
 
 | of {families} families | |

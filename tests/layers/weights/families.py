@@ -46,6 +46,12 @@ class Case:
     config: str
     model: str
     options: dict[str, Any] = field(default_factory=dict)
+    code: str = ""  # the folder of the model's class, where it is another family's
+
+    def made_class(self) -> Any:
+        """The class of the model."""
+        folder = self.code or self.folder
+        return getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), self.model)
 
 
 def causal(folder: str, stem: str, **options: Any) -> Case:
@@ -122,6 +128,12 @@ CASES = {
     "hunyuan_v1_moe": causal("hunyuan_v1_moe", "HunYuanMoEV1"),
     "hy_v3": causal("hy_v3", "HYV3"),
     "hy_v4": causal("hy_v4", "HYV4", **MLA),
+    "hy_v4_vl_text": text(
+        "hy_v4_vl",
+        "HYV4VL",
+        **MLA,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    ),
     "jamba": causal(
         "jamba",
         "Jamba",
@@ -133,6 +145,7 @@ CASES = {
     "kimi_linear": causal("kimi_linear", "KimiLinear", **MLA, **FULL),
     "kolibri1": causal("kolibri1", "Kolibri1"),
     "laguna": causal("laguna", "Laguna"),
+    "lara_mini": causal("lara_mini", "LaraMini", **FULL),
     "lfm2_moe": causal("lfm2_moe", "Lfm2Moe", **FULL),
     "llama4_text": Case("llama4", "Llama4TextConfig", "Llama4ForCausalLM", {"num_experts_per_tok": 1}),
     "mellum": causal("mellum", "Mellum"),
@@ -163,6 +176,8 @@ CASES = {
     ),
     "qwen3_vl_moe_text": text("qwen3_vl_moe", "Qwen3VLMoe"),
     "qwen4_exp_text": Case("qwen4_exp", "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM"),
+    "sarvam_mla": Case("sarvam_mla", "SarvamMLAConfig", "DeepseekV3ForCausalLM", MLA, code="deepseek_v3"),
+    "sarvam_moe": Case("sarvam_moe", "SarvamMoEConfig", "Glm4MoeForCausalLM", code="glm4_moe"),
     "solar_open": causal("solar_open", "SolarOpen"),
     "step3p5": text("step3p7", "Step3p7"),
     "unlimited_ocr_text": text("unlimited_ocr", "UnlimitedOcr", head_dim=None, num_key_value_heads=4),
@@ -200,9 +215,8 @@ def tiny_model(family: str, **options: Any) -> nn.Module:
     case = CASES[family]
     config = tiny_config(family, **options)
     config._experts_implementation = "eager"
-    module = importlib.import_module(f"transformers.models.{case.folder}.modeling_{case.folder}")
     torch.manual_seed(0)
-    model = getattr(module, case.model)(config).eval().float()
+    model = case.made_class()(config).eval().float()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for block in moe_blocks(model).values():
