@@ -4,6 +4,7 @@ The key-value cache is static and made once: prefill and decode write into it in
 one input that changes, the token ids. Prefill has a symbolic length after its second compile, decode has length 1.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,9 +65,12 @@ def static_cache(model: nn.Module, batch: int, length: int) -> object:
 
 def next_token_logits(model: nn.Module, cache: object) -> Callable[[Tensor], Tensor]:
     """The function that is compiled: token ids [B, L] to the last position's logits [B, V], float32."""
+    # Called `cache` since transformers 5.24.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    given = {name: cache, "use_cache": True, "logits_to_keep": 1}
 
     def forward(input_ids: Tensor) -> Tensor:
-        output = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(input_ids=input_ids, **given)
         return output.logits[:, -1].float()
 
     # Dynamo keeps what it compiled with a function's code and limits how often: each of these has a code of its own.
