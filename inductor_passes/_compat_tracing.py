@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
 
 from inductor_passes._compat import detect_fake_mode, trace
 
@@ -49,6 +51,29 @@ def traced_nodes() -> Iterator[torch.fx.Node]:
 def depends_on_data(value: Any) -> bool:
     """Whether a value, or a size of it, is known at run time only."""
     return isinstance(value, torch.Tensor | torch.SymInt) and bool(free_unbacked_symbols(value))
+
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # pybind, without stubs
+DATA_OF = _autograd._get_data_attr
+"""What reads `tensor.data` in a graph of Dynamo's."""
+
+
+def changed_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What an operator of others' or a Triton kernel, called in a graph of Dynamo's, may change in place."""
+    target = node.target
+    if target is triton_kernel_wrapper_mutation:
+        return node.all_input_nodes
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return node.all_input_nodes if any(each._schema.is_mutable for each in overloads) else []
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    changed: list[torch.fx.Node] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            map_arg(given, changed.append)
+    return changed
 
 
 def gradients_on_after(node: torch.fx.Node, are_on: bool) -> bool:

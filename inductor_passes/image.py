@@ -3,7 +3,8 @@
 A Dynamo graph calls whatever the user called, changes tensors in place, and has regions with autocast. Its image is
 what AOTAutograd would make of the forward, node by node, so that what a pass finds there can be brought back. What must
 not be looked into (higher-order operators, operators of ours, functions of the user's) or need not be (large dense
-operators) is an input of the image.
+operators) is an input of the image; what those change in place is random in the image from there on, as nothing is
+known of it.
 """
 
 import itertools
@@ -79,11 +80,14 @@ class _Tracing:
             for node in self.graph.nodes:
                 given = {each: known[each] for each in node.all_input_nodes if each in known}
                 self.reads.update({(node, each): found for each, found in _images(given).items()})
-                if node not in self.traced:
-                    outputs += [value for each, value in given.items() if isinstance(value, Tensor)]
-                    continue
                 with set_current_meta(node):
-                    known[node] = _run(node, known)
+                    if node in self.traced:
+                        known[node] = _run(node, known)
+                    else:
+                        outputs += [value for value in given.values() if isinstance(value, Tensor)]
+                        for each in tracing.changed_by(node):
+                            if each in known:
+                                known[each].bernoulli_()
                 fresh = itertools.takewhile(lambda each: each not in self.sources, tracing.traced_nodes())
                 self.sources.update(dict.fromkeys([*fresh], node))
         self.last.update(_images(known))
@@ -137,6 +141,8 @@ def _run(node: Node, known: dict[Node, Any]) -> Any:
     kwargs: Any = map_arg(node.kwargs, known.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.target is tracing.DATA_OF:
+        return args[0].detach()  # the same memory, which functional tensors do not see otherwise
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -172,7 +178,7 @@ def _is_looked_into(node: Node) -> bool:
         return False
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return str(target).partition(".")[0] in ("aten", "prims", "transformers")
-    return target in tracing.AUTOCAST_CALLS or _is_of_torch(target)
+    return target in (*tracing.AUTOCAST_CALLS, tracing.DATA_OF) or _is_of_torch(target)
 
 
 def _is_of_an_expert(node: Node) -> bool:

@@ -119,14 +119,10 @@ class Transplant:
             for each in node.all_input_nodes:
                 self._written(each, place)
             copy = self.graph.node_copy(node, lambda each: self._written(each, place))
-            if copy.target is prims.convert_element_type.default:  # which has no derivative
-                copy.target, copy.args, copy.kwargs = (
-                    aten._to_copy.default,
-                    copy.args[:1],
-                    {"dtype": copy.args[1]},
-                )
+            copy.target, copy.args, copy.kwargs = _with_derivative(copy)
             inherit_meta(copy, node)
-            copy.meta[VALUE] = node.meta.get("val")
+            value = copy.meta.pop("val", None)  # torch asks it, too, whether there is a gradient
+            copy.meta[VALUE] = _recorded(value, place in self.image.with_gradients)
             self.copies[node] = copy
         return self.copies[node]
 
@@ -163,7 +159,25 @@ class Transplant:
 
 def _has_derivative(node: Node) -> bool:
     """Whether a call gives the same when it is made again, and has a gradient where its inputs have one."""
+    if getattr(node.target, "namespace", "") == "prims" and _is_floating(node.meta.get("val")):
+        return node.target in (prims.convert_element_type.default, prims.rev.default)
     return is_plain(node) and node.target is not aten.copy.default
+
+
+def _with_derivative(copy: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Target and arguments of the same call as an operator that has a derivative."""
+    if copy.target is prims.convert_element_type.default:
+        return aten._to_copy.default, copy.args[:1], {"dtype": copy.args[1]}
+    if copy.target is prims.rev.default:
+        return aten.flip.default, copy.args, {}
+    return copy.target, copy.args, copy.kwargs
+
+
+def _recorded(value: Any, has_gradient: bool) -> Any:
+    """The fake value of a copy, which was traced without gradients, as torch asks it in a nested region."""
+    if not isinstance(value, Tensor) or not _is_floating(value):
+        return value
+    return value.detach().requires_grad_(has_gradient)
 
 
 def _is_floating(value: object) -> bool:

@@ -88,8 +88,20 @@ def grouped_experts(
 def batched(x: Tensor, router: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """transformers, `batched_mm`."""
     weights, ids = softmax_router(F.linear(x, router))
+    return batched_experts(x, weights, ids, w13, w2)
+
+
+def batched_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+    """Of `batched`, from ids."""
     rows, experts = x.unsqueeze(1).expand(-1, TOP_K, -1).reshape(-1, HIDDEN), ids.reshape(-1)
-    activated = swiglu(torch.bmm(w13[experts], rows.unsqueeze(-1)).squeeze(-1))
+    activated = gate(torch.bmm(w13[experts], rows.unsqueeze(-1)).squeeze(-1))
     out = torch.bmm(w2[experts], activated.unsqueeze(-1)).squeeze(-1) * weights.reshape(-1).unsqueeze(-1)
     return out.view(-1, TOP_K, HIDDEN).sum(1).to(x.dtype)
 
