@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from layers.router import RouterOutput
 from moe_ops import build_dispatch, combine, gated_activation, grouped_gemm, permute
-from moe_ops._checks import compute_dtype
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import value_error
 
@@ -85,8 +84,3 @@ def expect_none(layer: Any, *names: str) -> None:
     for name in names:
         if getattr(layer, name) is not None:
             value_error("{} with emit='batch_invariant': expected None", name)
-
-
-def compute_weights(weights: Tensor) -> Tensor:
-    """Weights of a routing function in the compute dtype."""
-    return weights.to(compute_dtype(weights.dtype))

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from layers._checks import expect_features
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
-from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, RoutingFunction, emitted
-from layers.expert_options import compute_weights, expect_none, in_chunks, run_with_norm, scaled, zero_experts
+from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, emitted
+from layers.expert_options import expect_none, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
 from layers.lora import ExpertLora, run_with_lora
+from layers.own_routing import route_by_function, route_by_override
 from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
@@ -68,7 +69,8 @@ class FusedMoE(ExpertParameters):
         e_score_correction_bias: [E] float32 buffer or None. It stays float32 when the module is cast:
             rounded to bfloat16 it would pick other experts.
         routing_override: None, or a module (hidden_states [T, H], router_logits [T, E]) -> (topk_weights, topk_ids)
-            that routes instead: `RoutedExpertsReplay`, `HashRouting`, `SimulatedRouting`, or any other.
+            that routes instead: `RoutedExpertsReplay`, `HashRouting`, `SimulatedRouting`, or any other. Its weights
+            are final, but for the scale of an output that is scaled and `expert_scale`.
         capture: None, or a `RoutedExpertsCapture`, which remembers the chosen experts.
         balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
         lora: None, or the `ExpertLora` whose adapters tokens may have; it runs between the stages, also where
@@ -155,28 +157,18 @@ class FusedMoE(ExpertParameters):
         logits = _rows("router_logits", router_logits, self.config.router_size)  # [T, E]
         function = self.config.router.routing_function
         if self.routing_override is not None:
-            weights, ids = self.routing_override(hidden_states, logits)
-        elif function is None:
+            weights, ids = route_by_override(self.routing_override, self.config, logits, hidden_states)
+        elif function is not None:
+            weights, ids = route_by_function(function, self.config, logits, hidden_states)
+        else:
             bias, emit = self.e_score_correction_bias, self._routing_emit
             weights, ids = topk_routing(logits, self._routing, bias, emit=emit)
-        else:
-            weights, ids = self._route_by(function, logits, hidden_states)
         return self._scaled(RouterOutput(logits, weights, ids))
 
     def _scaled(self, routed: RouterOutput) -> RouterOutput:
         if self.expert_scale is None:
             return routed
         return routed._replace(topk_weights=scaled(routed.topk_weights, routed.topk_ids, self.expert_scale))
-
-    def _route_by(
-        self, function: RoutingFunction, logits: Tensor, hidden_states: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        config = self.config
-        if hidden_states is None:
-            value_error("hidden_states=None: expected a tensor [..., H] for the routing_function")
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights, ids = function(tokens, logits, config.top_k, config.routing.renormalize)
-        return compute_weights(weights), ids.int()
 
     def forward(
         self,

@@ -110,6 +110,43 @@ def test_a_replay_of_what_was_captured_is_the_same_layer_with_the_same_gradients
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["replay", "hash"])
+@torch.no_grad()
+def test_a_scaled_output_is_scaled_once(kind, compiled):
+    config = MoEConfig(
+        E, 2, 12, 20, routing=RoutingConfig(2, scale=2.5), router=RouterConfig(scale_on="output")
+    )
+    module, (hidden, logits) = FusedMoE(config), inputs(7)
+    expected, ids = oracle.experts(module, hidden, logits), logits.topk(2).indices.int()
+    module.routing_override = (
+        RoutedExpertsReplay(ids, config.routing)
+        if kind == "replay"
+        else HashRouting(ids, torch.arange(7), config.routing)
+    )
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    assert_matches_oracle(run(hidden, logits), expected)
+    assert_matches_oracle(module(hidden, module.route(logits, hidden)), expected)
+
+
+@torch.no_grad()
+def test_a_slot_without_a_usable_expert_is_left_out_by_its_id():
+    """Fewer usable experts than K: what a replay has to be told."""
+    module, buffer = (
+        FusedMoE(MoEConfig(E, 2, 12, 20, router=RouterConfig(has_correction_bias=True))),
+        buffer_of(),
+    )
+    module.e_score_correction_bias[1:] = float("-inf")
+    (hidden, logits), module.capture = inputs(7), RoutedExpertsCapture(buffer)
+    routed = module.route(logits)
+    expected, module.capture = module(hidden, routed), None
+    assert routed.topk_weights[0].tolist() == [1.0, 0.0]
+    module.routing_override = RoutedExpertsReplay(buffer, module.config.routing)
+    assert module.route(logits).topk_weights[:, 1].all()
+    buffer[:7][routed.topk_weights == 0] = -1
+    torch.testing.assert_close(module(hidden, logits), expected)
+
+
 @torch.no_grad()
 def test_blocks_capture_and_replay_and_stop():
     block, hidden = MoEBlock(CONFIG), torch.randn(2, 3, 12)
