@@ -10,7 +10,9 @@ from typing import Literal
 from torch import Tensor, nn
 
 from layers._checks import expect_choice, expect_type
+from layers.config import Combination
 from layers.fused_moe import FusedMoE
+from layers.local_experts import LocalExperts
 from layers.modular_kernel import ModularKernel
 from layers.router import RouterOutput
 from layers.shared_experts import SharedExperts
@@ -54,7 +56,8 @@ class MoERunner(nn.Module):
         gate: a module, tokens to logits. None: the caller has the logits.
         router: logits [T, E] and tokens [T, H] to `RouterOutput`, such as `experts.route`, so that the experts get ids.
             None: they get logits.
-        shared_experts: a module, tokens [T, H] to [T, H], or None.
+        shared_experts: a module, tokens [T, H] to [T, H], or None. Outputs are summed or averaged, as the `combination`
+            of `SharedExperts` says; beside another module, as the config of the experts does.
         shared_order: "before" the routed experts, whose sum their output joins before it is rounded; "beside" the way
             to the experts of a `ModularKernel`, or `SharedExperts` beside a `FusedMoE` in one operator, and then the
             same; "after" them, and rounded once more.
@@ -114,6 +117,7 @@ class MoERunner(nn.Module):
         self.routed_input_transform = routed_input_transform
         self.routed_output_transform = routed_output_transform
         self.shared_order, self.reduction = shared_order, reduction
+        self._averages = _combination(experts, shared_experts) == "average"
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor | RouterOutput | None = None) -> Tensor:
         """[..., H] to [..., H].
@@ -128,6 +132,7 @@ class MoERunner(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
         routing = self._route(tokens, router_logits)
         output = self._run(tokens, routing)
+        output = output * 0.5 if self._averages else output
         if self.reduction is not None:
             output = self.reduction.applied(output, "sum")
         return output.reshape(hidden_states.shape)
@@ -178,6 +183,16 @@ class MoERunner(nn.Module):
             return None
         shared = self.shared_experts(tokens)
         return shared if self.reduction is None else self.reduction.applied(shared, "shared")
+
+
+def _combination(experts: FusedMoE | ModularKernel, shared_experts: nn.Module | None) -> Combination:
+    if shared_experts is None:
+        return "sum"
+    if isinstance(shared_experts, SharedExperts):
+        return shared_experts.combination
+    holder = experts if isinstance(experts, FusedMoE) else experts.experts
+    config = holder.config.shared_experts if isinstance(holder, FusedMoE | LocalExperts) else None
+    return "sum" if config is None else config.combination
 
 
 def _expect_overlap(experts: FusedMoE, shared_experts: nn.Module | None, reduction: Reduction | None) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_floating_dtype, expect_type
-from layers.config import MoEConfig, SharedExpertConfig, gate_up_size
+from layers.config import Combination, MoEConfig, SharedExpertConfig, gate_up_size
 from moe_ops import RoutingConfig, dense_gemm, fused_experts, gated_activation, topk_routing
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import SharedExpert
@@ -25,6 +25,7 @@ class SharedExperts(nn.Module):
             (H to I for an ungated activation).
         down_proj: linear, I to H.
         gate: linear, H to 1, or None for a plain shared expert.
+        combination: that of `shared`, for who adds this expert's output to the routed one.
 
     Raises:
         TypeError: `config` or `shared` is not the config it should be.
@@ -49,6 +50,7 @@ class SharedExperts(nn.Module):
         self.down_proj = nn.Linear(I, H, bias=False, device=device, dtype=dtype)
         is_gated = shared.gated == "sigmoid"
         self.gate = nn.Linear(H, 1, bias=False, device=device, dtype=dtype) if is_gated else None
+        self.combination: Combination = shared.combination
         self._is_invariant = config.emit == "batch_invariant"
 
     def reset_parameters(self) -> None:

@@ -12,6 +12,7 @@ from layers import (
     Reduction,
     RouterConfig,
     SharedExpertConfig,
+    SharedExperts,
     StandardExperts,
 )
 from tests.counting import Calls
@@ -40,6 +41,45 @@ def test_every_order(block, hidden, name, order, compiled):
     )
     run = torch.compile(runner, fullgraph=True, backend="aot_eager") if compiled else runner
     assert_matches_oracle(run(hidden), oracle.block(block, hidden))
+
+
+class Wrapped(torch.nn.Module):
+    """A module that does not say how its output is combined."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens):
+        return self.module(tokens)
+
+
+@pytest.mark.parametrize("order", ["before", "beside", "after"])
+@pytest.mark.parametrize("name", ["layer", *FORMATS])
+def test_an_average_is_one(hidden, name, order):
+    block = MoEBlock(config(shared_experts=SharedExpertConfig(40, "sigmoid", combination="average")))
+    experts = block.experts if name == "layer" else FORMATS[name](block.experts)
+    runner = MoERunner(experts, block.gate, shared_experts=block.shared_experts, shared_order=order)
+    expected = oracle.block(block, hidden)
+    assert_matches_oracle(runner(hidden), expected)
+    twice = Reduction(lambda tensor: 2 * tensor)
+    if not (name == "layer" and order == "beside"):
+        runner = MoERunner(
+            experts, block.gate, shared_experts=Wrapped(block.shared_experts), shared_order=order,
+            reduction=twice,
+        )  # fmt: skip
+        assert_matches_oracle(runner(hidden), 2 * expected)
+    routed = oracle.experts(block.experts, hidden, block.gate(hidden)).reshape(hidden.shape)
+    assert_matches_oracle(MoERunner(experts, block.gate)(hidden), routed)
+
+
+def test_shared_experts_of_their_own_config_say_how_they_are_combined(block, hidden):
+    shared = SharedExperts(block.config, SharedExpertConfig(40, combination="average"))
+    expected = (
+        block.experts(hidden, block.gate(hidden)) + shared(hidden.flatten(0, 1)).view(hidden.shape)
+    ) / 2
+    runner = MoERunner(block.experts, block.gate, shared_experts=shared)
+    torch.testing.assert_close(runner(hidden), expected)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 33])
