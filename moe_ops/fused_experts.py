@@ -106,6 +106,8 @@ def gate_given(
     activation: str | Activation | GateFunction, per_expert: Sequence[Tensor], experts: ExpertWeights
 ) -> tuple[str, Custom | None]:
     """The spec of an activation, or a user's function. Raises ValueError, TypeError as `fused_experts`."""
+    if not isinstance(per_expert, (tuple, list, torch.nn.ParameterList)):
+        type_error("per_expert={}: expected a tuple or list of tensors", describe(per_expert))
     if isinstance(activation, str | Activation) or not callable(activation):
         if len(per_expert):
             value_error(
@@ -165,9 +167,15 @@ def emits_stages(emit: Emit) -> bool:
 
 
 def weigh_input(args: FusedExperts) -> FusedExperts:
-    """Weighs the experts' input instead of their output. Raises ValueError unless K = 1."""
+    """Weighs the experts' input instead of their output.
+
+    Raises ValueError unless K = 1, and what the operator would of tokens and routing, which a product broadcasts.
+    """
     topk_weights = args.topk_weights
-    if topk_weights.dim() != 2 or topk_weights.shape[1] != 1:
+    _check_tokens(args.hidden_states)
+    expect_routed(args)
+    _checks.expect_floating("topk_weights", topk_weights)
+    if topk_weights.shape[1] != 1:
         value_error(
             "apply_router_weight_on_input=True with topk_weights of shape {}: expected [T, 1]",
             list(topk_weights.shape),
@@ -215,9 +223,8 @@ def _halves(args: FusedExperts, plan: DispatchPlan) -> tuple[GatherGemm, Callabl
 
 def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
-    x, (w13, w2), weights, ids = args.hidden_states, args.experts, args.topk_weights, args.topk_ids
-    _checks.expect_floating("hidden_states", x)
-    _checks.expect_shape("hidden_states", x, ("T", "H"))
+    x, (w13, w2) = args.hidden_states, args.experts
+    _check_tokens(x)
     expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
     expect_halves(w13, gated, is_interleaved_spec(args.activation))
     columns = w13.columns
@@ -227,6 +234,17 @@ def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
         )
     features = columns // 2 if gated else columns
     expect_linear("w2", w2, (w13.weight.shape[0], x.shape[1], features), "hidden_states", x)
+    expect_routed(args)
+
+
+def _check_tokens(hidden_states: Tensor) -> None:
+    _checks.expect_floating("hidden_states", hidden_states)
+    _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
+
+
+def expect_routed(args: FusedExperts) -> None:
+    """Raises TypeError or ValueError unless there are ids and weights for each of the tokens."""
+    x, weights, ids = args.hidden_states, args.topk_weights, args.topk_ids
     _checks.expect_shape("topk_ids", ids, (x.shape[0], "K"))
     _checks.expect_shape("topk_weights", weights, tuple(ids.shape))
     _checks.expect_same_device(x.device, "hidden_states", topk_weights=weights, topk_ids=ids)
@@ -253,8 +271,7 @@ def check_routed(args: Any) -> None:
 def check_experts(hidden_states: Tensor, experts: ExpertWeights, gate: Activation | Formula) -> None:
     """The checks of a layer's input and weights."""
     (w13, w2), x = experts, hidden_states
-    _checks.expect_floating("hidden_states", x)
-    _checks.expect_shape("hidden_states", x, ("T", "H"))
+    _check_tokens(x)
     check_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
     if w13.weight.shape[0] < 1:
         value_error("w13 has shape {}: expected at least one expert", list(w13.weight.shape))

@@ -109,8 +109,13 @@ def check_logits(args: Any) -> None:
     """Checks router logits against tokens and experts."""
     x, expert_map = args.hidden_states, args.placement.expert_map
     _checks.expect_shape("hidden_states", x, ("T", "H"))
-    num_experts = args.experts.w13.weight.shape[0] if expert_map is None else expert_map.shape[0]
-    _checks.expect_shape("router_logits", args.router.router_logits, (x.shape[0], num_experts))
+    if expert_map is None:
+        expert_of_logit = args.experts.w13.weight
+        _checks.expect_shape("w13", expert_of_logit, ("E", "2I", "H"))
+    else:
+        expert_of_logit = expert_map
+        _checks.expect_shape("expert_map", expert_map, ("E_global",))
+    _checks.expect_shape("router_logits", args.router.router_logits, (x.shape[0], expert_of_logit.shape[0]))
 
 
 def _check(args: FusedMoe) -> None:

@@ -53,7 +53,9 @@ def check_slots(sorted_slots: Tensor, num_tokens: int | torch.SymInt) -> None:
     _checks.expect_index("sorted_slots", sorted_slots, (torch.int32,))
     _checks.expect_shape("sorted_slots", sorted_slots, ("S",))
     num_slots = sorted_slots.shape[0]
-    if isinstance(num_slots, int) and isinstance(num_tokens, int) and num_slots % max(num_tokens, 1):
+    if not (isinstance(num_slots, int) and isinstance(num_tokens, int)):
+        return
+    if num_slots % num_tokens if num_tokens else num_slots:
         value_error("sorted_slots has {} rows: expected a multiple of the {} tokens", num_slots, num_tokens)
 
 

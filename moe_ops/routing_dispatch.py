@@ -48,8 +48,8 @@ def routing_dispatch(
     Example:
         >>> weights, ids, plan = moe_ops.routing_dispatch(logits, moe_ops.RoutingConfig(top_k=2))
     """
-    _checks.expect_tensor("router_logits", router_logits)
-    num_experts = router_logits.shape[-1] if num_experts is None else num_experts
+    _checks.expect_shape("router_logits", router_logits, ("T", "E_global"))
+    num_experts = router_logits.shape[1] if num_experts is None else num_experts
     _checks.expect_int("num_experts", num_experts)
     router = Router(router_logits, correction_bias, routing_spec(routing))
     weights, ids, *plan = _library.call(RoutingDispatch(router, Placement(expert_map), num_experts))

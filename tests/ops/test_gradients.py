@@ -230,6 +230,41 @@ def test_vmap_values(in_dims):
     torch.testing.assert_close(vmap(run, in_dims=in_dims)(*args), expected)
 
 
+VMAPPED = {  # each by one call of all tokens, by one for each element, and with several outputs
+    "fused_moe": lambda x, logits, w13, w2: moe_ops.fused_moe(x, logits, w13, w2, RoutingConfig(2)),
+    "stages": lambda x, logits, w13, w2: moe_ops.fused_moe(
+        x, logits, w13, w2, RoutingConfig(2), emit="stages"
+    ),
+    "topk_routing": lambda x, logits, w13, w2: moe_ops.topk_routing(logits, RoutingConfig(2)),
+    "build_dispatch": lambda x, logits, w13, w2: tuple(
+        moe_ops.build_dispatch(logits.argsort(1)[:, :2].int(), 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("name", VMAPPED)
+def test_vmap_of_an_empty_batch_is_empty(name, tokens, compiled):
+    """As of torch's own operators: the shapes of an element, and gradients of zero."""
+    layer = [double(4, 10, 6), double(4, 6, 5)]
+    inputs = [double(2, tokens, 6), double(2, tokens, 4)]
+    run = vmap(VMAPPED[name], in_dims=(0, 0, None, None))
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    expected, actual = run(*inputs, *layer), run(*(each[:0] for each in inputs), *layer)
+    pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (expected, actual)), strict=True)
+    for wanted, got in pairs:
+        assert (got.shape, got.dtype) == ((0, *wanted.shape[1:]), wanted.dtype)
+    if name in ("fused_moe", "stages"):
+        assert not any(grad.any() for grad in torch.autograd.grad(actual.sum(), [*inputs, *layer]))
+
+
+def test_vmap_of_an_empty_batch_records_nothing():
+    replicas, count, load = torch.arange(4).int()[:, None], torch.ones(4).int(), torch.zeros(4).long()
+    run = vmap(lambda ids: moe_ops.map_replicas(ids, replicas, count, load=load))
+    assert run(torch.zeros(0, 5, 2).int()).shape == (0, 5, 2) and not load.any()
+
+
 def test_vmap_over_an_expert_map_raises():
     ids, maps = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="vmap over expert_map"):
