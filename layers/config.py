@@ -57,7 +57,8 @@ class RouterConfig:
         has_expert_scale: the layer has a parameter `expert_scale` [E], by which the weight of an expert is
             multiplied after everything else (Gemma 4's `per_expert_scale`).
         routing_function: (hidden_states [T, H], router_logits [T, E], top_k, renormalize) -> (weights, ids) [T, K], in
-            the place of `topk_routing`. Plain PyTorch, traced like any code; weights become float32, ids int32.
+            the place of `topk_routing`. Plain PyTorch, traced like any code; weights become float32, ids (integers of
+            any width) int32. Something else is a TypeError or ValueError of the forward.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value; the message names all three.
@@ -94,7 +95,8 @@ class SharedExpertConfig:
         activation: as in `MoEConfig`; None is that of the routed experts.
         combination: "sum" of routed and shared output, or their "average" (Cohere 2).
         overlap: one operator runs it beside the routed experts, for few tokens on a second CUDA stream; see
-            `moe_ops.fused_experts_with_shared`. Hooks of `SharedExperts` and its linear layers are then not called.
+            `moe_ops.fused_experts_with_shared`. Hooks of `SharedExperts` and its linear layers are then not called. A
+            `ModularKernel` takes an output instead, and a `MoERunner` goes by its `shared_order`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value.

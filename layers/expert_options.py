@@ -10,6 +10,7 @@ from layers.router import RouterOutput
 from moe_ops import build_dispatch, combine, gated_activation, grouped_gemm, permute
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import value_error
+from moe_ops.fused_experts import expect_routed
 
 
 def in_chunks(run: Callable[..., Tensor], size: int | None, tokens: Tensor, *others: Any) -> Tensor:
@@ -40,7 +41,7 @@ def _rows_of(values: Sequence[Any], start: int, size: int) -> Iterator[Any]:
 
 def _rows(value: Any, rows: slice) -> Any:
     if isinstance(value, RouterOutput):
-        return RouterOutput(*(tensor[rows] for tensor in value))
+        return RouterOutput(*(_rows(each, rows) for each in value))
     return None if value is None else value[rows]
 
 
@@ -63,6 +64,7 @@ def zero_experts(tokens: Tensor, routed: RouterOutput, num_experts: int) -> Tens
 
 def run_with_norm(args: FusedExperts, weight: Tensor, eps: float) -> Tensor:
     """`moe_ops.fused_experts` with an RMS norm of every expert's output [S, H] before it is weighed."""
+    expect_routed(args)
     w13, w2 = args.experts
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     rows = permute(args.hidden_states, plan.sorted_slots)

@@ -39,7 +39,7 @@ from moe_ops.arguments import (
 )
 from moe_ops.combine import check_shared, combine
 from moe_ops.errors import value_error
-from moe_ops.fused_experts import run as run_experts, weigh_input
+from moe_ops.fused_experts import expect_routed, run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
 from moe_ops.shared import run as run_with_shared
 
@@ -310,6 +310,7 @@ class FusedMoE(ExpertParameters):
         return run_experts(args, emitted(config.emit, config.save_for_backward))
 
     def _run_adapted(self, args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> Tensor:
+        expect_routed(args)
         rows, plan = run_with_lora(args, lora, adapter_ids)
         eps = self.config.experts.post_norm_eps
         if self.post_norm_weight is not None and eps is not None:

@@ -1,11 +1,14 @@
 """Routing by what a user brought instead of `topk_routing`: an override of the layer's, or a routing function."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from layers.config import MoEConfig, RoutingFunction
 from layers.routed_experts import KnownExperts
-from moe_ops._checks import compute_dtype
-from moe_ops.errors import value_error
+from moe_ops import _checks
+from moe_ops.errors import describe, type_error, value_error
 
 
 def route_by_override(
@@ -14,15 +17,37 @@ def route_by_override(
     """(topk_weights, topk_ids) of a `routing_override`; without the scale where the output is scaled."""
     if isinstance(override, KnownExperts) and config.router.scale_on == "output":
         return override(hidden_states, logits, override.unscaled)
-    return override(hidden_states, logits)
+    return _pair("routing_override", override(hidden_states, logits))
 
 
 def route_by_function(
     function: RoutingFunction, config: MoEConfig, logits: Tensor, hidden_states: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(topk_weights in the compute dtype, topk_ids int32) of a `routing_function`."""
+    """(topk_weights in the compute dtype, topk_ids int32) of a `routing_function`.
+
+    Raises:
+        TypeError, ValueError: it returned something else than weights [T, K] and integers [T, K], in this order.
+    """
     if hidden_states is None:
         value_error("hidden_states=None: expected a tensor [..., H] for the routing_function")
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    weights, ids = function(tokens, logits, config.top_k, config.routing.renormalize)
-    return weights.to(compute_dtype(weights.dtype)), ids.int()
+    returned = function(tokens, logits, config.top_k, config.routing.renormalize)
+    weights, ids = _pair("routing_function", returned)
+    for name, tensor in (("topk_weights", weights), ("topk_ids", ids)):
+        _checks.expect_shape(f"{name} of routing_function", tensor, (logits.shape[0], config.top_k))
+    if weights.is_complex():
+        type_error("topk_weights of routing_function has dtype {}: expected a real one", weights.dtype)
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        type_error(
+            "topk_ids of routing_function has dtype {}: expected integers, behind topk_weights", ids.dtype
+        )
+    return weights.to(_checks.compute_dtype(weights.dtype)), ids.int()
+
+
+def _pair(name: str, returned: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(returned, tuple | list):
+        type_error("{} returned {}: expected (topk_weights, topk_ids)", name, describe(returned))
+    if len(returned) != 2:
+        value_error("{} returned {} values: expected (topk_weights, topk_ids)", name, len(returned))
+    weights, ids = returned
+    return weights, ids

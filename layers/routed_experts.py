@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from layers._checks import expect_type
 from moe_ops import RoutingConfig, routing_weights
+from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 
 
@@ -35,6 +36,7 @@ class RoutedExpertsCapture(nn.Module):
 
     def forward(self, topk_ids: Tensor) -> None:
         """Writes [T, K] ids to the buffer."""
+        expect_shape("topk_ids", topk_ids, ("T", "K"))
         _rows_of(self.buffer, topk_ids.shape[0], topk_ids.shape[1]).copy_(topk_ids)
 
 

@@ -4,9 +4,19 @@ import weakref
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RoutedExpertsReplay, RouterConfig
+from layers import (
+    ExpertLora,
+    ExpertsConfig,
+    FusedMoE,
+    MoEBlock,
+    MoEConfig,
+    RoutedExpertsCapture,
+    RoutedExpertsReplay,
+    RouterConfig,
+)
 from layers.expert_options import in_chunks
 from tests.layers import oracle
 
@@ -159,6 +169,103 @@ def test_a_routing_function_is_compiled_with_the_layer():
     hidden = torch.randn(7, H)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(block, fullgraph=True)(hidden), block(hidden))
+
+
+RETURNED = {  # what a routing function makes of (weights, ids), and what is said of it
+    "swapped": (lambda weights, ids: (ids, weights), TypeError,
+        "topk_ids of routing_function has dtype torch.float32: expected integers, behind topk_weights"),
+    "mask": (lambda weights, ids: (weights, ids > 0), TypeError, "topk_ids of routing_function has dtype torch.bool"),
+    "complex": (lambda weights, ids: (weights + 0j, ids), TypeError,
+        "topk_weights of routing_function has dtype torch.complex64: expected a real one"),
+    "one more": (lambda weights, ids: (weights, F.pad(ids, (0, 1))), ValueError,
+        r"topk_ids of routing_function has shape \[7, 3\]: expected \[7, 2\]"),
+    "one token": (lambda weights, ids: (weights[:1], ids), ValueError,
+        r"topk_weights of routing_function has shape \[1, 2\]: expected \[7, 2\]"),
+    "list of ids": (lambda weights, ids: (weights, [1]), TypeError,
+        "topk_ids of routing_function=<list>: expected a torch.Tensor"),
+    "weights alone": (lambda weights, ids: weights, TypeError,
+        r"routing_function returned <Tensor>: expected \(topk_weights, topk_ids\)"),
+    "nothing": (lambda weights, ids: None, TypeError, "routing_function returned None: expected"),
+    "three": (lambda weights, ids: (weights, ids, ids), ValueError, "routing_function returned 3 values: expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_a_routing_function_may_not_return(name, compiled):
+    change, error, message = RETURNED[name]
+
+    def function(hidden_states, router_logits, top_k, renormalize):
+        return change(*router_logits.topk(top_k))
+
+    block = MoEBlock(_config(router=RouterConfig(routing_function=function)))
+    run = torch.compile(block, fullgraph=True, backend="eager") if compiled else block
+    with pytest.raises(Exception if compiled else error, match=message):
+        run(torch.randn(7, H))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_a_routing_functions_ids_are_integers_of_any_width(dtype, compiled):
+    def function(hidden_states, router_logits, top_k, renormalize):
+        weights, ids = router_logits.topk(top_k)
+        return [weights, ids.to(dtype)]
+
+    layer = FusedMoE(_config(router=RouterConfig(routing_function=function)))
+    hidden, logits = torch.randn(7, H), torch.randn(7, E)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    plain = FusedMoE(_config(router=RouterConfig(routing_function=_best)))
+    plain.load_state_dict(layer.state_dict())
+    assert oracle.relative_error(run(hidden, logits), oracle.experts(plain, hidden, logits)) < 1e-5
+
+
+class _Logits(torch.nn.Module):
+    def forward(self, hidden_states, router_logits):
+        return router_logits
+
+
+def test_an_override_returns_a_pair():
+    layer = FusedMoE(_config())
+    layer.routing_override = _Logits()
+    with pytest.raises(TypeError, match="routing_override returned <Tensor>: expected"):
+        layer(torch.randn(7, H), torch.randn(7, E))
+
+
+def _adapted():
+    layer = FusedMoE(_config())
+    layer.lora = ExpertLora(layer, 1, 4, torch.zeros(9, dtype=torch.int32))
+    return layer
+
+
+def _captured():
+    layer = FusedMoE(_config())
+    layer.capture = RoutedExpertsCapture(torch.zeros(9, K, dtype=torch.int32))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FusedMoE(_config()), lambda: FusedMoE(_config(experts=ExpertsConfig(chunk_size=3))),
+        lambda: FusedMoE(_config(experts=ExpertsConfig(post_norm_eps=1e-6))), _adapted, _captured,
+    ],
+)  # fmt: skip
+def test_what_was_routed_is_of_these_tokens(make):
+    layer, hidden = make(), torch.randn(7, H)
+    routed = layer.route(torch.randn(7, E))
+    chunked = layer.config.experts.chunk_size is not None
+    for field in ("topk_weights", "topk_ids"):
+        with pytest.raises(TypeError, match=f"{field}=None: expected a torch.Tensor"):
+            layer(hidden, routed._replace(**{field: None}))
+    message = "8 rows beside 7 tokens" if chunked else r"topk_ids has shape \[8, 2\]: expected \[7, K\]"
+    with pytest.raises(ValueError, match=message):
+        layer(hidden, layer.route(torch.randn(8, E)))
+
+
+def test_chunks_without_logits():
+    layer, hidden = FusedMoE(_config(experts=ExpertsConfig(chunk_size=3))), torch.randn(7, H)
+    routed = layer.route(torch.randn(7, E))
+    assert torch.equal(layer(hidden, routed._replace(router_logits=None)), layer(hidden, routed))
 
 
 def test_reset_parameters_draws_the_transforms_too():
