@@ -3,11 +3,13 @@
 Every message names the argument, what it is, and what was expected.
 """
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_ops._checks import expect_tensor
+from moe_ops._library import autocasts
 from moe_ops.errors import describe, type_error, value_error
 
 
@@ -58,6 +60,22 @@ def expect_features(name: str, value: object, size: int) -> None:
         value_error("{} has shape []: expected [..., {}]", name, size)
     if value.shape[-1] != size:
         value_error("{} has last dimension {}: expected {}", name, value.shape[-1], size)
+
+
+def expect_linear_dtype(name: str, value: Tensor, linear: nn.Module) -> None:
+    """Raises TypeError where an `nn.Linear` would be given another dtype than its weight's; other modules may cast."""
+    if type(linear) is nn.Linear and value.dtype != linear.weight.dtype and not autocasts(value):
+        type_error(
+            "{} has dtype {}: expected {}, that of the weights", name, value.dtype, linear.weight.dtype
+        )
+
+
+def rows_of(name: str, value: Any, last: str = "H") -> Tensor:
+    """`value` [..., `last`] as [T, `last`]. Raises TypeError or ValueError unless it is a tensor of such a shape."""
+    expect_tensor(name, value)
+    if not value.shape:
+        value_error("{} has shape []: expected [..., {}]", name, last)
+    return value.reshape(-1, value.shape[-1])
 
 
 def present(name: str, value: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_type
+from layers._checks import expect_type, rows_of
 from layers.carried import expect_row_per_token
 from layers.modular_parts import (
     ActivationFormat,
@@ -26,6 +26,7 @@ from layers.modular_parts import (
 )
 from layers.router import RouterOutput
 from moe_ops._checks import expect_shape
+from moe_ops.errors import describe, type_error
 
 Value = TypeVar("Value")
 
@@ -56,7 +57,7 @@ class ModularKernel(nn.Module):
         weigh_and_reduce: the experts' own, or that of `prepare_finalize` where they delegate.
 
     Raises:
-        TypeError: `experts` is not a module.
+        TypeError: `experts` is not a module, or one of both lacks what such a part has.
         ValueError: the formats of two neighbours differ.
 
     Example:
@@ -67,6 +68,8 @@ class ModularKernel(nn.Module):
     def __init__(self, prepare_finalize: PrepareAndFinalize, experts: PermuteExpertsUnpermute) -> None:
         super().__init__()
         expect_type("experts", experts, nn.Module)
+        _expect_part("prepare_finalize", prepare_finalize, "PrepareAndFinalize", "activation_format")
+        _expect_part("experts", experts, "PermuteExpertsUnpermute", "activation_formats")
         given, (taken, returned) = prepare_finalize.activation_format, experts.activation_formats
         reducer = experts.weigh_and_reduce
         if isinstance(reducer, TopKWeightAndReduceDelegate):
@@ -103,8 +106,8 @@ class ModularKernel(nn.Module):
         Raises:
             ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
         """
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
-        addend = None if shared is None else shared.reshape(-1, shared.shape[-1])
+        tokens = rows_of("hidden_states", hidden_states)  # [T, H]
+        addend = None if shared is None else rows_of("shared", shared)
         prepared = self.start(tokens, router_logits, extra_tensors).wait()
         return self.finish(prepared, addend).wait().reshape(hidden_states.shape)
 
@@ -122,6 +125,9 @@ class ModularKernel(nn.Module):
 
         What is independent of it may run before `wait`.
         """
+        expect_shape("hidden_states", hidden_states, ("T", "H"))
+        if not isinstance(extra_tensors, tuple | list):
+            type_error("extra_tensors={}: expected a tuple or list of tensors", describe(extra_tensors))
         is_routed = isinstance(router_logits, RouterOutput)
         routed = router_logits if is_routed else self.route(router_logits, hidden_states)
         weights, ids = routed.topk_weights, routed.topk_ids
@@ -153,6 +159,11 @@ def _arrived(value: Value) -> Pending[Value]:
 
 def _nothing_to_wait_for() -> None:
     pass
+
+
+def _expect_part(name: str, part: object, kind: str, attribute: str) -> None:
+    if not hasattr(part, attribute):
+        raise TypeError(f"{name} is a {type(part).__name__}: expected a {kind}, which has {attribute}")
 
 
 def _expect_same_format(giver: Any, given: ActivationFormat, taker: Any, taken: ActivationFormat) -> None:

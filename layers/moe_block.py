@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_features, expect_type
+from layers._checks import expect_features, expect_linear_dtype, expect_type
 from layers.config import MoEConfig
 from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
+from layers.modular_kernel import ModularKernel
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
 from moe_ops.arguments import SharedExpert
@@ -127,6 +128,7 @@ class MoEBlock(nn.Module):
         else:
             shared = self._run_shared(tokens)
             routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
+            expect_linear_dtype("hidden_states", tokens, into)
             output = back(self.experts(into(tokens), routed))
             output = output if shared is None else output + shared
         return output * 0.5 if self._averages else output
@@ -140,6 +142,6 @@ class MoEBlock(nn.Module):
     def _run_shared(self, tokens: Tensor) -> Tensor | SharedExpert | None:
         if self.shared_experts is None:
             return None
-        if self._overlaps:
+        if self._overlaps and not isinstance(self.experts, ModularKernel):  # that takes an output
             return self.shared_experts.operand(tokens)
         return in_chunks(self.shared_experts, self.config.experts.chunk_size, tokens)

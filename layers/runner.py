@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from layers._checks import expect_choice, expect_type
+from layers._checks import expect_choice, expect_type, rows_of
 from layers.config import Combination
 from layers.fused_moe import FusedMoE
 from layers.local_experts import LocalExperts
@@ -67,7 +67,7 @@ class MoERunner(nn.Module):
             a `reduction` comes behind both.
 
     Raises:
-        TypeError: `experts` is neither, or another part is no module.
+        TypeError: `experts` is neither, another part is no module, or `router` no function.
         ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
             (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, a `reduction` of these alone, or
             transforms; a `reduction` of shared experts that there are not; one transform without the other.
@@ -100,6 +100,8 @@ class MoERunner(nn.Module):
             _expect_overlap(experts, shared_experts, reduction)
         if reduction is not None and reduction.of == "shared" and shared_experts is None:
             raise ValueError("reduction.of='shared': expected 'sum' with shared_experts=None")
+        if router is not None and not callable(router):
+            raise TypeError(f"router={router!r}: expected None or a function")
         modules = {
             "gate": gate,
             "shared_experts": shared_experts,
@@ -129,7 +131,7 @@ class MoERunner(nn.Module):
         Raises:
             ValueError: logits beside a gate, or neither; else as the experts do.
         """
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [T, H]
+        tokens = rows_of("hidden_states", hidden_states)  # [T, H]
         routing = self._route(tokens, router_logits)
         output = self._run(tokens, routing)
         output = output * 0.5 if self._averages else output
@@ -145,7 +147,7 @@ class MoERunner(nn.Module):
             value_error("router_logits=None: expected logits, for gate=None")
         if self.router is None or isinstance(logits, RouterOutput):
             return logits
-        return self.router(logits.reshape(tokens.shape[0], -1), tokens)
+        return self.router(rows_of("router_logits", logits, "E"), tokens)
 
     def _run(self, tokens: Tensor, routing: Tensor | RouterOutput) -> Tensor:
         latent, routing = self._transformed(tokens, routing)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_features, expect_floating_dtype, expect_type
+from layers._checks import expect_features, expect_floating_dtype, expect_linear_dtype, expect_type
 from layers.config import Combination, MoEConfig, SharedExpertConfig, gate_up_size
 from moe_ops import RoutingConfig, dense_gemm, fused_experts, gated_activation, topk_routing
 from moe_ops.activation import activation_spec
@@ -64,11 +64,13 @@ class SharedExperts(nn.Module):
         """[T, H] to [T, H].
 
         Raises:
-            TypeError, ValueError: `hidden_states` is not a floating point tensor [T, H].
+            TypeError, ValueError: `hidden_states` is not a floating point tensor [T, H], or of another dtype than the
+                weights outside of autocast.
         """
         expect_features("hidden_states", hidden_states, self.gate_up_proj.in_features)
         if self._is_invariant:
             return self._row_by_row(hidden_states)
+        expect_linear_dtype("hidden_states", hidden_states, self.gate_up_proj)
         gate_up = self.gate_up_proj(hidden_states)  # [T, 2I]
         expert_out = self.down_proj(gated_activation(gate_up, self.activation))
         if self.gate is None:
@@ -89,5 +91,6 @@ class SharedExperts(nn.Module):
     def operand(self, hidden_states: Tensor) -> SharedExpert:
         """What `FusedMoE` takes in place of an output, to run this expert beside its own."""
         gate, spec = self.gate, activation_spec(self.activation)
+        expect_linear_dtype("hidden_states", hidden_states, self.gate_up_proj)
         weights = None if gate is None else torch.sigmoid(gate(hidden_states))  # [T, 1]
         return SharedExpert(self.gate_up_proj.weight, self.down_proj.weight, weights, spec)

@@ -73,6 +73,56 @@ def test_experts_of_no_module():
         StandardExperts(torch.nn.Linear(1, 1))
 
 
+def test_parts_of_another_kind():
+    layer = FusedMoE(config())
+    message = "prepare_finalize is a NoneType: expected a PrepareAndFinalize, which has activation_format"
+    with pytest.raises(TypeError, match=message):
+        ModularKernel(None, StandardExperts(layer))
+    message = "experts is a FusedMoE: expected a PermuteExpertsUnpermute, which has activation_formats"
+    with pytest.raises(TypeError, match=message):
+        ModularKernel(LocalPrepareAndFinalize(), layer)
+
+
+SCALAR = torch.tensor(1.0)
+MISTAKES = {
+    "list of tokens": ({"hidden_states": [1.0]}, TypeError, "hidden_states=<list>: expected a torch.Tensor"),
+    "no tokens": ({"hidden_states": None}, TypeError, "hidden_states=None: expected a torch.Tensor"),
+    "scalar": ({"hidden_states": SCALAR}, ValueError, r"hidden_states has shape \[\]: expected \[..., H\]"),
+    "no logits": ({"router_logits": None}, TypeError, "router_logits=None: expected a torch.Tensor"),
+    "number for shared": ({"shared": 5}, TypeError, "shared=5: expected a torch.Tensor"),
+    "scalar for shared": ({"shared": SCALAR}, ValueError, r"shared has shape \[\]: expected \[..., H\]"),
+    "tensor for extras": ({"extra_tensors": SCALAR}, TypeError, "extra_tensors=<Tensor>: expected a tuple or list"),
+    "no extras": ({"extra_tensors": None}, TypeError, "extra_tensors=None: expected a tuple or list of tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_a_kernel_is_given(name, compiled):
+    change, error, message = MISTAKES[name]
+    kernel = standard(FusedMoE(config()))
+    run = torch.compile(kernel, fullgraph=True, backend="eager") if compiled else kernel
+    with pytest.raises(Exception if compiled else error, match=message):
+        run(**{"hidden_states": torch.randn(5, H), "router_logits": torch.randn(5, E), **change})
+
+
+def test_what_is_started_has_rows():
+    kernel = standard(FusedMoE(config()))
+    with pytest.raises(ValueError, match=r"hidden_states has shape \[2, 5, 16\]: expected \[T, H\]"):
+        kernel.start(torch.randn(2, 5, H), torch.randn(10, E))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("make", [standard, batched])
+def test_an_overlapped_shared_expert_of_a_block_gives_a_kernel_its_output(make, compiled):
+    block = MoEBlock(config(shared_experts=SharedExpertConfig(40, "sigmoid", overlap=True)))
+    hidden = torch.randn(5, H)
+    expected = oracle.block(block, hidden)
+    block.experts = make(block.experts)
+    run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+    assert_matches_oracle(run(hidden), expected)
+
+
 def test_an_option_they_do_not_know():
     @dataclass(frozen=True)
     class Wider(MoEConfig):

@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from layers import MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
+from layers import ExpertsConfig, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
 from moe_ops import RoutingConfig
 from tests.counting import Calls
 from tests.layers import oracle
@@ -66,6 +66,40 @@ def test_float32_logits_of_halves_are_one_product_where_no_gradient_follows(has_
             assert calls.counts == {"moe.dense_gemm": 1}
             assert of_floats(hidden).dtype == gate(hidden.float()).dtype == torch.float32
     assert found.shape == (2, 3, E) and torch.equal(found, recorded)
+
+
+OTHER_DTYPES = {
+    "plain": {},
+    "shared": {"shared_experts": SharedExpertConfig(40)},
+    "overlapped": {"shared_experts": SharedExpertConfig(40, "sigmoid", overlap=True)},
+    "latent": {"experts": ExpertsConfig(latent_size=8)},
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", OTHER_DTYPES)
+def test_tokens_of_another_dtype(name, compiled):
+    block = make(OTHER_DTYPES[name])
+    hidden = torch.randn(3, H, generator=torch.Generator().manual_seed(3)).bfloat16()
+    run = torch.compile(block, fullgraph=True, backend="eager") if compiled else block
+    message = "has dtype torch.(bfloat16|float32): expected torch.(bfloat16|float32), (that|the dtype) of"
+    with pytest.raises(Exception if compiled else TypeError, match=message):
+        run(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert oracle.relative_error(block(hidden), oracle.block(block, hidden)) < 2e-2
+
+
+def test_a_module_in_a_linears_place_may_cast():
+    class Casts(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+    block, hidden = make({"shared_experts": SharedExpertConfig(40)}), torch.randn(3, H).bfloat16()
+    expected = block.shared_experts(hidden.float())
+    for name in ("gate_up_proj", "down_proj"):
+        linear = getattr(block.shared_experts, name)
+        linear.__class__ = Casts
+    assert oracle.relative_error(block.shared_experts(hidden), expected) < 2e-2
 
 
 def test_empty_input():

@@ -235,8 +235,23 @@ def test_without_shared_experts_the_order_means_nothing(block, hidden):
         )
 
 
+def test_what_a_runner_is_given(block, hidden):
+    runner = MoERunner(block.experts, router=block.experts.route)
+    for value, error, message in (
+        ([1.0], TypeError, "=<list>: expected a torch.Tensor"),
+        (torch.tensor(1.0), ValueError, r" has shape \[\]: expected \[..., H\]"),
+    ):
+        with pytest.raises(error, match=f"hidden_states{message}"):
+            runner(value, block.gate(hidden))
+        with pytest.raises(error, match=f"router_logits{message.replace('H', 'E')}"):
+            runner(hidden, value)
+    assert runner(torch.randn(0, H), torch.randn(0, 8)).shape == (0, H)
+
+
 def test_what_makes_no_sense(block):
     layer = block.experts
+    with pytest.raises(TypeError, match="router=3: expected None or a function"):
+        MoERunner(layer, router=3)
     with pytest.raises(TypeError, match=r"experts=.*: expected FusedMoE or ModularKernel"):
         MoERunner(torch.nn.Identity())
     with pytest.raises(ValueError, match="shared_order='aside': expected one of 'before', 'beside', 'after'"):
