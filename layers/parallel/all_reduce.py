@@ -10,13 +10,15 @@ from layers._checks import expect_type
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import shared_by_all, start_all_reduce
 from layers.parallel.exchange import Exchange, Started, nothing, plus
+from layers.parallel.sizes import expect_same_tokens
 
 
 class AllReducePrepareAndFinalize(Exchange):
     """Nothing is sent to the experts, and their outputs are all-reduced.
 
     The ranks' experts may be shards of the same ones (`FusedMoE(shard=...)`) or different ones (an `expert_map` on
-    each). Tokens, weights and ids have to be the same on all ranks; nobody checks that they are.
+    each). Tokens, weights and ids have to be the same on all ranks. How many there are is compared in eager forwards,
+    which waits for the device; in compiled code and while a CUDA graph is captured nobody does.
 
     Args:
         group: ranks with the same tokens.
@@ -24,7 +26,8 @@ class AllReducePrepareAndFinalize(Exchange):
             what is all-reduced.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks.
+        TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks; later,
+            ranks have other numbers of tokens, or tokens of other sizes, before anything is summed.
 
     Example:
         >>> layer = FusedMoE(config, shard=TensorShard(rank, size))
@@ -52,6 +55,8 @@ class AllReducePrepareAndFinalize(Exchange):
         extra_tensors: Sequence[Tensor] = (),
     ) -> Started:
         """What it is given; its gradients are summed over the ranks."""
+        given = Prepared(hidden_states, topk_weights, topk_ids, extra_tensors=tuple(extra_tensors))
+        expect_same_tokens(given, self.group)
         tokens, weights = shared_by_all(hidden_states, self.group), shared_by_all(topk_weights, self.group)
         extras = tuple(shared_by_all(each, self.group) for each in extra_tensors)
         if self.others is not None:

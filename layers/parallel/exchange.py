@@ -11,7 +11,8 @@ from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKW
 from layers.parallel.collectives import Receiver
 from layers.parallel.group import Group, expect_agreement
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
-from moe_ops._checks import expect_shape
+from moe_ops._library import autocast
+from moe_ops.combine import check_shared
 
 Started = tuple[Callable[[], None], Callable[[], Any]]
 
@@ -129,6 +130,8 @@ def nothing() -> None:
 
 def plus(sums: Tensor, shared: Tensor | None) -> Tensor:
     """The output of shared experts [T, H], added to sums that are rounded already."""
-    if shared is not None:
-        expect_shape("shared", shared, tuple(sums.shape))
-    return sums if shared is None else sums + shared
+    if shared is None:
+        return sums
+    routed, addend = autocast((sums, shared))
+    check_shared(addend, routed.shape[0], routed.shape[1], "hidden_states", routed)
+    return routed + addend

@@ -3,6 +3,7 @@
 Letters: E experts over all ranks, W ranks.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from layers._checks import expect_choice, expect_positive, expect_type
 from layers.placement import ExpertMapStrategy, determine_expert_map
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function: each process has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,15 @@ def expect_agreement(group: dist.ProcessGroup | DeviceMesh, facts: Mapping[str, 
     Ranks that exchange tensors of other sizes than they expect hang, abort, or return nonsense; so this comes first.
 
     Raises:
-        ValueError: a fact, compared by its `repr`, differs. The message has its name and the ranks of each value.
+        ValueError: a fact, compared by its `repr`, differs. The message has its name and the ranks of each value. The
+            first that differs is told, in the order of the first rank that knows it.
     """
     processes = process_group(group)
     told: list[Any] = [None] * processes.size()
-    dist.all_gather_object(told, {name: repr(value) for name, value in facts.items()}, group=processes)
+    mine = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
+    dist.all_gather_object(told, mine, group=processes)
     ranks = dist.get_process_group_ranks(processes)
-    for name in sorted({name for each in told for name in each}):
+    for name in dict.fromkeys(name for each in told for name in each):
         values = {rank: each.get(name, "not given") for rank, each in zip(ranks, told)}
         expect_alike(name, values)
 

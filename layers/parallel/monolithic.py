@@ -11,6 +11,7 @@ from layers.parallel.all_gather import gathering, rows_of_each
 from layers.parallel.collectives import start_reduce_scatter
 from layers.parallel.exchange import plus
 from layers.parallel.group import Group, expect_agreement
+from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 
 
@@ -61,6 +62,7 @@ class AllGatherMonolithic(nn.Module):
         expect_features("hidden_states", hidden_states, self.layer.config.expert_hidden_size)
         expect_features("router_logits", router_logits, self.layer.config.router_size)
         hidden, logits = hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
+        expect_shape("router_logits", logits, (hidden.shape[0], logits.shape[1]))
         addend = None if shared is None else shared.flatten(0, -2)
         rows = start_reduce_scatter(self._run(hidden, logits), self.group)()
         return plus(rows[: hidden.shape[0]], addend).reshape(hidden_states.shape)

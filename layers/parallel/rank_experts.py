@@ -18,8 +18,10 @@ from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
 from layers.parallel.sharding import adapter_splits
 from layers.parallel.sizes import expect_at_most, most_tokens
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
+from moe_ops._library import autocast
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear
 from moe_ops.errors import value_error
+from moe_ops.fused_experts import check_routed
 
 
 class RankExperts:
@@ -53,10 +55,11 @@ class RankExperts:
             extra_tensors: [T, ...] that go with the tokens.
 
         Raises:
-            ValueError: this rank has more tokens than it may have; or, in compiled code, there are chunks of which
-                only the ranks can tell how many.
+            TypeError: a dtype does not fit.
+            ValueError: a shape or a device does not fit; this rank has more tokens than it may have; or, in compiled
+                code, there are chunks of which only the ranks can tell how many.
         """
-        local = args._replace(experts=self.local_weights(args.experts))
+        local = _checked(args._replace(experts=self.local_weights(args.experts)))
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
         given = Prepared(*tokens, extra_tensors=tuple(extra_tensors))
         outputs: list[Tensor] = []
@@ -152,6 +155,13 @@ class RankExperts:
         if all(placement.is_replicate() for placement in parameter.placements):
             return shared_by_all(local, self.group) * float(self.group.rank == 0)
         return local if local.dim() == num_dims else local.flatten(split_dim, split_dim + 1)
+
+
+def _checked(args: FusedExperts) -> FusedExperts:
+    """With the checks of one device, before an exchange cuts or fills up what does not fit."""
+    hidden, shared = autocast((args.hidden_states, args.shared))
+    check_routed(args._replace(hidden_states=hidden, shared=shared))
+    return args._replace(shared=shared)
 
 
 def _portion(given: Prepared, rows: Rows) -> Prepared:

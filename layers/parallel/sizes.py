@@ -21,13 +21,30 @@ def most_tokens(given: Prepared, name: str, group: Group) -> int:
             them, before a token is sent; in compiled code, where sizes are part of the code, it is an assertion's
             RuntimeError.
     """
-    tokens, alike = given.hidden_states.shape[0], sizes_of_tokens(given)
-    mine = torch.tensor([[tokens, *alike]], dtype=torch.int64, device=given.hidden_states.device)
-    told = start_all_gather(mine, group)()  # [W, 4]
-    expect_same_sizes(told, alike, name)
+    told = _told_sizes(given, group)
+    expect_same_sizes(told, sizes_of_tokens(given), name)
     most = told[:, 0].max().item()
-    torch._check(most >= tokens)
+    torch._check(most >= given.hidden_states.shape[0])
     return int(most)
+
+
+def expect_same_tokens(given: Prepared, group: Group) -> None:
+    """Raises ValueError, on all ranks, unless each has as many tokens of the same sizes; nobody looks at their values.
+
+    Not in compiled code nor while a CUDA graph is captured, where nobody can wait for the answer.
+    """
+    is_captured = given.hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or is_captured:
+        return
+    told = _told_sizes(given, group)
+    expect_same_sizes(told, sizes_of_tokens(given), "top_k")
+    expect_alike("number of tokens", dict(enumerate(told[:, 0].tolist())))
+
+
+def _told_sizes(given: Prepared, group: Group) -> Tensor:
+    """[W, 4]: T of each rank, and its `sizes_of_tokens`."""
+    mine = [[given.hidden_states.shape[0], *sizes_of_tokens(given)]]
+    return start_all_gather(torch.tensor(mine, device=given.hidden_states.device), group)()
 
 
 def sizes_of_tokens(given: Prepared) -> list[int]:

@@ -3,7 +3,6 @@
 Letters: E experts, K experts per token, W ranks.
 """
 
-import re
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ _WORTH_AN_ALL_TO_ALL = 0.5
 # reduce-scatter, least for few tokens (docs/parallel.md); twice as many take as long either way.
 _WORTH_SYMMETRIC_MEMORY = 4096
 _MOST_CHOSEN = 32  # experts per token, for modules that do not know it
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function: each process has its own
 
 
 class ExpertParallel(ParallelStyle):
@@ -83,16 +81,19 @@ class ExpertParallel(ParallelStyle):
             raise ValueError("max_tokens=None with dispatcher='symmetric': expected a number")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout, group = experts_layout(module), Group.of(device_mesh)
-        if layout.num_experts % group.size:
-            raise ValueError(f"num_experts={layout.num_experts}: expected a multiple of {group.size} ranks")
-        _expect_alike(device_mesh, module, layout, self)
+        group = Group.of(device_mesh)
+        layout = _agreed_layout(device_mesh, module, self)
         owners = ExpertRanks(layout.num_experts, group.size)
         exchange = self._exchange(device_mesh, layout, owners)
         for name in layout.parameters:
             shard_parameter(module, name, device_mesh, WHOLE_EXPERTS, self.src_data_rank)
         _put(module, RankExperts(exchange, group, self.portions), owners.expert_map(group.rank))
         return module
+
+    def _expect_equal_shares(self, layout: ExpertsLayout, group: Group) -> None:
+        """Raises ValueError unless ranks can have equal shares."""
+        if layout.num_experts % group.size:
+            raise ValueError(f"num_experts={layout.num_experts}: expected a multiple of {group.size} ranks")
 
     def _exchange(self, mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks) -> Exchange:
         dispatcher, most = self.dispatcher, self.portions.of_one_exchange
@@ -136,17 +137,19 @@ class ExpertTensorParallel(ParallelStyle):
         _expect_own_tokens(self.portions, dispatcher)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout, group = experts_layout(module), Group.of(device_mesh)
-        shard = TensorShard(group.rank, group.size)
-        shard.local_size("intermediate_size", layout.intermediate_size)
-        _expect_alike(device_mesh, module, layout, self)
+        group = Group.of(device_mesh)
+        layout = _agreed_layout(device_mesh, module, self)
         exchange = self._exchange(device_mesh)
         for name, each in layout.parameters.items():
             shard_parameter(module, name, device_mesh, parts_of_experts(each), self.src_data_rank)
         _put(module, RankExperts(exchange, group, self.portions), None)
         if isinstance(module, FusedMoE):
-            module.shard = shard
+            module.shard = TensorShard(group.rank, group.size)
         return module
+
+    def _expect_equal_shares(self, layout: ExpertsLayout, group: Group) -> None:
+        """Raises ValueError unless ranks can have equal shares."""
+        TensorShard(group.rank, group.size).local_size("intermediate_size", layout.intermediate_size)
 
     def _exchange(self, mesh: DeviceMesh) -> Exchange:
         if self.dispatcher == "allreduce":
@@ -221,16 +224,35 @@ def _put(module: Any, experts: RankExperts, expert_map: Tensor | None) -> None:
     module.register_buffer("moe_ops_expert_map", expert_map, persistent=False)
 
 
-def _expect_alike(
-    mesh: DeviceMesh, module: Any, layout: ExpertsLayout, style: ExpertParallel | ExpertTensorParallel
-) -> None:
-    """Before anything is sent: ranks with other layers would send each other tensors of other sizes."""
-    shapes = {
-        name: (tuple(each.shape), each.dtype)
-        for name in layout.parameters
-        if (each := module.get_parameter(name)) is not None
-    }
-    facts = {"experts": layout, "parameters": shapes, "style": style.dispatcher, "portions": style.portions}
-    if isinstance(module, FusedMoE):
-        facts["config"] = _ADDRESS.sub("", repr(module.config))
-    expect_agreement(process_group(mesh), facts)
+def _agreed_layout(
+    mesh: DeviceMesh, module: nn.Module, style: ExpertParallel | ExpertTensorParallel
+) -> ExpertsLayout:
+    """Of `module`, before anything is sent: ranks with other layers would send each other tensors of other sizes.
+
+    What is wrong on this rank is told to the others, which would wait for it otherwise.
+    """
+    processes = process_group(mesh)
+    try:
+        layout = experts_layout(module)
+        style._expect_equal_shares(layout, Group.of(mesh))
+    except Exception as error:
+        expect_agreement(processes, {"error": error})
+        raise
+    expect_agreement(processes, {"error": None, **_facts_of_style(style), **_facts_of_module(module, layout)})
+    return layout
+
+
+def _facts_of_style(style: ExpertParallel | ExpertTensorParallel) -> dict[str, Any]:
+    return {"style": type(style).__name__} | {f"style.{name}": each for name, each in vars(style).items()}
+
+
+def _facts_of_module(module: nn.Module, layout: ExpertsLayout) -> dict[str, Any]:
+    kinds = {name: _kind(module.get_parameter(name)) for name in layout.parameters}
+    config = module.config if isinstance(module, FusedMoE) else None
+    return {"config": config, "experts": layout, "parameters": kinds}
+
+
+def _kind(parameter: Any) -> tuple[Any, ...]:
+    """What decides what is sent of it; placements are those of a DTensor."""
+    shape, placements = tuple(parameter.shape), getattr(parameter, "placements", None)
+    return shape, parameter.dtype, parameter.device.type, placements

@@ -157,7 +157,7 @@ def test_more_tokens_than_chunks_are_for():
 def test_portions_that_differ():
     style = ExpertParallel("allreduce", batches=1 + dist.get_rank())
     with pytest.raises(
-        ValueError, match=r"portions differs between ranks: .*batches=1.* on rank 0; .* on rank 1"
+        ValueError, match=r"style.portions differs between ranks: .*batches=1.* on rank 0; .* on rank 1"
     ):
         parallelize_module(make_block(), mesh_of_all(), {"experts": style})
 

@@ -305,7 +305,7 @@ def test_layers_that_differ_between_ranks():
     ):
         parallel(make_block(**options), "auto")
     with pytest.raises(
-        ValueError, match=r"style differs between ranks: 'allgather' on rank 0; 'alltoall' on rank 1;"
+        ValueError, match="dispatcher differs between ranks: 'allgather' on rank 0; 'alltoall' on"
     ):
         parallel(make_block(), ["allgather", "alltoall"][dist.get_rank()])
 
