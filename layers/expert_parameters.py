@@ -117,8 +117,9 @@ class ExpertParameters(nn.Module):
             param: a parameter [E_local, ...] of this module: weight, bias, or a scale from `add_weight_scales`. It may
                 be padded; what the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds
                 matrices the other way round.
-            loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or of all experts with
-                a dimension in front; over all tensor-parallel ranks, of which `shard` takes its part.
+            loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or weights, biases and
+                scales of rows and columns of all experts, with a dimension in front; over all tensor-parallel ranks,
+                of which `shard` takes its part.
             weight_name: says what it is: "scale", "zero" or "offset" (kind by the parameter's `quant_method`),
                 "input_scale", "weight_shape", "g_idx", "bias" or "weight" is part of the name.
             shard_id: "w1" gate, "w3" up, "w2" down.
@@ -129,7 +130,8 @@ class ExpertParameters(nn.Module):
             that says none of these.
 
         Raises:
-            TypeError, ValueError: unknown shard or scale kind, a shape that does not fit, or another kind of dtype.
+            TypeError, ValueError: unknown shard or scale kind, a shard of another parameter, a shape that does not fit,
+                another kind of dtype, or a tensor on the meta device.
         """
         success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
         return success if return_success else None

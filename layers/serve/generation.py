@@ -133,3 +133,4 @@ def _expect_fine(body: dict[str, Any], state: Any, needed: str) -> None:
     told = problem(body, state.sampling, needed)
     if told is not None:
         raise HTTPException(400, told)
+    body.pop("seed", None)  # where nothing is drawn; transformers would seed the whole process

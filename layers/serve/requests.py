@@ -7,7 +7,8 @@ from transformers import GenerationConfig
 
 Body = Mapping[str, Any]
 
-# Fields that transformers takes and passes over, and what they may say all the same.
+# Fields that transformers takes and passes over, and what they may say all the same: what is done anyway, of which the
+# last is told. Those that ask nothing of an answer (`user`, `metadata`, hints to a cache) are not among them.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -20,6 +21,20 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "response_format": (None, {"type": "text"}),
     "generation_config": (None,),
+    "tool_choice": (None, "auto"),
+    "parallel_tool_calls": (None, True),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "reasoning_effort": (None,),
+    "verbosity": (None, "medium"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "moderation": (None,),
+    "web_search_options": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "stream_options": (None, {}, {"include_usage": False}, {"include_usage": True}),  # it is told either way
 }
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 
@@ -75,7 +90,8 @@ def _length_problem(body: Body) -> str | None:
 def _ignored_problem(body: Body) -> str | None:
     for name, allowed in _WITHOUT_EFFECT.items():
         if body.get(name) not in allowed:
-            return f"{name}={body[name]!r}: this server cannot do that; expected {allowed[-1]!r} or nothing"
+            expected = "nothing" if allowed[-1] is None else f"{allowed[-1]!r} or nothing"
+            return f"{name}={body[name]!r}: this server cannot do that; expected {expected}"
     return None
 
 
@@ -89,4 +105,6 @@ def _sampling_problem(body: Body, sampling: GenerationConfig) -> str | None:
         if value is not None and (not isinstance(value, int | float) or float(value) != of_server()):
             told = f"{name}={value!r}: requests of one batch are sampled alike"
             return f"{told}; expected {of_server()}, with which the server was started, or nothing"
+    if sampling.do_sample and body.get("seed") is not None:
+        return f"seed={body['seed']!r}: requests of one batch share a generator; expected nothing"
     return None

@@ -18,6 +18,7 @@ ParamsMapping = list[tuple[str, str, int, str]]
 
 _SINGLE_VALUES = ("input_scale", "weight_shape")
 _SCALES = ("scale", "zero", "offset")
+_DIMS_OF_ALL = {"weight": 3, "scale": 3, "bias": 2}  # of a fused checkpoint's tensors
 
 
 def expert_params_mapping(
@@ -41,7 +42,10 @@ def load_expert_weight(
     """See `FusedMoE.weight_loader`: True when `param` changed, False when the weight belongs elsewhere."""
     for name, tensor in (("param", param), ("loaded_weight", loaded_weight)):
         expect_type(name, tensor, Tensor)
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: expected memory with values, or for them")
     expect_choice("shard_id", shard_id, ShardId)
+    _expect_shard_of(module, param, shard_id)
     if shard_id == "w3" and not module.config.activation.is_gated:
         raise ValueError(f"shard_id='w3': activation {module.config.activation.name!r} has no up projection")
     kind = _kind(weight_name)
@@ -53,6 +57,16 @@ def load_expert_weight(
         for expert_data, weight in pairs:
             _LOADERS[kind](module, param, expert_data, weight, shard_id)
     return bool(pairs)
+
+
+def _expect_shard_of(module: Any, param: Tensor, shard_id: str) -> None:
+    """A parameter that is larger takes the other's matrices as well, as padded ones do."""
+    names = (name for name, each in module.named_parameters(recurse=False) if each is param)
+    name = next(names, "")  # some callers load into tensors of their own
+    for prefix, shards in (("w13_", ("w1", "w3")), ("w2_", ("w2",))):
+        if name.startswith(prefix) and shard_id not in shards:
+            expected = " or ".join(map(repr, shards))
+            raise ValueError(f"shard_id={shard_id!r} with param={name}: expected {expected}")
 
 
 def _kind(weight_name: str) -> str | None:
@@ -78,9 +92,9 @@ def _check_dtype(param: Tensor, loaded: Tensor, weight_name: str) -> None:
 def _expert_pairs(
     module: Any, param: Tensor, loaded: Tensor, kind: str, expert_id: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """(the expert's part of the parameter, its weight): one pair, or all experts of a fused 3-D checkpoint."""
+    """(the expert's part of the parameter, its weight): one pair, or all experts of a fused checkpoint."""
     local_of = module.expert_map
-    is_fused = loaded.dim() == 3 and kind in ("weight", "scale")
+    is_fused = loaded.dim() == _DIMS_OF_ALL.get(kind)
     if not is_fused:
         known = param.shape[0] if local_of is None else local_of.shape[0]
         if not isinstance(expert_id, int) or not 0 <= expert_id < known:

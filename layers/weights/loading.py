@@ -138,9 +138,10 @@ def moe_layers(module: nn.Module) -> dict[str, Any]:
 def beside_layers(module: nn.Module, blocks: dict[str, Any]) -> dict[tuple[str, ...], Tensor]:
     """The parameters and buffers of a module that are in none of its MoE layers, by name; tied ones have several."""
     prefixes = tuple(f"{block}." if block else "" for block in blocks)
+    inside = {id(each) for block in blocks.values() for each in block.state_dict(keep_vars=True).values()}
     found: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not name.startswith(prefixes):
+        if not name.startswith(prefixes) and id(tensor) not in inside:  # a layer may have two names
             found.setdefault(id(tensor), (tensor, []))[1].append(name)
     return {tuple(names): tensor for tensor, names in found.values()}
 

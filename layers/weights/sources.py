@@ -13,6 +13,7 @@ from torch import Tensor
 from layers.weights.files import open_checkpoint
 from layers.weights.safetensors_file import StoredTensor, read_into
 from layers.weights.slots import View
+from moe_ops._checks import expect_dense
 
 _READERS = 4  # copying out of the page cache keeps a core busy
 
@@ -99,5 +100,6 @@ def _check_state_dict(state_dict: Mapping[Any, Any]) -> None:
             raise TypeError(f"state dict has {name!r}: {type(value).__name__}, expected tensors by name")
         if value.is_meta:
             raise ValueError(f"state dict has {name!r} on the meta device: expected its values")
+        expect_dense(f"state dict has {name!r}, which", value)
         if hasattr(value, "placements"):
             raise TypeError(f"state dict has {name!r}, a DTensor: expected plain tensors")

@@ -1,8 +1,13 @@
 """What a request may ask for, before any model is asked."""
 
+from types import SimpleNamespace
+
 import pytest
 from transformers import GenerationConfig
+from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
+from transformers.cli.serving.completion import UNUSED_LEGACY_COMPLETION_FIELDS
 
+from layers.serve.generation import Chat
 from layers.serve.requests import problem
 
 GREEDY = GenerationConfig(do_sample=False)
@@ -16,7 +21,10 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         {},
         {"n": 1, "stop": [], "logit_bias": {}, "response_format": {"type": "text"}, "presence_penalty": 0.0},
         {"max_tokens": 1, "max_completion_tokens": None},
-        {"temperature": 0, "top_p": 1},
+        {"temperature": 0, "top_p": 1, "seed": 5},
+        {"tool_choice": "auto", "parallel_tool_calls": True, "functions": [], "reasoning_effort": None},
+        {"store": False, "service_tier": "auto", "modalities": ["text"], "user": "x", "metadata": {"a": "b"}},
+        {"stream": True, "stream_options": {"include_usage": True}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
     ],
@@ -40,6 +48,22 @@ def test_taken(more):
         ({"max_completion_tokens": -1}, "max_completion_tokens=-1: expected an integer of at least 1"),
         ({"stop": ["x"]}, "stop=['x']: this server cannot do that"),
         ({"logprobs": True}, "logprobs=True: this server cannot do that"),
+        (
+            {"tool_choice": "none"},
+            "tool_choice='none': this server cannot do that; expected 'auto' or nothing",
+        ),
+        (
+            {"parallel_tool_calls": False},
+            "parallel_tool_calls=False: this server cannot do that; expected True",
+        ),
+        (
+            {"functions": [{"name": "f"}]},
+            "functions=[{'name': 'f'}]: this server cannot do that; expected []",
+        ),
+        (
+            {"reasoning_effort": "high"},
+            "reasoning_effort='high': this server cannot do that; expected nothing",
+        ),
         ({"temperature": 1.0}, "temperature=1.0: requests of one batch are sampled alike; expected 0.0"),
         ({"temperature": "hot"}, "temperature='hot': requests of one batch"),
         ({"top_p": 0.5}, "top_p=0.5: requests of one batch are sampled alike; expected 1.0"),
@@ -53,6 +77,25 @@ def test_a_server_that_samples_takes_what_it_was_started_with():
     assert problem({**ASKED, "temperature": 0.6, "top_p": 0.9}, SAMPLED, "messages") is None
     assert "expected 0.6" in problem({**ASKED, "temperature": 0.0}, SAMPLED, "messages")
     assert "expected 0.9" in problem({**ASKED, "top_p": 1.0}, SAMPLED, "messages")
+
+
+def test_seeds_are_refused_where_something_is_drawn():
+    told = problem({**ASKED, "seed": 5}, SAMPLED, "messages")
+    assert told == "seed=5: requests of one batch share a generator; expected nothing"
+    assert problem({**ASKED, "seed": None}, SAMPLED, "messages") is None
+
+
+def test_a_greedy_server_seeds_nothing():
+    body = {**ASKED, "seed": 5}
+    Chat(None, SimpleNamespace(sampling=GREEDY))._validate_request(body)
+    assert body == ASKED
+
+
+def test_every_field_that_transformers_passes_over_is_looked_at():
+    for fields in (UNUSED_CHAT_COMPLETION_FIELDS, UNUSED_LEGACY_COMPLETION_FIELDS):
+        for name in fields - {"user", "metadata"}:
+            told = problem({**ASKED, name: "something else"}, GREEDY, "messages")
+            assert told.startswith(f"{name}='something else': this server cannot do that")
 
 
 @pytest.mark.parametrize("prompt", [None, "", 5, ["x"]])
