@@ -65,8 +65,9 @@ class EplbState(NamedTuple):
 class ExpertBalancing(nn.Module):
     """Chooses physical experts for logical ones, and records the choices; see `moe_ops.map_replicas`.
 
-    Its tensors are those it is given, not copies, and no part of a state dict. A move to another device makes copies:
-    set the state after it.
+    Its tensors are those it is given, not copies, and no part of a state dict: who saves one after experts have moved
+    saves `held` with it, and commits that where it is loaded. A move to another device makes copies: set the state
+    after it.
 
     Args:
         load: [P] int32 or int64.
