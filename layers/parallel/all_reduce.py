@@ -17,8 +17,8 @@ class AllReducePrepareAndFinalize(Exchange):
     """Nothing is sent to the experts, and their outputs are all-reduced.
 
     The ranks' experts may be shards of the same ones (`FusedMoE(shard=...)`) or different ones (an `expert_map` on
-    each). Tokens, weights and ids have to be the same on all ranks. How many there are is compared in eager forwards,
-    which waits for the device; in compiled code and while a CUDA graph is captured nobody does.
+    each). Tokens, weights and ids have to be the same on all ranks. How many there are is compared in eager
+    forwards on CPUs; on GPUs, where the host would have to wait for it, and in compiled code nobody does.
 
     Args:
         group: ranks with the same tokens.
@@ -26,8 +26,8 @@ class AllReducePrepareAndFinalize(Exchange):
             what is all-reduced.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks; later,
-            ranks have other numbers of tokens, or tokens of other sizes, before anything is summed.
+        TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks; later, on
+            CPUs, ranks have other numbers of tokens, or tokens of other sizes, before anything is summed.
 
     Example:
         >>> layer = FusedMoE(config, shard=TensorShard(rank, size))
