@@ -67,9 +67,9 @@ def patch(
         emit, save_for_backward: as in `layers.MoEConfig`, for all its experts; not "batch_invariant". Experts with a
             gate of their own always run stage by stage and keep activations; with "inputs" they are checkpointed.
         mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded, or its
-            part by the plan of `tp_plan`. None leaves them whole.
+            part by the plan of `tp_plan`. None leaves them as they are, whole or shared before.
         style: how, an `ExpertParallel` or `ExpertTensorParallel` of `layers.parallel`. None is
-            `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does.
+            `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does. Experts are shared once.
         stack_experts: experts that are modules of their own, in a list that their block loops over, are stacked into
             two tensors, and gate and up projections that are two tensors become one. Each weight is freed when it has
             been copied, so do it before an optimiser holds them. State dicts keep the names of before.
@@ -79,9 +79,9 @@ def patch(
 
     Raises:
         ImportError: transformers is not installed.
-        TypeError, ValueError: `model` is not a module, or an option is not one; nothing has been changed then. Experts
-            that cannot be shared by the mesh's ranks, or were loaded by another plan, are patched, and stay as they
-            are.
+        TypeError, ValueError: `model` is not a module, an option is not one, or experts are shared by another mesh or
+            style already; nothing has been changed then. Experts that cannot be shared by the mesh's ranks, or were
+            loaded by another plan, are patched, and stay as they are.
     """
     from layers.huggingface import patching
 

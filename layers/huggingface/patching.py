@@ -8,19 +8,17 @@ import copy
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice
 from layers.config import Emit, SaveForBackward
-from layers.huggingface import blocks, experts, forwards, plans, routers, stacking
+from layers.huggingface import blocks, experts, forwards, routers, sharding, stacking
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.finding import Found, find
 from layers.huggingface.outside import Collection
 from layers.huggingface.report import PatchReport
 from layers.huggingface.stacked import StackedExperts
-from layers.parallel.styles import ExpertParallel
 
 _STOCK = "moe_ops_stock_implementation"
 
@@ -35,12 +33,11 @@ def patch(
 ) -> PatchReport:
     """See `layers.huggingface.patch`."""
     _expect_module(model)
-    if style is not None and mesh is None:
-        raise ValueError(f"mesh=None with style={type(style).__name__}: expected a mesh of one dimension")
     expect_choice("emit", emit, Emit)
     if emit == "batch_invariant":  # of a model's attention and norms nothing could be promised
         raise ValueError("emit='batch_invariant': expected 'auto', 'stages' or 'fused' for a model")
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
+    sharding.expect_mesh(model, mesh, style)
     experts.register()
     if stack_experts:
         stacking.stack(model)
@@ -62,7 +59,7 @@ def patch(
     for name, block in found.blocks.items():
         blocks.install(model.get_submodule(name), block, emit, save_for_backward)
     if mesh is not None:
-        _shard(model, found, mesh, style or ExpertParallel("allreduce"))
+        sharding.shard(model, found, mesh, style)
     computed = {name: each.activation for name, each in options.items() if each.activation}
     computed |= {name: router.known.routing.spec for name, router in found.routers.items()}
     computed |= (gates := stacking.gates(model))
@@ -75,15 +72,6 @@ def patch(
 
 def _router(block: str) -> str:
     return f"{block}.router".lstrip(".")
-
-
-def _shard(model: nn.Module, found: Found, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    whole = {name: each for name, each in found.experts.items() if not hasattr(each, "moe_ops_parallel")}
-    for name, module in whole.items():
-        if any(isinstance(each, DTensor) for each in module.parameters(recurse=False)):
-            plans.expect_planned(model, name, module, style)
-    for module in whole.values():
-        parallelize_module(module, mesh, style)
 
 
 def unpatch(model: nn.Module) -> None:

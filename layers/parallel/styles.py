@@ -87,7 +87,8 @@ class ExpertParallel(ParallelStyle):
         exchange = self._exchange(device_mesh, layout, owners)
         for name in layout.parameters:
             shard_parameter(module, name, device_mesh, WHOLE_EXPERTS, self.src_data_rank)
-        _put(module, RankExperts(exchange, group, self.portions), owners.expert_map(group.rank))
+        parallel = RankExperts(exchange, group, self.portions)
+        _put(module, parallel, owners.expert_map(group.rank), shared_by(device_mesh, self))
         return module
 
     def _expect_equal_shares(self, layout: ExpertsLayout, group: Group) -> None:
@@ -142,7 +143,7 @@ class ExpertTensorParallel(ParallelStyle):
         exchange = self._exchange(device_mesh)
         for name, each in layout.parameters.items():
             shard_parameter(module, name, device_mesh, parts_of_experts(each), self.src_data_rank)
-        _put(module, RankExperts(exchange, group, self.portions), None)
+        _put(module, RankExperts(exchange, group, self.portions), None, shared_by(device_mesh, self))
         if isinstance(module, FusedMoE):
             module.shard = TensorShard(group.rank, group.size)
         return module
@@ -213,12 +214,18 @@ def part_of_all_gather(owners: ExpertRanks, top_k: int) -> float:
     return 1 - unwanted
 
 
-def _put(module: Any, experts: RankExperts, expert_map: Tensor | None) -> None:
+def shared_by(mesh: DeviceMesh, style: ExpertParallel | ExpertTensorParallel) -> dict[str, str]:
+    """What experts are shared by, in words: a module keeps it to tell whether it is asked for again."""
+    options = f"{style.dispatcher!r}, {style.portions}"
+    return {"mesh": f"ranks {mesh.mesh.tolist()}", "style": f"{type(style).__name__}({options})"}
+
+
+def _put(module: Any, experts: RankExperts, expert_map: Tensor | None, by: dict[str, str]) -> None:
     if isinstance(module, FusedMoE):
         module.parallel = experts
         module.hold(expert_map)
         return
-    module.moe_ops_parallel = experts
+    module.moe_ops_parallel, module.moe_ops_shared_by = experts, by
     device = module.down_proj.device
     expert_map = None if expert_map is None else expert_map.to(device)
     module.register_buffer("moe_ops_expert_map", expert_map, persistent=False)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from layers import huggingface
 from layers.parallel import ExpertParallel, ExpertTensorParallel
@@ -100,10 +100,51 @@ def test_patched_first_and_sharded_by_name():
         huggingface.unpatch(model)
 
 
-def test_a_style_needs_a_mesh():
+def refused(model, error, match, **options):
+    """Asserts that a patch raises and changes nothing."""
+    before = {name: vars(each).keys() for name, each in model.named_modules()}
+    implementation = model.config._experts_implementation
+    with pytest.raises(error, match=match):
+        huggingface.patch(model, **options)
+    assert {name: vars(each).keys() for name, each in model.named_modules()} == before
+    assert model.config._experts_implementation == implementation
+
+
+@on_ranks(2)
+def test_another_mesh_or_style_is_refused():
     from tests.huggingface.families import tiny_model
 
-    with pytest.raises(
-        ValueError, match="mesh=None with style=ExpertParallel: expected a mesh of one dimension"
-    ):
-        huggingface.patch(tiny_model("qwen3_moe"), style=ExpertParallel())
+    model = tiny_model("qwen3_moe")
+    grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "one"))
+    refused(model, ValueError, r"mesh has 2 dimensions: expected one, such as mesh\['ep'\]", mesh=grid)
+    one, both = grid["one"], init_device_mesh("cpu", (2,))
+    huggingface.patch(model, mesh=grid["ep"], style=ExpertParallel("alltoall", max_tokens=10))
+    again = {"mesh": both, "style": ExpertParallel("alltoall", max_tokens=10)}
+    huggingface.patch(model, **again)
+    shared = r"by which model.layers.0.mlp.experts is shared"
+    was = r"expected ExpertParallel\('alltoall', Portions\(max_tokens=10, .*\)\), " + shared
+    refused(
+        model, ValueError, rf"mesh=ranks \[{dist.get_rank()}\]: expected ranks \[0, 1\], {shared}", mesh=one
+    )
+    refused(model, ValueError, rf"style=ExpertParallel\('allreduce', .*\): {was}", mesh=both)
+    for style in (ExpertParallel("alltoall", max_tokens=12), ExpertTensorParallel()):
+        refused(model, ValueError, rf"style={type(style).__name__}\('.*\): {was}", mesh=both, style=style)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"mesh": "ep"}, TypeError, "mesh='ep': expected DeviceMesh, got str"),
+        ({"style": "ep"}, TypeError, "style='ep': expected ExpertParallel or ExpertTensorParallel, got str"),
+        ({"style": ColwiseParallel()}, TypeError, r"style=ColwiseParallel\(.*\): expected ExpertParallel or"),
+        (
+            {"style": ExpertParallel()},
+            ValueError,
+            "mesh=None with style=ExpertParallel: expected a mesh of one",
+        ),
+    ],
+)
+def test_what_is_no_mesh_or_no_style(options, error, match):
+    from tests.huggingface.families import tiny_model
+
+    refused(tiny_model("qwen3_moe"), error, match, **options)
