@@ -39,8 +39,7 @@ def patch(
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
     sharding.expect_mesh(model, mesh, style)
     experts.register()
-    if stack_experts:
-        stacking.stack(model)
+    apart = stacking.stack(model) if stack_experts else {}
     stacking.resume(model)
     found = find(model)
     options = {
@@ -67,7 +66,8 @@ def patch(
     computed |= {_router(name): block.routing.spec for name, block in found.blocks.items()}
     patched = *found.experts, *found.blocks
     routed = *found.routers, *gates, *map(_router, found.blocks)
-    return PatchReport(patched, routed, found.left, tuple(computed.items()))
+    left = dict(found.left) | {name: why for name, why in apart.items() if name not in found.blocks}
+    return PatchReport(patched, routed, tuple(left.items()), tuple(computed.items()))
 
 
 def _router(block: str) -> str:

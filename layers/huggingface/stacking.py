@@ -4,6 +4,7 @@ What a block computes is tried, on a twin of small sizes: experts that only say 
 then its own forward and ours have to give the same, with gradients, in training as well. Weights are stacked only then.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,17 +59,28 @@ def forward(self: Any, hidden_states: Tensor) -> Any:
     return (output, router_logits) if how.returns_logits else output
 
 
-def stack(model: nn.Module) -> None:
-    """Stacks the experts of every block that we can rebuild; the others stay as they are."""
+def stack(model: nn.Module) -> dict[str, str]:
+    """Stacks the experts of every block that we can rebuild; the others stay as they are.
+
+    Returns:
+        By name of the block, why experts that we compute stay apart: something would be lost that is no weight.
+    """
     known: dict[Any, Any] = {}
-    for block in list(model.modules()):
+    apart: dict[str, str] = {}
+    uses = _uses(model)
+    for name, block in list(model.named_modules()):
         experts = getattr(block, "experts", None)
         if isinstance(experts, nn.Module) and not isinstance(experts, StackedExperts) and _is_plain(block):
             key = form(block)
             if key not in known:
                 known[key] = _found(block)
-            if known[key] is not None:
+            if known[key] is None:
+                continue
+            if why := _why_apart(block.experts, uses):
+                apart[name] = why
+            else:
                 _stack(block, *known[key])
+    return apart
 
 
 def resume(model: nn.Module) -> None:
@@ -104,6 +116,34 @@ def _is_plain(block: Any) -> bool:
     plain = all(type(each) is nn.Parameter and not each.is_meta for each in parameters)
     plain = plain and len({(each.dtype, each.device, each.requires_grad) for each in parameters}) == 1
     return plain and not inside and len(parameters) > 1 and not forwards.is_replaced(block)
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """In how many places of the model each module and each parameter is, by id."""
+    held = (kind for module in model.modules() for kind in (module._modules, module._parameters))
+    return Counter(id(each) for kind in held for each in kind.values())
+
+
+def _why_apart(experts: Any, uses: Counter[int]) -> str | None:
+    """What is known of experts beside the numbers in their weights, and would be lost."""
+    modules = dict(experts.named_modules(prefix="experts"))
+    weights = dict(experts.named_parameters(prefix="experts"))
+    for name, module in modules.items():
+        if forwards.is_replaced(module):
+            return f"the forward of {name} has been replaced on the instance"
+    for name, each in (modules | weights).items():
+        if _has_hooks(each):
+            return f"{name} has hooks, which stacked experts would not run"
+        has_weights = isinstance(each, Tensor) or next(each.parameters(), None) is not None
+        if has_weights and uses[id(each)] > 1:
+            return f"{name} is in more than one place of the model"
+    return None
+
+
+def _has_hooks(each: nn.Module | Tensor) -> bool:
+    if isinstance(each, nn.Module):
+        return any(kept and "_hooks" in name for name, kept in vars(each).items())
+    return bool(each._backward_hooks or each._post_accumulate_grad_hooks)
 
 
 def _found(block: Any) -> tuple[StackedBlock | None, Mlp | None] | None:
