@@ -72,8 +72,9 @@ def patch(
             `ExpertParallel("allreduce")`: every rank runs the same tokens, as generation does. Experts are shared once.
         stack_experts: experts that are modules of their own, in a list that their block loops over, are stacked into
             two tensors, and gate and up projections that are two tensors become one. Each weight is freed when it has
-            been copied, so do it before an optimiser holds them. State dicts keep the names of before. Experts
-            with hooks or a forward of their own, or used elsewhere in the model as well, stay modules.
+            been copied, so do it before an optimiser holds them. State dicts keep the names of before, and are loaded
+            as the modules would; with `assign=True` the weights of a tensor need one dtype and device. Experts with
+            hooks or a forward of their own, or used elsewhere in the model as well, stay modules.
 
     Returns:
         The names of what was changed, and of every MoE block left alone with the reason.

@@ -3,10 +3,12 @@
 A state dict has, and takes, what the modules had: each of their weights is a part of a stacked one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from layers.huggingface.experts import ExpertsOptions, experts_forward, settled_activation
 
@@ -28,8 +30,16 @@ class Part(NamedTuple):
 
     def of(self, stacked: Tensor) -> Tensor:
         """The part, a view."""
-        part = stacked[self.place]
+        experts, rows = self.place
+        if stacked.dim() == 4:  # [E, 2, I, H]: gate and up apart, where ranks share every expert
+            return stacked[experts][..., rows.start // stacked.shape[2], :, :]
+        part = stacked[experts, rows]
         return part.transpose(-1, -2) if self.is_transposed else part
+
+    def weight(self, stacked: Tensor) -> Tensor:
+        """The part in two dimensions, as it was before."""
+        part = self.of(stacked)
+        return part.flatten(0, 1) if part.dim() == 3 else part
 
 
 class StackedExperts(nn.Module):
@@ -50,6 +60,7 @@ class StackedExperts(nn.Module):
         self, up: nn.Parameter, down: nn.Parameter, act_fn: Any, parts: Sequence[Part], before: nn.Module
     ) -> None:
         super().__init__()
+        self.training = before.training
         self.has_gate = up.shape[1] == 2 * down.shape[2]
         self.register_parameter("gate_up_proj" if self.has_gate else "up_proj", up)
         self.down_proj = down
@@ -59,7 +70,6 @@ class StackedExperts(nn.Module):
         self.moe_ops_before = (before,)  # in a tuple, so that it is no module of this one
         self.moe_ops_options = ExpertsOptions(settled_activation(self), "auto", "auto")
         self.register_state_dict_post_hook(_rename)
-        self.register_load_state_dict_pre_hook(_gather)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H] to [T, H], by ids and weights [T, K]."""
@@ -67,15 +77,41 @@ class StackedExperts(nn.Module):
 
     def unstacked(self) -> nn.Module:
         """What held the weights before, with them: views of the stacked ones."""
+        before = self._before_with(lambda part: part.weight(self.get_parameter(part.parameter).data))
+        return before if before.training == self.training else before.train(self.training)
+
+    def _before_with(self, weight: Callable[[Part], Tensor]) -> nn.Module:
         (before,) = self.moe_ops_before
         for part in self.moe_ops_parts:
-            stacked = self.get_parameter(part.parameter)
             owner, _, name = part.name.rpartition(".")
-            holder = before.get_submodule(owner)
-            view = part.of(stacked.data)
-            view = view.flatten(0, 1) if view.dim() == 3 else view
-            setattr(holder, name, nn.Parameter(view, stacked.requires_grad))
+            requires_grad = self.get_parameter(part.parameter).requires_grad
+            setattr(before.get_submodule(owner), name, nn.Parameter(weight(part), requires_grad))
         return before
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        """What held the weights before loads them, by its names; what it has then is put together."""
+        rest = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        of_modules = tuple(f"{prefix}{name}." for name in self._modules)
+        ours = {key: value for key, value in state_dict.items() if key.startswith(of_modules)}
+        theirs = {key: value for key, value in state_dict.items() if key not in ours}
+        wholes = {name: _whole(parameter) for name, parameter in self.named_parameters(recurse=False)}
+        before = self._before_with(lambda part: part.weight(wholes[part.parameter].detach()))
+        _load(before, theirs, prefix, *rest)
+        for name, whole in wholes.items():
+            parts = [part for part in self.moe_ops_parts if part.parameter == name]
+            weights = [before.get_parameter(part.name).detach() for part in parts]
+            is_assigned = local_metadata.get("assign_to_params_buffers", False) and any(
+                prefix + part.name in theirs for part in parts
+            )
+            if is_assigned and (why := _why_not_assigned(whole, weights)):
+                error_msgs.append(f"{prefix}{name} {why}")
+            else:
+                whole = _joined(whole, parts, weights, is_assigned)
+            ours[prefix + name] = whole
+        self._before_with(lambda part: torch.empty(0))
+        super()._load_from_state_dict(ours, prefix, *rest)
 
 
 class MaskedExperts(StackedExperts):
@@ -90,16 +126,41 @@ class MaskedExperts(StackedExperts):
 def _rename(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     stacked = {name: state_dict.pop(prefix + name) for name, _ in module.named_parameters(recurse=False)}
     for part in module.moe_ops_parts:
-        value = part.of(stacked[part.parameter])
-        state_dict[prefix + part.name] = value.flatten(0, 1) if value.dim() == 3 else value
+        state_dict[prefix + part.name] = part.weight(stacked[part.parameter])
 
 
-def _gather(module: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Of names that are there; what lacks some keeps what it has."""
-    for part in module.moe_ops_parts:
-        if prefix + part.name in state_dict:
-            key = prefix + part.parameter
-            if key not in state_dict:
-                state_dict[key] = module.get_parameter(part.parameter).detach().clone()
-            target = part.of(state_dict[key])
-            target.copy_(state_dict.pop(prefix + part.name).view(target.shape))
+def _load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """As `nn.Module.load_state_dict` does for a module inside another."""
+    module._load_from_state_dict(state_dict, prefix, *rest)
+    for name, child in module._modules.items():
+        if child is not None:
+            below = f"{prefix}{name}."
+            _load(
+                child, {key: each for key, each in state_dict.items() if key.startswith(below)}, below, *rest
+            )
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """With all experts; of a DTensor a copy for this rank."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim).detach()
+
+
+def _why_not_assigned(whole: Tensor, weights: list[Tensor]) -> str | None:
+    if any(isinstance(each, DTensor) for each in (whole, *weights)):
+        return "is shared by ranks: expected assign=False"
+    kinds = sorted({f"{each.dtype} on {each.device}" for each in weights})
+    return None if len(kinds) == 1 else f"has parts in {' and '.join(kinds)}: expected one dtype and device"
+
+
+def _joined(whole: Tensor, parts: list[Part], weights: list[Tensor], is_assigned: bool) -> Tensor:
+    """Weights in one tensor: `whole`, of which they are views unless they were assigned."""
+    first, target = weights[0], whole.detach()
+    if is_assigned:
+        target = torch.empty_like(target, dtype=first.dtype, device=first.device)
+    for part, weight in zip(parts, weights, strict=True):
+        place = part.of(target)
+        if is_assigned or place.dim() == 3:  # experts in a row may have been copied
+            place.copy_(weight.reshape(place.shape))
+    return target if is_assigned else whole

@@ -148,3 +148,31 @@ def test_what_is_no_mesh_or_no_style(options, error, match):
     from tests.huggingface.families import tiny_model
 
     refused(tiny_model("qwen3_moe"), error, match, **options)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["default", "tensor"])
+def test_state_dicts_of_stacked_experts(style):
+    from tests.huggingface.loops import HIDDEN, Loop, block
+
+    def whole(state):
+        return {
+            name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()
+        }
+
+    own, ours = block(Loop), block(Loop)
+    huggingface.patch(ours, mesh=init_device_mesh("cpu", (2,)), style=STYLES[style], stack_experts=True)
+    saved, expected = ours.state_dict(), own.state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(each, expected[name]) for name, each in whole(saved).items())
+    saved = {name: each * 2 for name, each in saved.items()}
+    own.load_state_dict(whole(saved))
+    ours.load_state_dict(saved)
+    hidden = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(hidden)[0], own(hidden)[0], rtol=1e-4, atol=1e-4)
+    whole_experts = block(Loop)
+    huggingface.patch(whole_experts, stack_experts=True)
+    for each in (ours, whole_experts):
+        with pytest.raises(RuntimeError, match=r"gate_up_proj is shared by ranks: expected assign=False"):
+            each.load_state_dict(saved, assign=True)
