@@ -8,7 +8,7 @@ asks for become casts to float64: two formulas that agree here are one formula, 
 import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,21 @@ def run(forward: Callable[..., Any], twin: nn.Module, *args: Any) -> Any:
     if _state(twin) != before:
         raise ValueError(f"{type(twin).__name__} changes its own tensors or attributes")
     return returned
+
+
+def holds_whatever(others: Sequence[Tensor], holds: Callable[[], bool]) -> bool:
+    """Whether something holds whatever is in tensors that it is not said to read: a mask, a count of steps."""
+    before = [each.clone() for each in others]
+    try:
+        for value in (0.0, 1e6, -1e6) if others else ():
+            for each in others:
+                each.fill_(value)
+            if not holds():
+                return False
+        return True
+    finally:
+        for each, values in zip(others, before, strict=True):
+            each.copy_(values)
 
 
 def _state(module: nn.Module) -> tuple[Any, ...]:

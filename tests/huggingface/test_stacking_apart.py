@@ -148,3 +148,34 @@ def test_a_block_that_runs_unstacked_is_not_left():
     assert len(report.experts) == len(mlps) and report.left == ()
     assert all(mlp.v1 is mlp.w1 for mlp in mlps)
     torch.testing.assert_close(outputs(stock, "dbrx")[0], expected, rtol=1e-4, atol=1e-5)
+
+
+class Scaled(Loop):
+    """Its weights have a scale that is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(5.0))
+
+    def weigh(self, logits):
+        weights, ids = super().weigh(logits)
+        return weights * self.scale, ids
+
+
+class Masked(Loop):
+    """One of its experts is never chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.arange(self.num_experts) != 3)
+
+    def weigh(self, logits):
+        return super().weigh(logits.masked_fill(self.mask == 0, -1e9))
+
+
+@pytest.mark.parametrize("kind", [Scaled, Masked])
+def test_what_a_block_has_beside_its_gate_is_not_overlooked(kind):
+    model = block(kind)
+    expected = model(hidden())[0]
+    assert not huggingface.patch(model, stack_experts=True).experts
+    assert torch.equal(model(hidden())[0], expected)
