@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.evaluation import concrete, cut
+from inductor_passes.raising.evaluation import WIDE, concrete, cut
 from inductor_passes.raising.views_of_rows import indexed
 from moe_ops._checks import compute_dtype
 from moe_ops.formula import MAX_OPERANDS, OPERATIONS, Formula, Layout, OperandLayout, Step
@@ -120,7 +120,7 @@ class _Writer:
     def _cast(self, node: Node, views: tuple[View, ...]) -> str:
         source: Any = node.args[0]
         before, after = source.meta["val"].dtype, node.meta["val"].dtype
-        is_number = after.is_floating_point or after == before
+        is_number = after in WIDE or after == before
         if not is_number or (after == torch.float64 and self.dtype != after):
             raise Refusal(node, f"{describe(node)} to {after} is no step of a formula in {self.dtype}")
         name = self.value(source, views)
@@ -191,7 +191,7 @@ def _shown(node: Node) -> Node | None:
     if node.target is operator.getitem:
         return source if _shown(source) is not None else None
     is_view = getattr(node.target, "is_view", False) or node.target in _COPYING_VIEWS
-    return source if is_view else None
+    return source if is_view and node.target is not aten.view.dtype else None
 
 
 _COPYING_VIEWS = (aten._unsafe_view.default, aten.reshape.default)

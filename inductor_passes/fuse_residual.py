@@ -33,7 +33,7 @@ from inductor_passes.graph_tools import (
     rewrite_each,
     write_out,
 )
-from inductor_passes.raising.views_of_rows import is_cast, is_reshape, is_view, operand
+from inductor_passes.raising.views_of_rows import changes_dtype, is_reshape, is_view, operand
 from inductor_passes.raising.writing import erase_unread
 from inductor_passes.sizes import same_shape
 from moe_ops.arguments import Router, TopkRouting
@@ -229,4 +229,4 @@ def _is_in_memory(node: Node, reader: Node) -> bool:
         node, reader = node.args[0], node  # type: ignore[assignment]
     target = node.target
     is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    return {*node.users} != {reader} or not (is_pointwise or is_cast(node))
+    return {*node.users} != {reader} or not (is_pointwise or changes_dtype(node))

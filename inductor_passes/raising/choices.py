@@ -1,6 +1,6 @@
 """Which experts the weights of all experts choose: those that are not zero are weights of a top-k, scattered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
 from inductor_passes.raising.indices import Indices, is_chosen, is_integral
-from inductor_passes.raising.views_of_rows import args, is_cast, rank, same_shape
+from inductor_passes.raising.strays import stray_runs
+from inductor_passes.raising.views_of_rows import args, is_cast, rank
+from inductor_passes.raising.weights import are_weights
 
 _CLOSE = 1e-9
 
@@ -31,16 +33,16 @@ def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indi
             columns[0][0], f"the weights of an expert come from {', '.join(map(describe, ids)) or 'nowhere'}"
         )
     indices = Indices(ids, num_experts, {})
-    behind = _read_by(ids)
+    behind, tried = _read_by(ids), [*indices.samples, *_strays(indices)]
     found = set()
     for column, part in columns:
         between = cut([column], lambda node: node is ids or (node not in behind and _reads_a_tensor(node)))
         weights = [leaf for leaf in between.leaves if leaf is not ids and not is_size(leaf)]
-        if len(weights) != 1 or not _has_part(between, column, weights[0], indices, part):
+        if len(weights) != 1 or not _has_part(between, (column, part), weights[0], indices, tried):
             raise Refusal(column, f"{describe(column)} is not what the tokens of its experts weigh them by")
         found.add(_uncast(weights[0]))
     topk_weights = found.pop()
-    if found or not same_shape(topk_weights.meta["val"].shape, ids.meta["val"].shape):
+    if found or not are_weights(topk_weights, indices):
         raise Refusal(columns[-1][0], "experts are not weighed by one tensor [T, K]")
     return indices, topk_weights
 
@@ -74,22 +76,38 @@ def _uncast(node: Node) -> Node:
     return _uncast(args(node)[0]) if is_cast(node) else node
 
 
-def _has_part(between: Cut, column: Node, topk_weights: Node, indices: Indices, part: Part) -> bool:
-    """Whether a column has its part of the weights, and zeros: tried on weights large, small and negative."""
+def _strays(indices: Indices) -> Iterator[Tensor]:
+    """Ids [T, K] that are out of range, if there may be any."""
+    return (run.ids.flatten(0, -2) for run in stray_runs(indices))
+
+
+def _has_part(
+    between: Cut, column: tuple[Node, Part], topk_weights: Node, indices: Indices, tried: Sequence[Tensor]
+) -> bool:
+    """Whether a column has its part of the weights, and zeros: of weights large, small and negative, for ids [T, K].
+
+    An id that is out of range weighs nothing, or is none that PyTorch takes.
+    """
     generator = torch.Generator().manual_seed(0)
-    for ids in indices.samples:
+    for ids in tried:
         weights, power = torch.randn(2, *ids.shape, generator=generator, dtype=torch.float64)
         weights = weights * 10 ** (2 * power)
+        in_range = (ids >= 0) & (ids < indices.num_experts)
         sizes: dict[Node, Any] = {
             leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)
         }
         given = {indices.ids: indices.in_shape(ids), topk_weights: indices.in_shape(weights)}
         try:
-            ours = evaluate(between.nodes, {**sizes, **given})[column].flatten()
+            ours = evaluate(between.nodes, {**sizes, **given})[column[0]].flatten()
         except (RuntimeError, ValueError, TypeError, IndexError):
-            return False
-        all_weights = torch.zeros(len(ids), indices.num_experts, dtype=torch.float64)
-        wanted = part(all_weights.scatter(1, ids, weights)).flatten()
+            if bool(in_range.all()):
+                return False
+            continue
+        kept = weights.where(in_range, 0.0)
+        all_weights = weights.new_zeros(len(ids), indices.num_experts).scatter_add(
+            1, ids.where(in_range, 0), kept
+        )
+        wanted = column[1](all_weights).flatten()
         if ours.shape != wanted.shape or not bool(((ours - wanted).abs() <= _CLOSE * wanted.abs()).all()):
             return False
     return True

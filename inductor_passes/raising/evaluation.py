@@ -27,6 +27,12 @@ VIEWS = (
 )
 """Operators that show a tensor in another shape."""
 
+WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes between which a cast rounds. One to float8 is part of what is computed, as one to an integer is."""
+
+_OF_BITS = (aten.view.dtype,)
+"""Read the bits of a number, which are others in float64."""
+
 
 class Cut(NamedTuple):
     """The nodes between some leaves and some outputs."""
@@ -69,7 +75,7 @@ def evaluate(nodes: Iterable[Node], values: Mapping[Node, Any]) -> dict[Node, An
     known = dict(values)
     with torch.no_grad():
         for node in nodes:
-            if not is_plain(node):
+            if not is_plain(node) or node.target in _OF_BITS:
                 raise RuntimeError(f"{node.target} is not computed while compiling")
             args = map_aggregate(map_arg(node.args, known.__getitem__), _on_cpu_in_float64)
             kwargs = map_aggregate(map_arg(node.kwargs, known.__getitem__), _on_cpu_in_float64)
@@ -99,6 +105,8 @@ def _taken_here(node: Node, args: Any) -> Any:
 
 def _on_cpu_in_float64(option: Any) -> Any:
     if isinstance(option, torch.dtype) and option.is_floating_point:
+        if option not in WIDE:
+            raise ValueError(f"{option} has other numbers than float64")
         return torch.float64
     return torch.device("cpu") if isinstance(option, torch.device) else option
 

@@ -12,6 +12,7 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising import all_experts, loops
+from inductor_passes.raising.dropped import expect_dropped
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Found, Indices, Order
@@ -99,16 +100,10 @@ def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Expert
     activated = without_views(second.rows, indices)
     gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not is_in_gate(node))
     masks = _masks(gate, outcomes, indices, second.node)
-    return Experts(
-        indices,
-        tokens,
-        outcomes,
-        gate,
-        masks,
-        activated,
-        last,
-        weighted_sum(last.node, order, indices, tokens),
-    )
+    total = weighted_sum(last.node, order, indices, tokens)
+    layer = Experts(indices, tokens, outcomes, gate, masks, activated, last, total)
+    expect_dropped(layer)
+    return layer
 
 
 def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:

@@ -17,6 +17,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
 from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size
+from inductor_passes.raising.finders import may_repeat
 from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
@@ -62,9 +63,12 @@ class Indices:
         tokens, self.top_k = map(concrete, known) if known else (None, None)
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
-        self._found, self._sizes = found, (num_experts, *map(str, shape))
+        repeats = self.top_k > 1 and may_repeat(ids)
+        self._found, self._sizes = found, (num_experts, repeats, *map(str, shape))
         if self._sizes not in found:
-            found[self._sizes] = _samples(tokens, num_experts, self.top_k, is_open(self.num_tokens))
+            found[self._sizes] = _samples(
+                (tokens, self.top_k), num_experts, repeats, is_open(self.num_tokens)
+            )
         self.samples = found[self._sizes]
         """[T, K] each."""
         self._known: list[dict[Node, Any]] = [{ids: self.in_shape(sample)} for sample in self.samples]
@@ -103,15 +107,16 @@ class Indices:
             return None
         return tuple(known[node] for known in self._known)
 
-    def order_behind(self, tokens: Node) -> Order | None:
-        """The order, by expert, lowest first, of rows whose tokens are `tokens`, computed from it; or None."""
+    def slots_behind(self, tokens: Node) -> Node | None:
+        """[S]: the slot of each row, by expert, lowest first, from which `tokens`, that of each row, is computed."""
         wanted = self.values(tokens)
         if wanted is None:
             return None
         nodes = cut([tokens], lambda each: each is self.ids).nodes
-        orders = (self.values(node) for node in nodes if is_integral(node))
-        known = (each for each in orders if each is not None and self._is_permutation(each))
-        return next((each for each in known if self._tokens(each, wanted) and self._is_sorted(each)), None)
+        orders = ((node, self.values(node)) for node in nodes if is_integral(node))
+        known = ((node, each) for node, each in orders if each is not None and self._is_permutation(each))
+        fits = (node for node, each in known if self._tokens(each, wanted) and self._is_sorted(each))
+        return next(fits, None)
 
     def are_tokens(self, node: Node, order: Order) -> bool:
         """Whether `node` [S] is the token of each row."""
@@ -167,12 +172,18 @@ class Indices:
         )
 
 
-def _samples(tokens: int, num_experts: int, top_k: int, is_open: bool) -> list[Tensor]:
-    """Random ids [T, K], and all tokens at the same experts: many where their number is open, a capacity would show."""
+def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, is_open: bool) -> list[Tensor]:
+    """Random ids [T, K], and all tokens at the same experts: many where their number is open, a capacity would show.
+
+    A token has an id twice only if it `repeats` any.
+    """
+    (tokens, top_k), generator = shape, torch.Generator().manual_seed(0)
     count = max(_MIN_SAMPLES, -(-_MIN_ROWS // tokens))
-    generator = torch.Generator().manual_seed(0)
-    draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
-    samples = [draw.topk(top_k).indices for draw in draws]
+    if repeats:
+        samples = [torch.randint(num_experts, shape, generator=generator) for _ in range(count)]
+    else:
+        draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
+        samples = [draw.topk(top_k).indices for draw in draws]
     many = tokens * max(2, -(-MANY_TOKENS // tokens)) if is_open else tokens
     return [*samples, samples[0][:1].repeat(many, 1)]
 

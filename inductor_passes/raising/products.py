@@ -155,14 +155,21 @@ def order_of(product: Product, indices: Indices) -> Order:
 
 
 def _sorted_order(product: Product, indices: Indices) -> Order:
+    order = indices.values(sorted_slots(product, indices))
+    assert order is not None
+    return order
+
+
+def sorted_slots(product: Product, indices: Indices) -> Node:
+    """[S]: the slot of each row of a grouped product. Raises Refusal where rows lie in another order."""
     gathered = gathered_rows(product.rows, indices)
     source = None if gathered is None else indexed(gathered)
-    order = None if source is None else indices.order_behind(source[1])
-    if order is None:
+    slots = None if source is None else indices.slots_behind(source[1])
+    if slots is None:
         raise Refusal(
             product.node, f"rows come from {describe(product.rows)}, not from tokens in expert order"
         )
-    return order
+    return slots
 
 
 def ids_of(product: Product, found: Found) -> Indices:

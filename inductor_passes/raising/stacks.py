@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, prims, rank, same_shape
+from inductor_passes.raising.views_of_rows import args, aten, changes_dtype, prims, rank, same_shape
 
 Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """A view: what shows it, and how."""
@@ -84,7 +84,7 @@ def _step(node: Node, more: int) -> tuple[Node, Step] | None:
     if target is aten.slice.Tensor:
         source, dim, *bounds = args(node)
         return source, (aten.slice.Tensor, (dim % rank(source) + more, *bounds))
-    if is_cast(node):  # autocast's
+    if changes_dtype(node):  # autocast's
         return args(node)[0], (prims.convert_element_type.default, args(node)[1:])
     if target is aten.select.int:
         source, dim, index = args(node)

@@ -138,10 +138,10 @@ def _is_nothing(into: Any, rows: Node, indices: Indices) -> bool:
     """Whether rows are added to zeros [T, H]: there may be more zeros than tokens, which a sum over experts has not."""
     shape, wanted = into.meta["val"].shape, (indices.num_tokens, rows.meta["val"].shape[-1])
     same = map(_compat.statically_known_true, map(operator.eq, shape, wanted))
-    return _is_zero(into) and len(shape) == len(wanted) and all(same)
+    return is_zero(into) and len(shape) == len(wanted) and all(same)
 
 
-def _is_zero(node: object) -> bool:
+def is_zero(node: object) -> bool:
     """Whether `node` is filled with zeros."""
     while isinstance(node, Node) and node.target in VIEWS:
         node = args(node)[0]

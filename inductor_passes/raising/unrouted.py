@@ -16,7 +16,7 @@ from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.products import products
 from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_reshape, rank
+from inductor_passes.raising.views_of_rows import args, aten, changes_dtype, is_reshape, rank
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
@@ -97,8 +97,13 @@ def _weighed_by(meeting: tuple[Node, Node]) -> Iterator[Node]:
     """The products with weights behind an operand that is not added, if no other product is in between."""
     operand, user = meeting
     if user.target not in (aten.add.Tensor, aten.sub.Tensor):
-        behind = cut([operand], lambda node: node.target in _PRODUCTS or is_moe_op(node) or is_integral(node))
+        behind = cut([operand], _ends_here)
         yield from (leaf for leaf in behind.leaves if leaf.target in _PRODUCTS and _kind(leaf) is not None)
+
+
+def _ends_here(node: Node) -> bool:
+    is_index = is_integral(node) and not changes_dtype(node)
+    return node.target in _PRODUCTS or is_moe_op(node) or is_index
 
 
 def _kind(product: Node) -> str | None:
@@ -110,7 +115,7 @@ def _kind_of(operand: Node) -> str | None:
     source = operand
     while source.op == "call_function" and (is_reshape(source) or source.target is aten.select.int):
         source = args(source)[0]
-    gathered = args(source)[0] if source.op == "call_function" and is_cast(source) else source
+    gathered = args(source)[0] if source.op == "call_function" and changes_dtype(source) else source
     while gathered.op == "call_function" and is_reshape(gathered):
         gathered = args(gathered)[0]
     if gathered.target is aten.index.Tensor and rank(args(gathered)[0]) > 2:

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes import _compat
-from inductor_passes.raising.evaluation import VIEWS, aten, concrete, cut, evaluate
+from inductor_passes.raising.evaluation import VIEWS, WIDE, aten, concrete, cut, evaluate
 from inductor_passes.raising.indices import Indices
 
 prims = torch.ops.prims
 
-_COPIES = (aten.clone.default, aten.alias.default, prims.convert_element_type.default)
+_COPIES = (aten.clone.default, aten.alias.default)
 
 
 def args(node: Node) -> Any:
@@ -45,7 +45,7 @@ def same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
 
 def is_view_of_rows(node: Node) -> bool:
     """Whether `node` shows rows [S, F] in another shape, such as [T, K, F] or [S, F, 1]: all rows, in their order."""
-    if node.target in _COPIES:
+    if node.target in _COPIES or is_cast(node):
         return True
     if not is_view(node):
         return False
@@ -82,7 +82,13 @@ def without_views(node: Node, indices: Indices) -> Node:
 
 
 def is_cast(node: Node) -> bool:
-    """Whether `node` changes a dtype."""
+    """Whether `node` changes a dtype and nothing else, but for rounding."""
+    is_wide = (each.meta["val"].dtype in WIDE for each in (node, *node.all_input_nodes))
+    return changes_dtype(node) and all(is_wide)
+
+
+def changes_dtype(node: Node) -> bool:
+    """Whether `node` gives the same numbers in another dtype, as far as that has them."""
     return node.target is prims.convert_element_type.default
 
 

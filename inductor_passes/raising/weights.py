@@ -6,6 +6,7 @@ from torch.fx import Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising.evaluation import WIDE
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.views_of_rows import (
     args,
@@ -44,8 +45,7 @@ def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
     """`node` and what it shows: before views, masks of ids out of range, and casts."""
     while True:
         yield node
-        is_rounded = is_cast(node) and args(node)[0].meta["val"].dtype.is_floating_point
-        if is_view(node) or node.target is aten.clone.default or is_rounded:
+        if is_view(node) or node.target is aten.clone.default or is_cast(node):
             node = args(node)[0]
         elif (kept := unmasked(node, indices)) is not None:
             node = kept
@@ -55,10 +55,10 @@ def _inwards(node: Node, indices: Indices) -> Iterator[Node]:
 
 def chosen(node: Node, indices: Indices) -> Node | None:
     """The innermost tensor that `node` shows and that has the shape of the ids: before it was rounded."""
-    return next(
-        (each for each in reversed([*_inwards(node, indices)]) if _has_shape(each, indices.ids)), None
-    )
+    return next((each for each in reversed([*_inwards(node, indices)]) if are_weights(each, indices)), None)
 
 
-def _has_shape(node: Node, other: Node) -> bool:
-    return same_shape(node.meta["val"].shape, other.meta["val"].shape)
+def are_weights(node: Node, indices: Indices) -> bool:
+    """Whether `node` has a floating number for each slot, in the shape that the ids have."""
+    value = node.meta["val"]
+    return value.dtype in WIDE and same_shape(value.shape, indices.ids.meta["val"].shape)

@@ -11,7 +11,7 @@ from inductor_passes.backend import moe_inductor
 from inductor_passes.base import PassLog
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from tests.helpers import mixed, relative_error
-from tests.huggingface.blocks import BLOCKS, HIDDEN, block
+from tests.huggingface.blocks import BLOCKS, EXPERTS, HIDDEN, block
 from tests.huggingface.families import FAMILIES, tiny_model, tokens
 
 CASES = [("grouped_mm", torch.float32), ("batched_mm", torch.bfloat16)]
@@ -82,6 +82,32 @@ def test_blocks(family, case):
     implementation, dtype = case
     inputs = torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
     check(block(family, implementation), inputs, dtype, num_layers=1)
+
+
+class OneOfTwoRanks(torch.nn.Module):
+    """The second half of a layer's experts, which masks what the first half has, as transformers' ranks do."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+        experts._is_expert_parallel = True
+
+    def forward(self, hidden_states, scores):
+        weights, ids = scores.topk(3)
+        elsewhere = ids // EXPERTS != 1
+        ids = torch.where(elsewhere, EXPERTS, ids % EXPERTS)
+        return self.experts(hidden_states, ids, weights.masked_fill(elsewhere, 0.0))
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@torch.no_grad()
+def test_experts_of_a_rank(implementation):
+    module, log = OneOfTwoRanks(block("qwen3_next", implementation).experts), Log()
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(9, HIDDEN, generator=generator), torch.rand(9, 2 * EXPERTS, generator=generator)
+    ours = raised(module, log)(*inputs)
+    assert names(log) == ["fused_experts"] and [each.kind for each in log.raised] == ["experts"]
+    assert relative_error(ours, module(*inputs).double()) <= ALLOWED_FLOAT32
 
 
 @torch.no_grad()

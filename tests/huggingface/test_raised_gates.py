@@ -53,6 +53,17 @@ def test_softcapped_swiglu(implementation, dtype):
     generator = torch.Generator().manual_seed(0)
     for parameter in experts.parameters():
         parameter.normal_(0, 0.3, generator=generator)
-    ids = torch.rand(9, EXPERTS, generator=generator).argsort(-1)[:, :3]
-    hidden, weights = torch.randn(9, HIDDEN, generator=generator) * 4, torch.rand(9, 3, generator=generator)
-    _check(experts, [hidden, ids, weights], dtype)
+    scores = torch.rand(9, EXPERTS, generator=generator).argsort(-1) / EXPERTS  # no two alike, in any dtype
+    _check(_Routed(experts), [torch.randn(9, HIDDEN, generator=generator) * 4, scores], dtype)
+
+
+class _Routed(torch.nn.Module):
+    """Experts with what chooses them: ids from elsewhere might be negative, and `weight[-1]` is the last expert's."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden, scores):
+        weights, ids = scores.topk(3)
+        return self.experts(hidden, ids, weights)

@@ -170,6 +170,14 @@ REFUSED = {
         lambda x, _: x.chunk(2, 1)[0] * x.softmax(-1).chunk(2, 1)[1],
         "is not elementwise over gate and up",
     ),
+    "float8 on the way": (
+        lambda x, _: torch.tanh(x.chunk(2, 1)[0].to(torch.float8_e4m3fn).float()) * x.chunk(2, 1)[1],
+        "to torch.float8_e4m3fn is no step of a formula",
+    ),
+    "the bits of another dtype": (
+        lambda x, _: torch.tanh(x.bfloat16().view(torch.float16).float()).chunk(2, 1)[0],
+        "is not elementwise over gate and up",
+    ),
     "rows behind": (lambda x, _: x.chunk(2, 1)[0] + x.chunk(2, 1)[1].roll(1, 0), "is not elementwise"),
     "a row's own scale": (
         lambda x, plan: x.chunk(2, 1)[0] * plan.sorted_slots.float()[:, None],
