@@ -47,8 +47,8 @@ __all__ = [
     "is_packaging", "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "op_body",
     "order_behind", "packages_grouped_mm", "post_grad_backend", "POST_GRAD_SLOT", "PRE_GRAD_SLOT",
     "preserved_dynamo_state", "real_tensors", "reorder_for_locality", "slot_and_covered", "stable_topological_sort",
-    "statically_known_true", "trace", "triton_launch", "uncompiled", "watch_slots", "with_launch_options",
-    "written_arguments",
+    "statically_known_true", "trace", "triton_launch", "triton_launch_in_place", "uncompiled", "watch_slots",
+    "with_launch_options", "written_arguments",
 ]
 # fmt: on
 
@@ -120,6 +120,11 @@ _KERNELS = triton_kernel_wrap.kernel_side_table
 def triton_launch() -> Any:
     """The functional higher-order op that stands for one launch of a user's Triton kernel."""
     return triton_kernel_wrap.triton_kernel_wrapper_functional
+
+
+def triton_launch_in_place() -> Any:
+    """The one that Dynamo writes, which may change whatever it is given."""
+    return triton_kernel_wrap.triton_kernel_wrapper_mutation
 
 
 def kernel_index(kernel: Any) -> int:

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from inductor_passes._compat import detect_fake_mode, trace
+from inductor_passes._compat import detect_fake_mode, trace, triton_launch_in_place
 
 
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
@@ -61,7 +60,7 @@ DATA_OF = _autograd._get_data_attr
 def changed_by(node: torch.fx.Node) -> list[torch.fx.Node]:
     """What an operator of others' or a Triton kernel, called in a graph of Dynamo's, may change in place."""
     target = node.target
-    if target is triton_kernel_wrapper_mutation:
+    if target is triton_launch_in_place():
         return node.all_input_nodes
     if isinstance(target, torch._ops.OpOverloadPacket):
         overloads = [getattr(target, name) for name in target.overloads()]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inductor_passes import _compat_tracing
+from inductor_passes import _compat, _compat_tracing
 from tests.passes import stock
 from tests.passes.test_before_autograd import RAISED, check, float32
 
@@ -120,7 +120,7 @@ def test_a_kernel_of_tritons_may_change_all_it_is_given():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     call = graph.call_function(
-        _compat_tracing.triton_kernel_wrapper_mutation, kwargs={"kernel_idx": 0, "kwargs": {"out": x}}
+        _compat.triton_launch_in_place(), kwargs={"kernel_idx": 0, "kwargs": {"out": x}}
     )
     assert _compat_tracing.changed_by(call) == [x]
 
