@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from layers import huggingface
+from layers.huggingface import trial
 from layers.huggingface.recognise import Recogniser
 from moe_ops import RoutingConfig
 from tests.huggingface.families import tiny_model, tokens
@@ -84,6 +85,35 @@ class Counting(Router):
         elif self.how == "anew" or self.training:
             self.load = self.load + load
         return logits, weights, ids
+
+
+class Inside(Router):
+    """A module of its keeps what it saw last, as one with a hook for statistics does."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Keeping()
+
+    def logits(self, hidden_states):
+        return self.seen(super().logits(hidden_states))
+
+
+class Keeping(nn.Module):
+    def forward(self, logits):
+        self.last = logits.detach()
+        return logits
+
+
+def test_what_a_module_inside_keeps_counts_too():
+    assert Recogniser().known(Inside()) is None
+
+
+def test_tensors_are_as_they_were_when_others_have_been_tried():
+    tensor, seen = torch.arange(3.0), []
+    assert trial.holds_whatever([tensor], lambda: bool(seen.append(tensor.tolist()) or True))
+    assert seen == [[0.0] * 3, [1e6] * 3, [-1e6] * 3]
+    assert not trial.holds_whatever([tensor], lambda: bool(tensor[0]))
+    assert tensor.tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("how", ["in place", "anew", "aside", "in training"])

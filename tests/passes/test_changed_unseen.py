@@ -5,7 +5,7 @@ import torch
 
 from inductor_passes import _compat, _compat_tracing
 from tests.passes import stock
-from tests.passes.test_before_autograd import RAISED, check, float32
+from tests.passes.test_before_autograd import RAISED, Run, check, float32
 
 LIBRARY = torch.library.Library("test_changed_unseen", "FRAGMENT")
 LIBRARY.define("twice_(Tensor(a!) x) -> ()")
@@ -136,6 +136,22 @@ def test_regions_called_again_have_gradients(calls):
 
     run = check(function, float32())
     assert len(run.raised) in (2, 2 * calls)
+
+
+def test_what_has_no_gradient_in_a_region_has_none_behind_it():
+    def layer(x, router, *experts):
+        weights, ids = stock.softmax_router(x.detach() @ router.detach().T)
+        return stock.batched_experts(x, weights, ids, *experts), weights
+
+    region = torch.compiler.nested_compile_region(layer)
+
+    def function(x, *rest):
+        hidden, first = region(x, *rest)
+        return *region(hidden, *rest), first
+
+    run, args = Run(), [each.requires_grad_() for each in float32()]
+    assert [each.requires_grad for each in run.compile(function)(*args)] == [True, False, False]
+    assert run.raised == RAISED
 
 
 def test_weights_turned_around():

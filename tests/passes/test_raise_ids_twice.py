@@ -1,10 +1,14 @@
 """Ids that a token has twice: our operators add up both slots, so a layer must do so too, or its ids never repeat."""
 
+import operator
+
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import RAISES
+from inductor_passes.raising.finders import may_repeat
 from tests.passes.capture import rewrite
 from tests.passes.stock import EXPERTS, TOP_K, swiglu
 from tests.passes.strangers import dense, looped
@@ -96,3 +100,13 @@ def test_ids_that_are_drawn_may_repeat(choose, is_raised):
         return dense(x, scattered(*normed(x[:, :TOP_K].sigmoid(), choose(scores))), w13, w2)
 
     assert bool(rewrite(run, *float32(), passes=RAISES).log.raised) == is_raised
+
+
+@pytest.mark.parametrize(("dim", "repeats"), [(-1, False), (1, False), (0, True)])
+def test_ids_are_found_once_along_one_dimension(dim, repeats):
+    def found(scores):
+        return scores.topk(TOP_K, dim=dim).indices
+
+    graph = make_fx(found)(torch.rand(TOP_K, TOP_K)).graph
+    (ids,) = (node for node in graph.nodes if node.target is operator.getitem and node.args[1] == 1)
+    assert may_repeat(ids) == repeats

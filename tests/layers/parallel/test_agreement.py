@@ -23,6 +23,7 @@ from tests.layers.parallel.exchanges import (
     H,
     K,
     all_gather,
+    all_reduce,
     config,
     make_layer,
     owners,
@@ -65,7 +66,7 @@ def test_experts_that_differ():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("make", [all_gather, variable])
+@pytest.mark.parametrize("make", [all_gather, variable, all_reduce])
 @pytest.mark.parametrize("what", ["hidden size", "top_k"])
 def test_sizes_that_differ(make, what):
     is_odd = dist.get_rank() == 1
