@@ -186,15 +186,17 @@ def packages_grouped_mm() -> bool:
 
 @lru_cache(maxsize=1)
 def grouped_mm() -> Callable[..., Any]:
-    """Inductor's own lowering of `_grouped_mm`, to be called in a graph.
+    """Inductor's own lowering of `_grouped_mm` to the operator, to be called in a graph.
 
     The operator takes more dtypes than its fake, which takes bfloat16 alone and would be asked of a node that calls
-    the operator. (torch 2.13)
+    the operator. (torch 2.13) Under max-autotune its node would be timed against Inductor's templates, of which one
+    made an illegal access on an H100. (torch 2.11)
     """
     from torch._inductor.lowering import lowerings
 
     def grouped_mm(x: Any, weight: Any, offsets: Any) -> Any:
-        return lowerings[torch.ops.aten._grouped_mm.default](x, weight, offsets)
+        with inductor_config.patch(max_autotune_gemm_backends="ATEN"):
+            return lowerings[torch.ops.aten._grouped_mm.default](x, weight, offsets)
 
     setattr(grouped_mm, "_inductor_lowering_function", True)  # noqa: B010 (what Inductor looks for)
     return grouped_mm

@@ -89,12 +89,14 @@ class _Call:
     @cached_property
     def flops(self) -> int:
         target = self.node.target
-        if not isinstance(target, torch._ops.OpOverload) or len(self.given) < len(self.sketches):
+        if len(self.given) < len(self.sketches):
             return 0
         args: Any = map_arg(self.node.args, lambda each: self.sketches[each])
         kwargs: Any = map_arg(dict(self.node.kwargs), lambda each: self.sketches[each])
         if _is_grouped_mm(self.node):  # torch has no formula for it
             return 2 * args[0].shape[0] * prod(args[1].shape[-2:])
+        if not isinstance(target, torch._ops.OpOverload):
+            return 0
         formula = flop_registry.get(target.overloadpacket)
         return int(formula(*args, **kwargs, out_val=_sketch(self.node.meta.get("val")))) if formula else 0
 

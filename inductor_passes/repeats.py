@@ -7,7 +7,7 @@ together in the same way, from other inputs.
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -202,9 +202,14 @@ _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_
 def is_call(node: Node) -> bool:
     """Whether Inductor calls a kernel for this node, rather than generating one. What ranks send is none."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is _compat.triton_launch()
+        return node.target in _calls()
     namespace, _, name = node.target._schema.name.partition("::")
     return namespace not in _GENERATED_OR_SENT or name in _PRODUCTS or name.startswith("_scaled_dot_product")
+
+
+def _calls() -> tuple[Any, ...]:
+    """What calls a kernel and is no operator."""
+    return _compat.triton_launch(), _compat.grouped_mm()
 
 
 def may_move(node: Node) -> bool:
@@ -216,7 +221,7 @@ def may_move(node: Node) -> bool:
         return target in _SIZES
     if isinstance(target, torch._ops.OpOverload):
         return not changes(node) and not _draws(node, target)
-    return target in (operator.getitem, _compat.triton_launch())
+    return target is operator.getitem or target in _calls()
 
 
 def changes(node: Node) -> bool:

@@ -17,6 +17,7 @@ from inductor_passes.base import LOGGER, PassLog, Refusal
 from inductor_passes.graph_tools import (
     arguments,
     expect_same_value,
+    fake_call,
     find,
     inherit_meta,
     is_moe_op,
@@ -54,10 +55,7 @@ def _rewrite(graph: Graph, product: Node, log: PassLog) -> None:
     _expect_taken(product, args.x.meta["val"], weight.meta["val"])  # type: ignore[attr-defined,union-attr]
     nodes = [args.expert_offsets] if bias is None else [args.expert_offsets, bias]
     with graph.inserting_before(product):
-        operands = write_out(graph, _operands, [weight, args.expert_offsets], product)  # type: ignore[list-item]
-        plain = graph.call_function(_compat.grouped_mm(), (args.x, *operands))  # type: ignore[arg-type]
-        inherit_meta(plain, product)
-        plain.meta["val"] = product.meta["val"].clone()
+        plain = multiply(graph, (args.x, weight, args.expert_offsets), product)  # type: ignore[arg-type]
         result = write_out(graph, finish, [plain, *nodes], product)[0]  # type: ignore[list-item]
     expect_same_value(result, product)
     log.lower("ATen", product)
@@ -76,8 +74,25 @@ def _expect_taken(product: Node, x: Tensor, weight: Tensor) -> None:
         raise Refusal(product, f"rows of {list(weight.shape)} are no multiple of {_BYTES} bytes apart")
 
 
+def multiply(graph: Graph, given: tuple[Node, Node, Node], like: Node) -> Node:
+    """Inserts torch's product of rows [S, A] and weights [E, B, A], with offsets [E + 1] of each expert's rows.
+
+    [S, B]; rows behind the last expert's hold anything.
+    """
+    x, weight, _ = given
+    operands = write_out(graph, _operands, given[1:], like)
+    product = graph.call_function(_compat.grouped_mm(), (x, *operands))
+    inherit_meta(product, like)
+    product.meta["val"] = fake_call(_result, [each.meta["val"] for each in (x, weight)])
+    return product
+
+
 def _operands(weight: Tensor, expert_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    return weight.transpose(1, 2), expert_offsets[1:]
+    return weight.transpose(1, 2), expert_offsets.narrow(0, 1, weight.shape[0])
+
+
+def _result(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
 
 
 def finish(rows: Tensor, expert_offsets: Tensor, *biases: Tensor) -> Tensor:

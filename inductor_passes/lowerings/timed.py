@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from inductor_passes import _compat, _compat_options
@@ -34,7 +33,7 @@ from inductor_passes.graph_tools import (
     rewrite_each,
     write_out,
 )
-from inductor_passes.lowerings.packaged import finish
+from inductor_passes.lowerings.packaged import finish, multiply
 from inductor_passes.lowerings.programs import TIMED, expect_static, metadata, on_cuda
 from moe_ops import arguments as of, records
 from moe_ops.values import GroupedLinear, PairedLinear
@@ -161,7 +160,7 @@ class _Writer:
 
     def multiply(self, x: Any, linear: GroupedLinear | PairedLinear, expert_offsets: Any) -> Node:
         """Rows times their experts' weights; rows behind the last expert's hold anything."""
-        return write_out(self.graph, _grouped_mm, [x, linear.weight, expert_offsets], self.like)[0]  # type: ignore[list-item]
+        return multiply(self.graph, (x, linear.weight, expert_offsets), self.like)  # type: ignore[arg-type]
 
     def multiply_all(self, x: Any, linear: GroupedLinear | PairedLinear, expert_offsets: Any) -> Node:
         """The same with zeros there."""
@@ -218,12 +217,6 @@ class _Writer:
 
 def _num_experts(linear: Any) -> int:
     return linear.weight.meta["val"].shape[0]
-
-
-def _grouped_mm(x: Tensor, weight: Tensor, expert_offsets: Tensor) -> Tensor:
-    return torch.ops.aten._grouped_mm(
-        x, weight.transpose(1, 2), offs=expert_offsets.narrow(0, 1, weight.shape[0])
-    )
 
 
 _WRITERS: dict[type, Callable[[_Writer, Any], Node]] = {

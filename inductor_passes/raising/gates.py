@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ def _evaluated(
     scales[-_FAR:] = torch.logspace(2, _magnitude(gate), _FAR, dtype=torch.float64)
     values = values * scales[:, None]
     half = sum(columns) // 2
-    for row, part in enumerate((slice(half), slice(half, None), slice(0, None, 2), slice(1, None, 2))):
-        values[row, part] = math.nan  # in the gate alone, or in what it multiplies
+    parts = (slice(half), slice(half, None), slice(0, None, 2), slice(1, None, 2))
+    for row, (spoilt, part) in enumerate(product((math.nan, math.inf, -math.inf), parts)):
+        values[row, part] = spoilt  # in the gate alone, or in what it multiplies
     rank = products[0].meta["val"].dim()
     constant = {mask: of_rank(torch.full((_ROWS, 1), value), rank) for mask, value in masks.items()}
     filled = {node: fill(node, torch.float64) for node in gate.nodes if node.target is aten.full.default}

@@ -10,20 +10,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
-from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size
+from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size, numbers
 from inductor_passes.raising.finders import may_repeat
 from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
 _MOST_SLOTS = 1 << 22
-MANY_TOKENS = 4096
-"""How many tokens are tried at the same experts where their number is open."""
+_MANY_TOKENS, _MOST_TOKENS = 4096, 1 << 17
+_COMPARISONS = frozenset(
+    (
+        aten.lt.Scalar,
+        aten.le.Scalar,
+        aten.gt.Scalar,
+        aten.ge.Scalar,
+        aten.clamp.default,
+        aten.clamp_max.default,
+    )
+)
 
 Order = tuple[Tensor, ...]
 """For each sample [S]: the slot that each row stands for."""
@@ -66,9 +75,8 @@ class Indices:
         repeats = self.top_k > 1 and may_repeat(ids)
         self._found, self._sizes = found, (num_experts, repeats, *map(str, shape))
         if self._sizes not in found:
-            found[self._sizes] = _samples(
-                (tokens, self.top_k), num_experts, repeats, is_open(self.num_tokens)
-            )
+            many = many_tokens(ids.graph, self.top_k) if is_open(self.num_tokens) else 0
+            found[self._sizes] = _samples((tokens, self.top_k), num_experts, repeats, many)
         self.samples = found[self._sizes]
         """[T, K] each."""
         self._known: list[dict[Node, Any]] = [{ids: self.in_shape(sample)} for sample in self.samples]
@@ -172,8 +180,18 @@ class Indices:
         )
 
 
-def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, is_open: bool) -> list[Tensor]:
-    """Random ids [T, K], and all tokens at the same experts: many where their number is open, a capacity would show.
+def many_tokens(graph: Graph, top_k: int) -> int:
+    """How many tokens are tried at the same experts where their number is open: more than any capacity in the graph.
+
+    More than `_MOST_TOKENS` at one expert are not tried.
+    """
+    compared = numbers(node for node in graph.nodes if node.target in _COMPARISONS)
+    limits = (int(each) for each in compared if each < min(_MOST_TOKENS, _MOST_SLOTS // top_k))
+    return max(_MANY_TOKENS, *(each + 1 for each in limits), 0)
+
+
+def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, many: int) -> list[Tensor]:
+    """Random ids [T, K], and all tokens at the same experts: `many` where their number is open, a capacity would show.
 
     A token has an id twice only if it `repeats` any.
     """
@@ -184,8 +202,8 @@ def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, is_open: b
     else:
         draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
         samples = [draw.topk(top_k).indices for draw in draws]
-    many = tokens * max(2, -(-MANY_TOKENS // tokens)) if is_open else tokens
-    return [*samples, samples[0][:1].repeat(many, 1)]
+    crowd = tokens * (max(2, -(-many // tokens)) if many else 1)
+    return [*samples, samples[0][:1].repeat(crowd, 1)]
 
 
 def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:

@@ -1,5 +1,6 @@
 """Trials of routers: what a router of a graph gives for logits made for it, and whether a config gives the same."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch.fx import Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.raising.evaluation import Cut, concrete, evaluate, is_size, numbers
-from inductor_passes.raising.indices import MANY_TOKENS
+from inductor_passes.raising.indices import many_tokens
 from inductor_passes.sizes import is_open, size_given
 from moe_ops.arguments import Router
 from moe_ops.routing import reference
@@ -19,6 +20,7 @@ CLOSE = 1e-9
 _MIN_ROWS = 256
 _SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
 """Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
+_SPOILT = (math.nan, -math.inf, math.nan)
 _FURTHEST = 1e5
 """Constants up to this one may be limits of logits."""
 
@@ -60,18 +62,22 @@ def tried(choice: Choice, num_experts: int) -> Trial:
 
 
 def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int) -> bool:
-    """Whether a router is a config for logits around each constant in it, and for many tokens at the same experts.
+    """Whether a router is a config for logits around each constant in it, for many tokens at the same experts, and for
+    logits that are not finite wherever it makes finite weights of them.
 
-    Neither a limit on logits nor one on the tokens of an expert shows where logits are random.
+    None of these limits shows where logits are random.
     """
-    tokens = choice.ids.meta["val"].shape[0]
+    tokens, top_k = choice.ids.meta["val"].shape
     rows = concrete(tokens) or 1
-    batches = max(2, -(-MANY_TOKENS // rows)) if is_open(tokens) else 1
+    many = many_tokens(choice.ids.graph, concrete(top_k) or 1)
+    batches = max(2, -(-many // rows)) if is_open(tokens) else 1
     crowd = _logits(1, num_experts, _SPREADS).repeat(batches * rows, 1)
     edges = [each for each in numbers(choice.cut.nodes) if 1.0 < each < _FURTHEST]
     spreads = [(4.0, each) for edge in edges for each in (edge, -edge)] or [(4.0, 0.0)]
     around = _logits(-(-len(spreads) // rows) * rows, num_experts, spreads)
-    return all(agrees(config, _run(choice, each), most=False) for each in ((crowd,), around.split(rows)))
+    spoilt = _spoilt(-(-len(_SPREADS) * len(_SPOILT) // rows) * rows, num_experts)
+    batches_tried = (crowd,), around.split(rows), spoilt.split(rows)
+    return all(agrees(config, _finite(_run(choice, each)), most=False) for each in batches_tried)
 
 
 def _logits(rows: int, num_experts: int, spreads: Sequence[tuple[float, float]]) -> Tensor:
@@ -80,6 +86,21 @@ def _logits(rows: int, num_experts: int, spreads: Sequence[tuple[float, float]])
     scales = torch.tensor([spreads[row % len(spreads)] for row in range(rows)], dtype=torch.float64)
     logits = torch.randn(rows, num_experts, generator=generator, dtype=torch.float64)
     return logits * scales[:, :1] + scales[:, 1:]
+
+
+def _spoilt(rows: int, num_experts: int) -> Tensor:
+    """Random logits [R, E], row by row with another of `_SPOILT` for one expert, in the last case for all."""
+    logits = _logits(rows, num_experts, _SPREADS)
+    for row in range(rows):
+        case = row % len(_SPOILT)
+        logits[row, slice(None) if case == 2 else row % num_experts] = _SPOILT[case]
+    return logits
+
+
+def _finite(trial: Trial) -> Trial:
+    """The rows of which the router made finite weights: of others nothing is known, and ours may be anything."""
+    rows = trial.weights.isfinite().all(1)
+    return trial._replace(logits=trial.logits[rows], weights=trial.weights[rows], ids=trial.ids[rows])
 
 
 def _run(choice: Choice, batches: Sequence[Tensor]) -> Trial:

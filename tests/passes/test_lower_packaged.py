@@ -6,7 +6,9 @@ import torch
 
 import moe_ops
 from inductor_passes import _compat
+from inductor_passes.costs import costs
 from inductor_passes.lowerings import PackageProducts
+from inductor_passes.repeats import is_call, may_move
 from tests.helpers import assert_matches_oracle
 from tests.passes.capture import computed, rewrite
 
@@ -54,6 +56,17 @@ def test_values(dtype, has_bias, is_transposed):
     assert not out[OFFSETS[-1] :].any()
 
 
+def test_the_product_is_a_call_that_costs_what_the_operator_did(monkeypatch):
+    """It is no operator: a function takes it in, and what it multiplies is counted."""
+    monkeypatch.undo()
+    monkeypatch.setattr(_compat, "is_packaging", lambda: True)
+    monkeypatch.setattr(_compat, "packages_grouped_mm", lambda: True)
+    graph = rewrite(moe_ops.grouped_gemm, *given(), OFFSETS.clone(), passes=PASS).graph
+    (product,) = (node for node in graph.nodes if node.target is _compat.grouped_mm())
+    assert is_call(product) and may_move(product)
+    assert costs(graph, {product.name: "layer"})["layer"].flops == 2 * ROWS * IN * OUT
+
+
 class TestGolden(expecttest.TestCase):
     def test_before_and_after(self):
         x, weight = given()
@@ -72,7 +85,7 @@ class TestGolden(expecttest.TestCase):
 %0 = input() : bfloat16[5, 24, 16]
 %1 = aten.permute.default(%0, [0, 2, 1]) : bfloat16[5, 16, 24]
 %2 = input() : int32[6]
-%3 = aten.slice.Tensor(%2, 0, 1, 9223372036854775807) : int32[5]
+%3 = aten.slice.Tensor(%2, 0, 1, 6) : int32[5]
 %4 = input() : bfloat16[T0, 16]
 %5 = aten._grouped_mm.default(%4, %1, %3) : bfloat16[T0, 24]
 %6 = aten.sym_size.int(%5, 0) : SymInt

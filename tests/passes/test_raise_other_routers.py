@@ -71,7 +71,18 @@ def bent_far_out(x):
     return softmax(torch.where(x > 100.0, 100.0 + (x - 100.0) / 10, x))
 
 
+def without_nan(x):
+    return softmax(torch.nan_to_num(x))
+
+
+def without_infinite_scores(x):
+    scores = x.sigmoid()
+    return top(torch.where(x.isinf(), 0.5, scores))
+
+
 OTHERS = (
+    without_nan,
+    without_infinite_scores,
     limited_above,
     limited_below,
     bent_far_out,

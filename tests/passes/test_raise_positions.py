@@ -143,7 +143,10 @@ LIMITED = {
     "far out": lambda gate, up: F.silu(gate).clamp(max=1e4) * up,
     "at the largest float16": lambda gate, up: (F.silu(gate) * up).clamp(-65504.0, 65504.0),
     "no NaN": lambda gate, up: torch.where(torch.isnan(gate), 0.0, F.silu(gate)) * up,
+    "no inf": lambda gate, up: torch.where(torch.isinf(gate), 0.0, F.silu(gate)) * up,
+    "no -inf": lambda gate, up: F.silu(gate) * up.masked_fill(up == -torch.inf, 0.0),
 }
+SPOILT = {"no NaN": torch.nan, "no inf": torch.inf, "no -inf": -torch.inf}
 
 
 @pytest.mark.parametrize("what", LIMITED)
@@ -153,7 +156,7 @@ def test_a_limit_that_common_numbers_do_not_reach_is_kept(what):
 
     inputs = layer(9)
     loud = inputs._replace(w13=inputs.w13 * 2e3)
-    loud.w13[3, 5] = float("nan") if what == "no NaN" else 0.0
+    loud.w13[3, 5] = SPOILT.get(what, 0.0)
     function = grouped_with(gate=gate)
     result, out = computed(function, *loud, passes=PIPELINE)
     assert result.log.raised and "'silu'" not in result.after

@@ -40,7 +40,9 @@ def _with_capacity(rows):
     return run
 
 
-@pytest.mark.parametrize("tokens, dynamic, rows", [(30, False, 20), (300, False, 110), (9, True, 64)])
+@pytest.mark.parametrize(
+    "tokens, dynamic, rows", [(30, False, 20), (300, False, 110), (9, True, 64), (9, True, 5000)]
+)
 def test_a_capacity_that_random_ids_do_not_reach_stays(tokens, dynamic, rows):
     assert (
         "aten.where.self reads what experts give"
