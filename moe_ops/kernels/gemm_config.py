@@ -34,6 +34,10 @@ INVARIANT_ROWS = 64
 """Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
 rows only where there are many, and the fewest that fill a Hopper tensor core."""
 _MIXED_FEATURES, _MIXED_ROWS = 2048, 20  # of the smaller side of an expert's weights, and more rows than
+_MIXED_FEATURES_SLOWLY_READ, _SLOW = (
+    512,
+    30e9,
+)  # and where a multiprocessor has fewer bytes a second; 25e9 of an H100
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
@@ -67,17 +71,21 @@ def _is_compute_bound(gemm: Gemm) -> bool:
 def mixes_heights(gemm: Gemm) -> bool:
     """Whether tiles have mixed heights, see `gemm_mixed`: in wide layers whose experts have 20 to 128 rows.
 
-    On an H200 Mixtral's, gpt-oss' and DeepSeek-V3's are then 1 to 6 % faster, 8 % where few experts have most rows.
+    On an H200 Mixtral's, gpt-oss' and DeepSeek-V3's are then 1 to 6 % faster, 8 % where few experts have most rows;
+    narrow ones 3 to 6 % slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
+    more with uniform routing and 1 to 13 % less with zipf routing.
     """
     weight = gemm.linear.weight.meta
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and _loads_rows_in_pieces(gemm.x.meta)
     by_box = gemm.weight_by_tma and not tma.is_transposed(weight) and _is_tuned(gemm.gpu)
     rows = gemm.num_slots / weight.shape[0]
-    return any_order and by_box and _is_wide(gemm) and _MIXED_ROWS < rows <= _TMA_TILE_ROWS
+    reads_slowly = gemm.gpu.memory_speed < _SLOW * gemm.gpu.multiprocessors
+    least = _MIXED_FEATURES_SLOWLY_READ if reads_slowly else _MIXED_FEATURES
+    return any_order and by_box and _narrowest(gemm) >= least and _MIXED_ROWS < rows <= _TMA_TILE_ROWS
 
 
-def _is_wide(gemm: Gemm) -> bool:
-    return min(gemm.features, gemm.linear.weight.meta.shape[2]) >= _MIXED_FEATURES
+def _narrowest(gemm: Gemm) -> int:
+    return min(gemm.features, gemm.linear.weight.meta.shape[2])
 
 
 def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
@@ -137,7 +145,8 @@ def _halves_tiles(gemm: Gemm) -> bool:
     (Mixtral, DeepSeek-V3) to 2 % more (gpt-oss).
     """
     rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
-    return _FEW_ROWS < rows <= _HALVED_ROWS and not _is_wide(gemm) and _can_halve_tiles(gemm)
+    narrow = _narrowest(gemm) < _MIXED_FEATURES and not mixes_heights(gemm)
+    return _FEW_ROWS < rows <= _HALVED_ROWS and narrow and _can_halve_tiles(gemm)
 
 
 def _tables(gemm: Gemm) -> Tables:

@@ -178,6 +178,19 @@ def test_which_products_have_tiles_of_mixed_heights() -> None:
     assert not any(map(gemm_config.mixes_heights, others))
 
 
+def test_where_weights_come_slowly_narrower_products_have_tiles_of_mixed_heights() -> None:
+    h100 = replace(H200, memory_speed=3.35e12)
+    products = [replace(_mixed(meta(4, 4096, depth), 480), gpu=h100) for depth in (504, 512)]
+    assert [gemm_config.mixes_heights(each) for each in products] == [False, True]
+    in_order = [replace(each, top_k=None, tail=False) for each in products]
+    halved = gemm_config.BY_TMA_IN_ORDER
+    assert [gemm_config.pick_config(each) == halved for each in in_order] == [True, False]
+    fewer = replace(
+        products[1], gpu=replace(h100, multiprocessors=78)
+    )  # an H20 has memory for few multiprocessors
+    assert not gemm_config.mixes_heights(fewer)
+
+
 @pytest.mark.parametrize("config", gemm_config.candidates(product(meta(1, 8, 8))))
 def test_every_block_size(config: gemm_config.LaunchConfig, device: str) -> None:
     rows, offsets = 200, [0, 129, 129, 190]

@@ -200,6 +200,7 @@ def test_a_table_is_for_gpus_of_its_name(monkeypatch):
 
     def properties(device):
         values = {"name": found[device.index], "major": 9, "minor": 0, "multi_processor_count": 132}
+        values |= {"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}  # of an H100
         return type("Properties", (), {**values, "shared_memory_per_block_optin": H200.shared_memory})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -211,6 +212,7 @@ def test_a_table_is_for_gpus_of_its_name(monkeypatch):
         None,
         table(name="NVIDIA L40S"),
     ]
+    assert gpu_of(torch.device("cuda", 0)).memory_speed == pytest.approx(3.35e12, rel=1e-3)
     monkeypatch.undo()
     moe_ops.use_tuning(None)
 
