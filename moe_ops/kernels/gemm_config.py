@@ -20,6 +20,7 @@ from moe_ops.kernels.gemm_tables import (
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import ALIGNMENT, TensorMeta
 
+_LONG_STEP = 128
 _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
 # Beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert.
 _DEEP = 4096
@@ -33,11 +34,9 @@ _GRADIENT_WIDE_ROWS = 128  # per expert, from which its blocks are wide; measure
 INVARIANT_ROWS = 64
 """Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
 rows only where there are many, and the fewest that fill a Hopper tensor core."""
-_MIXED_FEATURES, _MIXED_ROWS = 2048, 20  # of the smaller side of an expert's weights, and more rows than
-_MIXED_FEATURES_SLOWLY_READ, _SLOW = (
-    512,
-    30e9,
-)  # and where a multiprocessor has fewer bytes a second; 25e9 of an H100
+_SLOW = 30e9  # bytes a second for each multiprocessor: an H100 has 25e9, an H200 37e9
+_MIXED_FEATURES, _MIXED_FEATURES_IF_SLOW = 2048, 512  # of the smaller side of an expert's weights
+_MIXED_ROWS, _MIXED_ROWS_IN_SHORT_STEPS = 20, 8  # of an expert, and more than so many
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
@@ -73,15 +72,17 @@ def mixes_heights(gemm: Gemm) -> bool:
 
     On an H200 Mixtral's, gpt-oss' and DeepSeek-V3's are then 1 to 6 % faster, 8 % where few experts have most rows;
     narrow ones 3 to 6 % slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
-    more with uniform routing and 1 to 13 % less with zipf routing.
+    more with uniform routing and 1 to 13 % less with zipf routing; from 9 rows on 0 to 3 % and 4 to 14 % less where the
+    depth is no multiple of 128.
     """
     weight = gemm.linear.weight.meta
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and _loads_rows_in_pieces(gemm.x.meta)
     by_box = gemm.weight_by_tma and not tma.is_transposed(weight) and _is_tuned(gemm.gpu)
     rows = gemm.num_slots / weight.shape[0]
-    reads_slowly = gemm.gpu.memory_speed < _SLOW * gemm.gpu.multiprocessors
-    least = _MIXED_FEATURES_SLOWLY_READ if reads_slowly else _MIXED_FEATURES
-    return any_order and by_box and _narrowest(gemm) >= least and _MIXED_ROWS < rows <= _TMA_TILE_ROWS
+    slow = gemm.gpu.memory_speed < _SLOW * gemm.gpu.multiprocessors
+    wide = _narrowest(gemm) >= (_MIXED_FEATURES_IF_SLOW if slow else _MIXED_FEATURES)
+    few = _MIXED_ROWS_IN_SHORT_STEPS if slow and weight.shape[2] % _LONG_STEP else _MIXED_ROWS
+    return any_order and by_box and wide and few < rows <= _TMA_TILE_ROWS
 
 
 def _narrowest(gemm: Gemm) -> int:

@@ -185,10 +185,16 @@ def test_where_weights_come_slowly_narrower_products_have_tiles_of_mixed_heights
     in_order = [replace(each, top_k=None, tail=False) for each in products]
     halved = gemm_config.BY_TMA_IN_ORDER
     assert [gemm_config.pick_config(each) == halved for each in in_order] == [True, False]
-    fewer = replace(
-        products[1], gpu=replace(h100, multiprocessors=78)
-    )  # an H20 has memory for few multiprocessors
-    assert not gemm_config.mixes_heights(fewer)
+    # An H20 has as much memory for fewer multiprocessors.
+    assert not gemm_config.mixes_heights(replace(products[1], gpu=replace(h100, multiprocessors=78)))
+
+
+def test_and_with_fewer_rows_where_steps_are_short() -> None:
+    h100 = replace(H200, memory_speed=3.35e12)
+    short, long = (replace(_mixed(meta(4, 4096, depth), 40), gpu=h100) for depth in (2080, 2048))
+    assert gemm_config.mixes_heights(short) and not gemm_config.mixes_heights(long)
+    assert not gemm_config.mixes_heights(replace(short, num_slots=32))
+    assert not gemm_config.mixes_heights(replace(short, gpu=H200))
 
 
 @pytest.mark.parametrize("config", gemm_config.candidates(product(meta(1, 8, 8))))
