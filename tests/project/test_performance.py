@@ -26,8 +26,8 @@ def test_the_page_shows_the_recorded_comparison() -> None:
 
 
 def test_the_page_shows_which_cells_of_an_h100_are_far_from_its_floor() -> None:
-    rows = peers.read_rows([H200.parent / "h100-2026-11-24" / "moe.csv"])
-    standings = kernels_bench.compare(rows, Speed(3.09e12, 707e12))
+    rows = peers.read_rows([H200.parent / "h100-2026-11-25" / "moe.csv"])
+    standings = kernels_bench.compare(rows, Speed(3.10e12, 670e12))
     ratios = [each.peer / each.ours for each in standings if each.peer is not None]
     assert len(ratios) == 45 and f"takes {min(ratios):.2f} to {max(ratios):.2f} times ours" in PAGE
     far = [each for each in standings if each.ours > kernels_bench.FARTHEST * each.floor]
