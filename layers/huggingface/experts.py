@@ -21,7 +21,7 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import gates
-from layers.huggingface.settled import Settings, has_changed, settings_of
+from layers.huggingface.settled import Settings, has_changed, is_watched, settings_of
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
@@ -164,7 +164,7 @@ def settled_activation(experts: Any) -> str | None:
 
 def known_activation(experts: Any) -> str | None:
     """The spec of the experts' activation, or None when it has to be built or only the module can compute it."""
-    if getattr(experts, "has_post_expert_norm", False):
+    if getattr(experts, "has_post_expert_norm", False) or is_watched(getattr(experts, "act_fn", None)):
         return None
     if not getattr(experts, "has_gate", True):
         return _UNGATED.get(type(experts.act_fn))

@@ -88,6 +88,25 @@ def test_an_activation(change, compiled):
     torch.testing.assert_close(run(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["after", "before"])
+@pytest.mark.parametrize(
+    "set_ours", [huggingface.patch, lambda model: model.set_experts_implementation("moe_ops")]
+)
+@torch.no_grad()
+def test_hooks_on_an_activation(set_ours, before):
+    """Whenever they come, and without `patch`."""
+    stock, ours = pair("mixtral")
+    for step in (hook_all, set_ours) if before else (set_ours, hook_all):
+        step(ours)
+    hook_all(stock)
+    torch.testing.assert_close(ours(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
+
+
+def hook_all(model):
+    for each in experts(model):
+        hook(each.act_fn)
+
+
 def test_an_activation_of_stacked_experts():
     stock = loops.block(loops.Loop)
     ours = copy.deepcopy(stock)
