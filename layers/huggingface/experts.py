@@ -25,6 +25,7 @@ from layers.huggingface.settled import Settings, has_changed, is_watched, settin
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
+from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts
 
 NAME = "moe_ops"
@@ -141,6 +142,10 @@ def _run(
     experts: Any, options: ExpertsOptions | None, args: FusedExperts, adapter_ids: Tensor | None = None
 ) -> Tensor:
     if adapter_ids is not None:
+        if not args.activation:
+            value_error(
+                "act_fn has changed since patch, or has hooks: expected none where experts have adapters"
+            )
         rows, plan = run_with_lora(args, experts.moe_ops_lora, adapter_ids)
         return combine(rows, args.topk_weights, plan.inverse)
     if args.activation:

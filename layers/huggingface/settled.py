@@ -15,7 +15,6 @@ from moe_ops.errors import describe, value_error
 
 _NO_OPTIONS = ("training", "layer_idx", "num_experts")
 """Plain attributes that say how or where a module runs, or what its weights say."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,9 @@ def has_changed(module: nn.Module, settings: Settings) -> bool:
         if attributes.get(name) != value:
             return True
     for path, kind in settings.inside:
-        found = get(module, path)
-        if _kind(found) is not kind or is_watched(found):
+        found = module._modules.get(path)  # `nn.Module` itself takes a microsecond to find one
+        found = get(module, path) if found is None else found
+        if (type(found) is not kind and found is not kind) or is_watched(found):
             return True
     return False
 
@@ -63,8 +63,9 @@ def is_watched(module: Any) -> bool:
     """Whether a call of the module would do more than its class says: it has hooks, or a forward of its own."""
     if not isinstance(module, nn.Module):
         return False
-    attributes = module.__dict__
-    return "forward" in attributes or any(attributes[name] for name in _HOOKS)
+    if "forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks:
+        return True
+    return bool(module._backward_pre_hooks or module._backward_hooks)
 
 
 def get(module: Any, path: str) -> Any:

@@ -107,6 +107,25 @@ def hook_all(model):
         hook(each.act_fn)
 
 
+def test_hooks_on_an_activation_beside_adapters():
+    _, ours = pair("mixtral")
+    huggingface.patch(ours)
+    huggingface.add_adapters(ours, 2, 2, torch.zeros(12, dtype=torch.int32))
+    hook_all(ours)
+    with pytest.raises(ValueError, match="act_fn has changed since patch, or has hooks: expected none"):
+        ours(tokens(2, 6))
+
+
+@torch.no_grad()
+def test_an_option_in_a_config_that_a_router_reads():
+    stock = stock_model("gemma4")
+    ours = copy.deepcopy(stock)
+    huggingface.patch(ours)
+    for router in (*routers(stock), *routers(ours)):
+        router.config.top_k_experts = 1
+    torch.testing.assert_close(outputs(ours, "gemma4")[0], outputs(stock, "gemma4")[0])
+
+
 def test_an_activation_of_stacked_experts():
     stock = loops.block(loops.Loop)
     ours = copy.deepcopy(stock)
