@@ -169,7 +169,9 @@ def settled_activation(experts: Any) -> str | None:
 
 def known_activation(experts: Any) -> str | None:
     """The spec of the experts' activation, or None when it has to be built or only the module can compute it."""
-    if getattr(experts, "has_post_expert_norm", False) or is_watched(getattr(experts, "act_fn", None)):
+    if is_watched(getattr(experts, "act_fn", None)):
+        return None
+    if getattr(experts, "has_post_expert_norm", False):
         return None
     if not getattr(experts, "has_gate", True):
         return _UNGATED.get(type(experts.act_fn))
