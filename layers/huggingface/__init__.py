@@ -55,7 +55,8 @@ def patch(
     accelerate's hooks (`device_map`, offloading) stay in force around them. Other models are not affected, not
     even those built from the same config object: the patched model gets its own copy of the config, so change
     options on `model.config` afterwards, not on the object it was built from. Patching again changes the options;
-    `unpatch` brings the stock model back.
+    `unpatch` brings the stock model back. What changes inside later counts too: a router with another `top_k`,
+    experts with another activation or hooks on it run their own code then, until they are patched again.
 
     Patched routers return routing weights in float32 (stock Qwen, OLMoE and gpt-oss round them to the model's
     dtype), and int32 expert ids to our experts. That is closer to exact arithmetic and saves the casts between

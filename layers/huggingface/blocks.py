@@ -14,6 +14,7 @@ from torch import Tensor
 from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import forwards, gates, trial
 from layers.huggingface.outside import TOKENS, are_close, run, twin_of
+from layers.huggingface.settled import Settings, has_changed, is_watched, settings_of
 from moe_ops import (
     RoutingConfig,
     build_dispatch,
@@ -31,6 +32,8 @@ from moe_ops.fused_experts import run as run_experts
 class BlockOptions:
     """What `patch` settles for a block, as its attribute `moe_ops_block`."""
 
+    kind: "type[BlockKind]"
+    settings: Settings
     routing: RoutingConfig
     activation: str
     emit: Emit
@@ -42,10 +45,16 @@ class BlockKind:
 
     reads: tuple[str, ...]
     """Attributes that tell it, beside the router's."""
+    inside: tuple[str, ...]
+    """Modules inside that `forward` does not call."""
     forward: Callable[..., Any]
-    """The forward of such blocks: its `self` is the block, not the kind."""
+    """What runs in place of such blocks' own code: its `self` is the block, not the kind."""
     router_forward: Callable[..., Any] | None = None
     """That of their router, where it has to be another."""
+
+    def own(self: Any, hidden_states: Tensor) -> Any:
+        """What runs when something inside has changed: it calls every module."""
+        return type(self).forward(self, hidden_states)
 
     @staticmethod
     def act(block: Any) -> Any:
@@ -67,6 +76,7 @@ class Llama4(BlockKind):
     """Weights are applied to what goes into an expert; its own code runs every expert on every token."""
 
     reads = ("experts.gate_up_proj", "experts.act_fn", "shared_expert", "top_k")
+    inside = ("experts", "experts.act_fn")
 
     @staticmethod
     def act(block: Any) -> Any:
@@ -82,19 +92,26 @@ class Llama4(BlockKind):
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         tokens = hidden_states.reshape(-1, self.hidden_dim)
-        _, router_logits = self.router(tokens)
-        weights, ids = topk_routing(router_logits, self.moe_ops_block.routing)
+        scores, router_logits = self.router(tokens)
+        routing = self.moe_ops_block.routing
+        if is_watched(self.router) or self.router.top_k != routing.top_k:
+            weights, ids = scores.topk(
+                self.router.top_k
+            )  # what a hook left of them; zero where nobody was chosen
+        else:
+            weights, ids = topk_routing(router_logits, routing)
         rows = (tokens.unsqueeze(1) * weights.to(tokens.dtype).unsqueeze(2)).flatten(0, 1)  # [T * K, H]
         w13, w2 = self.experts.gate_up_proj.transpose(1, 2), self.experts.down_proj.transpose(1, 2)
         routed = _run_block(self, rows, w13, w2, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1))
         shared = self.shared_expert(tokens)
-        return shared + routed.view(*ids.shape, -1).sum(1), router_logits
+        return shared + routed.view(*ids.shape, self.hidden_dim).sum(1), router_logits
 
 
 class JetMoe(BlockKind):
     """One bias for the output of all; its own code brings the experts' loads to the host."""
 
     reads = ("input_linear.weight", "output_linear.weight", "activation", "bias", "router.layer")
+    inside = ("input_linear", "output_linear", "activation")
 
     @staticmethod
     def act(block: Any) -> Any:
@@ -110,7 +127,11 @@ class JetMoe(BlockKind):
 
     def router_forward(self: Any, hidden_states: Tensor) -> Any:  # type: ignore[override]
         logits = self.layer(hidden_states).float()
-        weights, ids = topk_routing(logits, self.moe_ops_routing)
+        if self.top_k == self.moe_ops_routing.top_k:
+            weights, ids = topk_routing(logits, self.moe_ops_routing)
+        else:  # set since
+            chosen, ids = logits.topk(self.top_k)
+            weights = chosen.softmax(-1)
         return ids, None, weights, None, logits
 
     router_forward.__name__ = "forward"  # by which a copy in another process finds the router's own
@@ -121,11 +142,22 @@ class JetMoe(BlockKind):
         output = _run_block(self, tokens, self.input_linear.weight, self.output_linear.weight, weights, ids)
         return output.view(layer_input.shape) + self.bias
 
+    def own(self: Any, layer_input: Tensor) -> Tensor:  # type: ignore[override]
+        """Its own forward would need its router's own."""
+        tokens = layer_input.reshape(-1, layer_input.shape[-1])
+        ids, _, weights, _, _ = self.router(tokens)
+        plan = build_dispatch(ids, self.input_linear.weight.shape[0])
+        counts = plan.expert_offsets.diff().tolist()
+        gate, up = self.input_linear(permute(tokens, plan.sorted_slots), counts).chunk(2, -1)
+        rows = self.output_linear(self.activation(gate) * up, counts)
+        return combine(rows, weights, plan.inverse).view(layer_input.shape) + self.bias
+
 
 class Dbrx(BlockKind):
     """Gate and up projections are two tensors, experts stacked along their rows: two products for one."""
 
     reads = ("experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2", "experts.num_experts", "top_k")
+    inside = ("experts", "experts.mlp", "experts.mlp.activation_fn")
 
     @staticmethod
     def act(block: Any) -> Any:
@@ -205,11 +237,20 @@ def _tried_block(block: Any, kind: type[BlockKind]) -> FoundBlock | None:
 
 def install(block: Any, found: FoundBlock, emit: Emit, save_for_backward: SaveForBackward) -> None:
     """Replaces the forward of this one block, and of its router."""
-    block.moe_ops_block = BlockOptions(found.routing, found.activation, emit, save_for_backward)
-    forwards.replace(block, found.kind.forward)
+    settings = settings_of(block, *found.kind.inside)
+    options = found.kind, settings, found.routing, found.activation
+    block.moe_ops_block = BlockOptions(*options, emit, save_for_backward)
+    forwards.replace(block, forward)
     if found.kind.router_forward is not None:
         block.router.moe_ops_routing = found.routing
         forwards.replace(block.router, found.kind.router_forward)
+
+
+def forward(self: Any, hidden_states: Tensor) -> Any:
+    """The forward of patched blocks."""
+    how: BlockOptions = self.moe_ops_block
+    run = how.kind.own if has_changed(self, how.settings) else how.kind.forward
+    return run(self, hidden_states)
 
 
 def uninstall(block: Any) -> None:

@@ -21,9 +21,11 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import gates
+from layers.huggingface.settled import Settings, has_changed, is_watched, settings_of
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
+from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts
 
 NAME = "moe_ops"
@@ -48,11 +50,13 @@ class ExpertsOptions:
     Attributes:
         activation: spec of what the experts compute between their products; None if only the module itself can.
         emit, save_for_backward: see `layers.MoEConfig`.
+        settings: of the module; once they have changed, only the module itself can compute the activation.
     """
 
     activation: str | None
     emit: Emit
     save_for_backward: SaveForBackward
+    settings: Settings
 
 
 def is_dispatched(module: nn.Module) -> bool:
@@ -97,7 +101,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [T, H] in the dtype of `hidden_states`.
     """
     options, parallel = getattr(self, "moe_ops_options", None), _rare(self, "moe_ops_parallel")
-    activation = known_activation(self) if options is None else options.activation
+    activation = known_activation(self) if options is None else _settled_before(self, options)
     placement = Placement(_rare(self, "moe_ops_expert_map"))
     balancing = _rare(self, "moe_ops_balancing")
     ids = top_k_index if balancing is None else balancing(top_k_index)
@@ -114,6 +118,18 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return parallel.run(args, args.experts.w2.weight.shape[0], run_received, extra_tensors=adapter_ids)
 
 
+def settle(
+    experts: Any, emit: Emit, save_for_backward: SaveForBackward, activation: str | None
+) -> ExpertsOptions:
+    """The options of an experts module as it is now."""
+    inside = ("act_fn",) if hasattr(experts, "act_fn") else ()
+    return ExpertsOptions(activation, emit, save_for_backward, settings_of(experts, *inside))
+
+
+def _settled_before(experts: Any, options: ExpertsOptions) -> str | None:
+    return None if has_changed(experts, options.settings) else options.activation
+
+
 def _rare(module: nn.Module, name: str) -> Any:
     """An attribute, or None. To be told by `nn.Module` that there is none takes a microsecond, in a guard too."""
     for kept in (module.__dict__, module._modules, module._buffers):
@@ -126,6 +142,10 @@ def _run(
     experts: Any, options: ExpertsOptions | None, args: FusedExperts, adapter_ids: Tensor | None = None
 ) -> Tensor:
     if adapter_ids is not None:
+        if not args.activation:
+            value_error(
+                "act_fn has changed since patch, or has hooks: expected none where experts have adapters"
+            )
         rows, plan = run_with_lora(args, experts.moe_ops_lora, adapter_ids)
         return combine(rows, args.topk_weights, plan.inverse)
     if args.activation:
@@ -149,6 +169,8 @@ def settled_activation(experts: Any) -> str | None:
 
 def known_activation(experts: Any) -> str | None:
     """The spec of the experts' activation, or None when it has to be built or only the module can compute it."""
+    if is_watched(getattr(experts, "act_fn", None)):
+        return None
     if getattr(experts, "has_post_expert_norm", False):
         return None
     if not getattr(experts, "has_gate", True):
@@ -201,8 +223,7 @@ def _run_stages(experts: Any, args: FusedExperts) -> Tensor:
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     rows = permute(args.hidden_states, plan.sorted_slots)  # [S, H]
     gate_up = grouped_gemm(rows, w13.weight, plan.expert_offsets, w13.bias)  # [S, 2I]
-    has_gate = getattr(experts, "has_gate", True)
-    activated = experts._apply_gate(gate_up) if has_gate else experts.act_fn(gate_up)  # [S, I]
+    activated = gates.gate_of(experts)(gate_up)  # [S, I]
     expert_out = grouped_gemm(activated, w2.weight, plan.expert_offsets, w2.bias)  # [S, H]
     if getattr(experts, "has_post_expert_norm", False):
         expert_out = experts.post_expert_norm(expert_out)

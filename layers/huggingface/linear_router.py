@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from layers.huggingface import router_trial, trial
 from layers.huggingface.router_trial import Tried
 from layers.huggingface.routers import OURS, Known, for_experts
+from layers.huggingface.settled import get
 from layers.router import linear_in
 from moe_ops import topk_routing
 
@@ -82,15 +83,6 @@ def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
         logits = F.linear(tokens.to(weight.dtype), weight, bias)
     logits = logits if how.logits_dtype is None else logits.to(how.logits_dtype)
     return logits if how.multiplier == 1.0 else logits * how.multiplier
-
-
-def get(module: Any, path: str) -> Any:
-    """What a dotted name stands for."""
-    if "." not in path:
-        return getattr(module, path)
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
 
 
 def _correction(router: Any, how: Linear, given: tuple[Tensor | None, ...]) -> Tensor | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layers.huggingface import gates, trial
-from layers.huggingface.experts import ExpertsOptions, experts_forward
+from layers.huggingface.experts import experts_forward, settle
 
 TOKENS = 33
 
@@ -46,7 +46,7 @@ def collection_activation(module: Any) -> str | None:
         return None
     with trial.trial_mode():
         twin, generator = twin_of(module, num_experts, module.down_proj.shape[0])
-        twin.moe_ops_options = ExpertsOptions(activation.spec, "auto", "auto")
+        twin.moe_ops_options = settle(twin, "auto", "auto", activation.spec)
         hidden_size = twin.down_proj.shape[1]
         ids = torch.rand(TOKENS, num_experts, generator=generator).argsort(-1)[:, :2]
         weights = torch.rand(TOKENS, 2, generator=generator, dtype=torch.float64)

@@ -43,7 +43,7 @@ def patch(
     stacking.resume(model)
     found = find(model)
     options = {
-        name: experts.ExpertsOptions(experts.settled_activation(module), emit, save_for_backward)
+        name: experts.settle(module, emit, save_for_backward, experts.settled_activation(module))
         for name, module in found.experts.items()
     }
     _use_our_experts(model, found)

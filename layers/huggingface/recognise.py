@@ -47,7 +47,9 @@ def _known_router(router: nn.Module) -> Known | None:
 def form(module: nn.Module) -> Hashable:
     """Equal for modules that compute the same, whatever their weights: classes, options and shapes."""
     options = {
-        name: _option(value) for name, value in trial.own_attributes(module) if name not in trial.OF_INSTANCE
+        name: _option(value)
+        for name, value in trial.own_attributes(module)
+        if name not in trial.OF_INSTANCE and not name.startswith("moe_ops")
     }
     tensors = [
         (name, tuple(each.shape)) for name, each in (*module.named_parameters(), *module.named_buffers())

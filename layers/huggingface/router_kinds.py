@@ -77,6 +77,8 @@ class _Scaled(RouterKind):
         yield RoutingConfig(router.config.top_k_experts)
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
+        if self.config.top_k_experts != self.moe_ops_routing.top_k:  # set since
+            return type(self).forward(self, hidden_states)
         scores = self.proj(self.norm(hidden_states) * self.scale * self.scalar_root_size)
         weights, ids = topk_routing(scores, self.moe_ops_routing)
         weights = weights * self.per_expert_scale[ids]

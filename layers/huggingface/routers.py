@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layers.huggingface import forwards
 from layers.huggingface.experts import NAME, implementation, is_dispatched
+from layers.huggingface.settled import has_changed, settings_of
 from moe_ops import RoutingConfig
 
 
@@ -22,7 +23,7 @@ class Known(NamedTuple):
     """How one router is rebuilt on our operators.
 
     Attributes:
-        forward: what the module gets in place of its class's forward.
+        forward: what runs in place of its class's forward.
         routing: the options of `topk_routing` in it.
         details: a frozen value with what else `forward` needs to know.
     """
@@ -46,7 +47,14 @@ def install(router: Any, known: Known, experts: Any) -> None:
     router.moe_ops_routing = known.routing
     router.moe_ops_details = known.details
     router.moe_ops_config = experts.config if is_dispatched(experts) else OURS
-    forwards.replace(router, known.forward)
+    router.moe_ops_forward, router.moe_ops_settings = known.forward, settings_of(router)
+    forwards.replace(router, forward)
+
+
+def forward(self: Any, *args: Any, **named: Any) -> Any:
+    """The forward of patched routers."""
+    run = type(self).forward if has_changed(self, self.moe_ops_settings) else self.moe_ops_forward
+    return run(self, *args, **named)
 
 
 def uninstall(router: nn.Module) -> None:
@@ -55,6 +63,7 @@ def uninstall(router: nn.Module) -> None:
         return
     forwards.restore(router)
     del router.moe_ops_routing, router.moe_ops_details, router.moe_ops_config
+    del router.moe_ops_forward, router.moe_ops_settings
 
 
 def is_installed(router: nn.Module) -> bool:

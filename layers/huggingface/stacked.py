@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from layers.huggingface.experts import ExpertsOptions, experts_forward, settled_activation
+from layers.huggingface.experts import experts_forward, settle, settled_activation
 
 
 class Part(NamedTuple):
@@ -68,7 +68,7 @@ class StackedExperts(nn.Module):
         self.act_fn = act_fn
         self.moe_ops_parts = tuple(parts)
         self.moe_ops_before = (before,)  # in a tuple, so that it is no module of this one
-        self.moe_ops_options = ExpertsOptions(settled_activation(self), "auto", "auto")
+        self.moe_ops_options = settle(self, "auto", "auto", settled_activation(self))
         self.register_state_dict_post_hook(_rename)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from layers.huggingface.expert_modules import Mlp, activation_of, known_mlp
 from layers.huggingface.outside import TOKENS, are_close, run, twin_of
 from layers.huggingface.recognise import form
 from layers.huggingface.router_trial import Output, Tried
+from layers.huggingface.settled import expect_options, settings_of
 from layers.huggingface.stacked import MaskedExperts, Part, StackedExperts
 from moe_ops import RoutingConfig, topk_routing
 
@@ -46,6 +47,7 @@ class StackedBlock:
 def forward(self: Any, hidden_states: Tensor) -> Any:
     """The forward that blocks around stacked experts get."""
     how: StackedBlock = self.moe_ops_stacked
+    expect_options(self, self.moe_ops_settings)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     router_logits = self.get_submodule(how.gate)(tokens)
     weights, ids = topk_routing(router_logits, how.routing)
@@ -106,6 +108,7 @@ def unstack(block: Any) -> None:
     if isinstance(experts, StackedExperts):
         block.experts = experts.unstacked()
         if vars(block).pop("moe_ops_stacked", None) is not None:
+            del block.moe_ops_settings
             forwards.restore(block)
 
 
@@ -191,7 +194,9 @@ def _known_loop(block: Any, mlp: Mlp) -> StackedBlock | None:
                 continue
             trained = run(type(twin).forward, twin.train(), tokens)
             twin.experts = _stacked(twin.experts, mlp, StackedExperts)
-            twin.moe_ops_stacked = how
+            if mlp.gate and twin.experts.moe_ops_options.activation is None:
+                return None
+            twin.moe_ops_stacked, twin.moe_ops_settings = how, settings_of(twin)
             if are_close(own, run(forward, twin, tokens)) and are_close(own, trained):
                 return how
     return None
@@ -270,7 +275,7 @@ def _stack(block: Any, how: StackedBlock | None, mlp: Mlp | None) -> None:
         kind = MaskedExperts if how is None else StackedExperts
         block.experts = _stacked(block.experts, mlp, kind)
     if how is not None:
-        block.moe_ops_stacked = how
+        block.moe_ops_stacked, block.moe_ops_settings = how, settings_of(block)
         forwards.replace(block, forward)
 
 
