@@ -67,9 +67,7 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     """Whether `user` adds the weighed rows of each token."""
     if user.target is aten.sum.dim_IntList and order is indices.slot_order:
         shape, dims = rows.meta["val"].shape, list(args(user)[1])
-        keeps_dim = len(args(user)) > 2 and args(user)[2]
-        is_of_slots = len(shape) > 2 and dims in ([len(shape) - 2], [-2]) and _is(shape[-2], indices.top_k)
-        return is_of_slots and not keeps_dim
+        return len(shape) > 2 and dims in ([len(shape) - 2], [-2]) and _is(shape[-2], indices.top_k)
     if user.target is aten.index_add.default:
         into, dim, index, added = args(user)[:4]
         is_plain = dim == 0 and added is rows and not user.kwargs

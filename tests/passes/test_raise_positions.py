@@ -142,6 +142,16 @@ def test_a_sum_added_to_what_is_there_is_raised(add):
     assert_matches_oracle(out, exact)
 
 
+def test_a_sum_that_keeps_its_dimension_is_raised():
+    def finish(out, inverse, x, order):
+        return out[inverse].view(-1, TOP_K, HIDDEN).sum(1, keepdim=True).squeeze(1).to(x.dtype)
+
+    inputs = layer(9)
+    result, out = computed(grouped_with(finish=finish), *inputs, passes=PIPELINE)
+    assert len(result.log.raised) == 2
+    assert_matches_oracle(out, stock.oracle(inputs, stock.grouped))
+
+
 def test_a_sum_added_to_what_reads_a_product_stays():
     """It would be computed twice."""
 

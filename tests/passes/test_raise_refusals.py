@@ -56,6 +56,10 @@ OTHERS = {
         {"weigh": lambda out, weights, order: out * weights.reshape(-1)[order.flip(0)].unsqueeze(-1)},
         "is no weight for each slot",
     ),
+    "a sum over columns": (
+        {"finish": lambda out, inverse, x, order: out[inverse].view(-1, TOP_K, HIDDEN).sum(2).to(x.dtype)},
+        "reads what experts give, not a weighted sum",
+    ),
     "weighed twice": (
         {
             "weigh": lambda out, weights, order: (
