@@ -201,8 +201,7 @@ def _run_stages(experts: Any, args: FusedExperts) -> Tensor:
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     rows = permute(args.hidden_states, plan.sorted_slots)  # [S, H]
     gate_up = grouped_gemm(rows, w13.weight, plan.expert_offsets, w13.bias)  # [S, 2I]
-    has_gate = getattr(experts, "has_gate", True)
-    activated = experts._apply_gate(gate_up) if has_gate else experts.act_fn(gate_up)  # [S, I]
+    activated = gates.gate_of(experts)(gate_up)  # [S, I]
     expert_out = grouped_gemm(activated, w2.weight, plan.expert_offsets, w2.bias)  # [S, H]
     if getattr(experts, "has_post_expert_norm", False):
         expert_out = experts.post_expert_norm(expert_out)

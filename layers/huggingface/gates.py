@@ -21,7 +21,9 @@ def recognised(experts: Any) -> Activation | None:
         twin = trial.skeleton(experts, lambda name, like: torch.empty(0, dtype=torch.float64)).eval()
         has_gate = getattr(experts, "has_gate", True)
         try:
-            return _search(_gate(twin), list(_candidates(experts) if has_gate else map(Activation, _UNGATED)))
+            return _search(
+                gate_of(twin), list(_candidates(experts) if has_gate else map(Activation, _UNGATED))
+            )
         except (ValueError, AttributeError):  # it fails, or has no activation at all
             return None
 
@@ -42,7 +44,8 @@ def _search(gate: Callable[[Tensor], Tensor], candidates: list[Activation]) -> A
     return next((each for each in candidates if _is(each, values, wanted)), None)
 
 
-def _gate(experts: Any) -> Callable[[Tensor], Tensor]:
+def gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
+    """What the experts' own code computes of [S, 2I], or [S, I] without a gate."""
     if not getattr(experts, "has_gate", True):
         return experts.act_fn
     return experts._apply_gate if hasattr(experts, "_apply_gate") else _multiplied(experts.act_fn)
