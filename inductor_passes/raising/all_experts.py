@@ -106,9 +106,9 @@ def everyone(graph: Graph) -> Iterator[Everyone]:
 
 def _spread(product: Node) -> Spread | None:
     """A product of rows with all experts: `rows [E, T, A] @ [E, A, B]`, or `rows [T, A] @ [A, E * B]`."""
-    if product.target not in (aten.bmm.default, aten.mm.default):
+    if product.target not in (aten.bmm.default, aten.baddbmm.default, aten.mm.default) or product.kwargs:
         return None
-    rows, factor = args(product)
+    *_, rows, factor = args(product)
     source = unseen(factor)
     if (
         rank(source) != 3
@@ -151,6 +151,9 @@ def _followed(spread: Spread, strides: Strides) -> Spread | None:
         found = found if place is None else spread._replace(node=node, place=place)
         user = only_user(node)
         node = user if user is not None and is_shown(user) else None
+    if found is not None and spread.product.target is aten.baddbmm.default:
+        bias = _bias(args(spread.product)[0], spread, sizes[1:])
+        return None if bias is None else found._replace(bias=bias)
     user = None if found is None else only_user(found.node)
     if found is None or user is None or user.target is not aten.add.Tensor:
         return found
@@ -239,13 +242,13 @@ def _experts(layer: Everyone) -> Experts:
     def part(weights: Tensor) -> Tensor:
         return weights if layer.is_by_token else weights.T
 
-    indices, topk_weights = choice([(layer.column, part)], second.num_experts)
+    indices, topk_weights, score = choice([(layer.column, part)], second.num_experts)
     _expect_gate(layer)
     tokens = [_tokens(each, indices) for each in layer.firsts]
     if any(each is not tokens[0] for each in tokens):
         raise Refusal(second.product, "the products before the gate have different inputs")
     outcomes = [_outcome(each, indices) for each in (*layer.firsts, second)]
-    weighted_sum = WeightedSum(topk_weights, layer.root)
+    weighted_sum = WeightedSum(topk_weights, layer.root, score)
     return Experts(
         indices,
         Tokens(tokens[0], None),

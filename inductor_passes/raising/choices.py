@@ -11,6 +11,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
 from inductor_passes.raising.indices import Indices, is_chosen, is_integral
+from inductor_passes.raising.layer import Score, as_they_are
 from inductor_passes.raising.strays import stray_runs
 from inductor_passes.raising.views_of_rows import args, is_cast, rank
 from inductor_passes.raising.weights import are_weights
@@ -21,8 +22,15 @@ Part = Callable[[Tensor], Tensor]
 """What a tensor holds of the weights [T, E] of all experts."""
 
 
-def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indices, Node]:
-    """The ids [T, K], and the weights [T, K] of which each column has what is its part of all, and zeros.
+def _softmax(numbers: Tensor) -> Tensor:
+    """Logits in a row of minus infinity, whose softmax is zero where nobody was chosen."""
+    return numbers.softmax(-1)
+
+
+def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indices, Node, Score]:
+    """The ids [T, K], and the weights of which each column has what is its part of all, and zeros.
+
+    Weights are a score of numbers [T, K].
 
     Raises:
         Refusal: no ids choose what a column has, it has something else, or columns have other weights.
@@ -38,13 +46,14 @@ def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indi
     for column, part in columns:
         between = cut([column], lambda node: node is ids or (node not in behind and _reads_a_tensor(node)))
         weights = [leaf for leaf in between.leaves if leaf is not ids and not is_size(leaf)]
-        if len(weights) != 1 or not _has_part(between, (column, part), weights[0], indices, tried):
+        score = _score(between, (column, part), weights[0], indices, tried) if len(weights) == 1 else None
+        if score is None:
             raise Refusal(column, f"{describe(column)} is not what the tokens of its experts weigh them by")
-        found.add(_uncast(weights[0]))
-    topk_weights = found.pop()
+        found.add((_uncast(weights[0]), score))
+    topk_weights, score = found.pop()
     if found or not are_weights(topk_weights, indices):
         raise Refusal(columns[-1][0], "experts are not weighed by one tensor [T, K]")
-    return indices, topk_weights
+    return indices, topk_weights, score
 
 
 def ids_of_weights(column: Node) -> Node | tuple[Node, ...]:
@@ -59,7 +68,8 @@ def ids_of_weights(column: Node) -> Node | tuple[Node, ...]:
 
 
 def _reads_a_tensor(node: Node) -> bool:
-    return any(rank(each) >= 0 for each in node.all_input_nodes)
+    """Whether `node` is a tensor that is made of others; one of those that a top-k gives is, too."""
+    return rank(node) >= 0 and not all(map(is_size, node.all_input_nodes))
 
 
 def _read_by(node: Node) -> set[Node]:
@@ -81,10 +91,23 @@ def _strays(indices: Indices) -> Iterator[Tensor]:
     return (run.ids.flatten(0, -2) for run in stray_runs(indices))
 
 
+def _score(
+    between: Cut, column: tuple[Node, Part], numbers: Node, indices: Indices, tried: Sequence[Tensor]
+) -> Score | None:
+    """What makes of `numbers` the weights of which a column has its part; None where it has anything else."""
+    scores = (as_they_are, _softmax)
+    return next((each for each in scores if _has_part(between, column, numbers, each, indices, tried)), None)
+
+
 def _has_part(
-    between: Cut, column: tuple[Node, Part], topk_weights: Node, indices: Indices, tried: Sequence[Tensor]
+    between: Cut,
+    column: tuple[Node, Part],
+    numbers: Node,
+    score: Score,
+    indices: Indices,
+    tried: Sequence[Tensor],
 ) -> bool:
-    """Whether a column has its part of the weights, and zeros: of weights large, small and negative, for ids [T, K].
+    """Whether a column has its part of the weights, and zeros: of numbers large, small and negative, for ids [T, K].
 
     An id that is out of range weighs nothing, or is none that PyTorch takes.
     """
@@ -96,14 +119,14 @@ def _has_part(
         sizes: dict[Node, Any] = {
             leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)
         }
-        given = {indices.ids: indices.in_shape(ids), topk_weights: indices.in_shape(weights)}
+        given = {indices.ids: indices.in_shape(ids), numbers: indices.in_shape(weights)}
         try:
             ours = evaluate(between.nodes, {**sizes, **given})[column[0]].flatten()
         except (RuntimeError, ValueError, TypeError, IndexError):
             if bool(in_range.all()):
                 return False
             continue
-        kept = weights.where(in_range, 0.0)
+        kept = score(weights).where(in_range, 0.0)
         all_weights = weights.new_zeros(len(ids), indices.num_experts).scatter_add(
             1, ids.where(in_range, 0), kept
         )

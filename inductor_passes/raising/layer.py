@@ -1,14 +1,23 @@
 """What a layer is, as a model wrote it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes.raising.evaluation import Cut
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.stacks import Stack
+
+Score = Callable[[Tensor], Tensor]
+"""What makes weights [T, K] of numbers [T, K]."""
+
+
+def as_they_are(numbers: Tensor) -> Tensor:
+    """Where the numbers are the weights."""
+    return numbers
 
 
 class Outcome(NamedTuple):
@@ -27,10 +36,13 @@ class Tokens(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """`root` is the sum over a token's experts, each times its weight in `topk_weights` [T, K]."""
+    """`root` is the sum over a token's experts, each times its weight in `score(topk_weights)` [T, K]."""
 
     topk_weights: Node
     root: Node
+    score: Score = as_they_are
+    into: Node | None = None
+    """What the sum is added to, if `root` has that in it."""
 
 
 class Experts(NamedTuple):

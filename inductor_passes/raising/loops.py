@@ -143,10 +143,11 @@ def _experts(loop: Loop) -> Experts:
     gate = _gate_of_all(loop)
     terms, columns = zip(*map(_weighed, loop.seconds), strict=True)
     parts = (lambda weights, expert=expert: weights[:, expert] for expert in range(len(columns)))
-    indices, topk_weights = choice([*zip(columns, parts, strict=True)], len(columns))
+    indices, topk_weights, score = choice([*zip(columns, parts, strict=True)], len(columns))
     *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
-    activated, weighted_sum = _unseen(loop.seconds[0].rows), WeightedSum(topk_weights, _sum_of(terms))
+    activated = _unseen(loop.seconds[0].rows)
+    weighted_sum = WeightedSum(topk_weights, _sum_of(terms), score)
     others = tuple(each.product for each in chain(*loop.firsts[1:]))
     return Experts(indices, tokens, tuple(firsts), gate, {}, activated, last, weighted_sum, others)
 

@@ -41,7 +41,7 @@ def weighted_sum(expert_out: Node, order: Order, indices: Indices, tokens: Token
         elif _brings_back(user, node, order, indices):
             order, node = indices.slot_order, user
         elif weights is not None and _sums(user, node, order, indices):
-            return WeightedSum(weights, _rounded(user, hidden_states))
+            return _added_up(weights, user, hidden_states)
         elif weights is None and order is indices.slot_order:
             return _product_with_weights(user, node, indices, hidden_states)
         else:
@@ -67,20 +67,18 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
     """Whether `user` adds the weighed rows of each token."""
     if user.target is aten.sum.dim_IntList and order is indices.slot_order:
         shape, dims = rows.meta["val"].shape, list(args(user)[1])
-        keeps_dim = len(args(user)) > 2 and args(user)[2]
-        is_of_slots = len(shape) > 2 and dims in ([len(shape) - 2], [-2]) and _is(shape[-2], indices.top_k)
-        return is_of_slots and not keeps_dim
+        return len(shape) > 2 and dims in ([len(shape) - 2], [-2]) and _is(shape[-2], indices.top_k)
     if user.target is aten.index_add.default:
         into, dim, index, added = args(user)[:4]
         is_plain = dim == 0 and added is rows and not user.kwargs
-        return is_plain and _is_nothing(into, rows, indices) and indices.are_tokens(index, order)
+        return is_plain and _is_by_token(into, rows, indices) and indices.are_tokens(index, order)
     if user.target is aten.scatter_add.default:
         into, dim, index, added = args(user)
         row = row_index(index)
         return (
             dim == 0
             and added is rows
-            and _is_nothing(into, rows, indices)
+            and _is_by_token(into, rows, indices)
             and row is not None
             and indices.are_tokens(row, order)
         )
@@ -89,7 +87,7 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
         return (
             added is rows
             and bool(accumulates)
-            and _is_nothing(into, rows, indices)
+            and _is_by_token(into, rows, indices)
             and len(where) == 1
             and indices.are_tokens(where[0], order)
         )
@@ -134,11 +132,19 @@ def _put(index_put: Node) -> tuple[Any, Any, Any, Any]:
     return given[0], given[1], given[2], len(given) > 3 and given[3]
 
 
-def _is_nothing(into: Any, rows: Node, indices: Indices) -> bool:
-    """Whether rows are added to zeros [T, H]: there may be more zeros than tokens, which a sum over experts has not."""
+def _added_up(weights: Node, user: Node, hidden_states: Node) -> WeightedSum:
+    """The sum, and what rows are added to: zeros, or what a model has made of its tokens otherwise."""
+    into = None if user.target is aten.sum.dim_IntList else args(user)[0]
+    if into is None or is_zero(into):
+        return WeightedSum(weights, _rounded(user, hidden_states))
+    return WeightedSum(weights, user, into=into)
+
+
+def _is_by_token(into: Any, rows: Node, indices: Indices) -> bool:
+    """Whether rows are added to [T, H]: there may be more rows than tokens, which a sum over experts has not."""
     shape, wanted = into.meta["val"].shape, (indices.num_tokens, rows.meta["val"].shape[-1])
     same = map(_compat.statically_known_true, map(operator.eq, shape, wanted))
-    return is_zero(into) and len(shape) == len(wanted) and all(same)
+    return len(shape) == len(wanted) and all(same)
 
 
 def is_zero(node: object) -> bool:

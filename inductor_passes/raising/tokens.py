@@ -24,11 +24,11 @@ from inductor_passes.raising.weights import weights_of_rows
 
 def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     """The tokens that are the rows of `first`. Raises Refusal where rows are anything else."""
-    rows, weights = without_views(first.rows, indices), None
     if first.kind == "shared":
         return Tokens(flat(first.rows, indices), None)
-    if _unrounded(rows).target is aten.mul.Tensor:
-        rows, weights = _weighed(_unrounded(rows), order, indices)
+    rows, weights = without_views(_unrounded(without_views(first.rows, indices)), indices), None
+    if rows.target is aten.mul.Tensor:
+        rows, weights = _weighed(rows, order, indices)
     source = indexed(rows)
     if source is not None and indices.are_tokens(source[1], order):
         _expect_all_tokens(source[0], indices)

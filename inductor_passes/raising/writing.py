@@ -13,7 +13,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import fill, of_rank, recognised
-from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.layer import Experts, Outcome, as_they_are
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.views_of_rows import aten, is_one, is_view, readers, same_shape
@@ -42,7 +42,8 @@ def _expect_private(layer: Experts) -> None:
     """Refuses where anything but the sum reads a product: it would have to be computed twice."""
     inside = {layer.sum.root}
     firsts = {outcome.product.node for outcome in layer.firsts} | {*layer.others}
-    for node in cut([layer.sum.root], lambda node: node is layer.tokens.hidden_states).nodes:
+    outside = (layer.tokens.hidden_states, layer.sum.into)
+    for node in cut([layer.sum.root], lambda node: node in outside).nodes:
         if node in firsts or inside & {*node.all_input_nodes} - {layer.sum.root}:
             inside.add(node)
     for node in inside - {layer.sum.root}:
@@ -60,10 +61,14 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     activated = _activated(graph, layer, rows, offsets)
     expert_out = _product(graph, activated, offsets, (layer.second,), like)
     weights = _flat(graph, layer.sum.topk_weights, like)
+    if layer.sum.score is not as_they_are:
+        weights = written(graph, layer.sum.score, (weights,), like)
     if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
-    combined = call(graph, record.Combine(expert_out, weights, inverse, None), like)
-    return _as(graph, combined, layer)
+    combined = _as(graph, call(graph, record.Combine(expert_out, weights, inverse, None), like), layer)
+    if layer.sum.into is None:
+        return combined
+    return written(graph, torch.add, (layer.sum.into, combined), layer.sum.root)
 
 
 def _flat(graph: Graph, node: Node, like: Node) -> Node:
@@ -74,15 +79,23 @@ def _flat(graph: Graph, node: Node, like: Node) -> Node:
 
 def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
     hidden_states, weights = layer.tokens
-    rows = call(graph, record.Permute(_flat(graph, hidden_states, like), sorted_slots), like)
-    if weights is None:
-        return rows
-    return written(graph, _weigh, (rows, weights, sorted_slots), like)
+    tokens, dtype = _flat(graph, hidden_states, like), layer.firsts[0].product.rows.meta["val"].dtype
+    if weights is not None:
+        rows = call(graph, record.Permute(tokens, sorted_slots), like)
+        return written(graph, _weigh(dtype), (rows, weights, sorted_slots), like)
+    if tokens.meta["val"].dtype != dtype:
+        tokens = written(graph, lambda tokens: tokens.to(dtype), (tokens,), like)
+    return call(graph, record.Permute(tokens, sorted_slots), like)
 
 
-def _weigh(rows: Tensor, topk_weights: Tensor, sorted_slots: Tensor) -> Tensor:
-    scale = torch.ops.aten.index.Tensor(topk_weights.reshape(-1), [sorted_slots])
-    return (rows * scale.unsqueeze(1)).to(rows.dtype)
+def _weigh(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What weighs rows, and rounds them as a model does for its product."""
+
+    def run(rows: Tensor, topk_weights: Tensor, sorted_slots: Tensor) -> Tensor:
+        scale = torch.ops.aten.index.Tensor(topk_weights.reshape(-1), [sorted_slots])
+        return (rows * scale.unsqueeze(1)).to(dtype)
+
+    return run
 
 
 def _product(graph: Graph, rows: Node, offsets: Node, outcomes: Sequence[Outcome], like: Node) -> Node:

@@ -66,7 +66,7 @@ def patch(
     computed |= {_router(name): block.routing.spec for name, block in found.blocks.items()}
     patched = *found.experts, *found.blocks
     routed = *found.routers, *gates, *map(_router, found.blocks)
-    left = dict(found.left) | {name: why for name, why in apart.items() if name not in found.blocks}
+    left = {name: apart.get(name, why) for name, why in found.left}
     return PatchReport(patched, routed, tuple(left.items()), tuple(computed.items()))
 
 

@@ -24,6 +24,16 @@ from moe_ops import RoutingConfig, topk_routing
 
 _GATES = ("gate", "router")
 
+_UNLIKE = "its experts are not alike"
+_NO_MLP = "an expert is no MLP of two or three weights without biases, or does something else in training"
+_NO_MASK = "its experts are not called with a mask and weights"
+_NO_LOGITS = "no gate or router gives logits [T, E] by which every token gets as many experts"
+_NO_SUM = (
+    "its output is not the sum over experts by a RoutingConfig of its logits, alone or beside a shared expert, "
+    "the same in training"
+)
+"""Why experts that are modules stay modules."""
+
 
 @dataclass(frozen=True, slots=True)
 class StackedBlock:
@@ -65,7 +75,8 @@ def stack(model: nn.Module) -> dict[str, str]:
     """Stacks the experts of every block that we can rebuild; the others stay as they are.
 
     Returns:
-        By name of the block, why experts that we compute stay apart: something would be lost that is no weight.
+        By name of the block, why experts stay apart: its code computes something else, or something would be lost that
+        is no weight.
     """
     known: dict[Any, Any] = {}
     apart: dict[str, str] = {}
@@ -76,11 +87,9 @@ def stack(model: nn.Module) -> dict[str, str]:
             key = form(block)
             if key not in known:
                 known[key] = _found(block)
-            if known[key] is None:
-                continue
-            if why := _why_apart(block.experts, uses):
+            if why := _why_not(known[key], block.experts, uses):
                 apart[name] = why
-            else:
+            elif known[key] is not None:
                 _stack(block, *known[key])
     return apart
 
@@ -127,6 +136,13 @@ def _uses(model: nn.Module) -> Counter[int]:
     return Counter(id(each) for kind in held for each in kind.values())
 
 
+def _why_not(found: Any, experts: Any, uses: Counter[int]) -> str | None:
+    """Why experts of which `found` says how they are rebuilt stay as they are."""
+    if found is None or isinstance(found, str):
+        return found
+    return _why_apart(experts, uses)
+
+
 def _why_apart(experts: Any, uses: Counter[int]) -> str | None:
     """What is known of experts beside the numbers in their weights, and would be lost."""
     modules = dict(experts.named_modules(prefix="experts"))
@@ -149,21 +165,26 @@ def _has_hooks(each: nn.Module | Tensor) -> bool:
     return bool(each._backward_hooks or each._post_accumulate_grad_hooks)
 
 
-def _found(block: Any) -> tuple[StackedBlock | None, Mlp | None] | None:
-    """How the block is rebuilt around stacked experts; no `StackedBlock` where only its experts are replaced."""
+def _found(block: Any) -> tuple[StackedBlock | None, Mlp | None] | str | None:
+    """How the block is rebuilt around stacked experts; no `StackedBlock` where only its experts are replaced.
+
+    Where it is not, why; None where it has no experts that are modules.
+    """
     dense = known_block(block)
     if dense is not None and dense.kind is Dbrx:
         return StackedBlock("router", dense.routing), None
     experts = block.experts
-    if not isinstance(experts, nn.ModuleList | nn.ModuleDict) or len(set(map(form, experts.children()))) != 1:
+    if not isinstance(experts, nn.ModuleList | nn.ModuleDict):
         return None
+    if len(set(map(form, experts.children()))) != 1:
+        return _UNLIKE
     mlp = known_mlp(next(experts.children()))
     if mlp is None:
-        return None
+        return _NO_MLP
     if isinstance(experts, nn.ModuleDict):
-        return (None, mlp) if _is_masked(experts, mlp) else None
+        return (None, mlp) if _is_masked(experts, mlp) else _NO_MASK
     how = _known_loop(block, mlp)
-    return None if how is None else (how, mlp)
+    return how if isinstance(how, str) else (how, mlp)
 
 
 def _is_masked(experts: Any, mlp: Mlp) -> bool:
@@ -181,11 +202,15 @@ def _is_masked(experts: Any, mlp: Mlp) -> bool:
         return are_close(own, ours)
 
 
-def _known_loop(block: Any, mlp: Mlp) -> StackedBlock | None:
+def _known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
+    """How the block computes, or why it is not rebuilt."""
     num_experts = len(block.experts)
     gate = next((name for name in _GATES if isinstance(getattr(block, name, None), nn.Module)), "")
     with trial.trial_mode():
-        for how in _ways(block, gate, mlp, num_experts):
+        tried = _probed(block, gate, mlp, num_experts) if gate else None
+        if tried is None:
+            return _NO_LOGITS
+        for how in _ways(block, gate, tried):
             twin, generator = twin_of(block, num_experts)
             hidden_size = next(twin.experts.children()).get_parameter(mlp.down).shape[0]
             tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
@@ -199,7 +224,7 @@ def _known_loop(block: Any, mlp: Mlp) -> StackedBlock | None:
             twin.moe_ops_stacked, twin.moe_ops_settings = how, settings_of(twin)
             if are_close(own, run(forward, twin, tokens)) and are_close(own, trained):
                 return how
-    return None
+    return _NO_SUM
 
 
 def _reads_no_more(how: StackedBlock, twin: Any, tokens: Tensor, own: list[Tensor]) -> bool:
@@ -209,10 +234,8 @@ def _reads_no_more(how: StackedBlock, twin: Any, tokens: Tensor, own: list[Tenso
     return trial.holds_whatever(others, lambda: are_close(own, run(type(twin).forward, twin, tokens)))
 
 
-def _ways(block: Any, gate: str, mlp: Mlp, num_experts: int) -> Iterator[StackedBlock]:
+def _ways(block: Any, gate: str, tried: Tried) -> Iterator[StackedBlock]:
     """Ways to route that give a token the experts that the block gives it, with what else it may have."""
-    if not gate or (tried := _probed(block, gate, mlp, num_experts)) is None:
-        return
     shared = [name for name, _ in block.named_children() if "shared" in name]
     shared_gates = ["", *(name for name in shared if "gate" in name)]
     for routing in router_trial.configs(tried, None):

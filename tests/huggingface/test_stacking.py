@@ -186,30 +186,65 @@ class OtherActivation(Expert):
         self.act_fn = nn.Tanh()
 
 
+class Chooser(nn.Linear):
+    """A gate that chooses itself, as those of DeepSeek's remote code do."""
+
+    def __init__(self):
+        super().__init__(HIDDEN, EXPERTS, bias=False)
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states).softmax(-1).topk(2)
+
+
+class Choosing(Loop):
+    def __init__(self):
+        super().__init__()
+        self.gate = Chooser()
+
+    def weigh(self, logits):
+        return logits
+
+
+NO_SUM, NO_MLP = "its output is not the sum over experts by a RoutingConfig", "an expert is no MLP"
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "reason"),
     [
-        (Squared, {}),
-        (Noisy, {}),
-        (Scaled, {}),
-        (Shifted, {}),
-        (Loop, {"expert": OtherExpert}),
-        (Loop, {"expert": OtherActivation}),
-        (Loop, {"expert": functools.partial(Expert, bias=True)}),
+        (Squared, {}, NO_SUM),
+        (Noisy, {}, NO_SUM),
+        (Scaled, {}, NO_SUM),
+        (Shifted, {}, NO_SUM),
+        (Choosing, {}, "no gate or router gives logits"),
+        (Loop, {"expert": OtherExpert}, NO_MLP),
+        (Loop, {"expert": functools.partial(Expert, bias=True)}, NO_MLP),
     ],
 )
-def test_what_computes_something_else_is_left_alone(kind, options):
+def test_what_computes_something_else_is_left_alone(kind, options, reason):
     own, module = block(kind, **options), block(kind, **options)
     report = huggingface.patch(module, stack_experts=True)
-    assert report.experts == report.routers == () and len(report.left) == 1
+    assert report.experts == report.routers == ()
+    assert [why.startswith(reason) for _, why in report.left] == [True], report.left
     assert isinstance(module.experts, nn.ModuleList)
     assert torch.equal(module(hidden())[0], own(hidden())[0])
+
+
+def test_an_activation_of_ones_own_is_kept():
+    own, module = block(Loop, expert=OtherActivation), block(Loop, expert=OtherActivation)
+    report = huggingface.patch(module, stack_experts=True)
+    assert report.experts == ("experts",) and not report.left and "of their own" in str(report)
+    expected, given = hidden().requires_grad_(), hidden().requires_grad_()
+    torch.testing.assert_close(module(given), own(expected), rtol=1e-4, atol=1e-5)
+    module(given)[0].sin().sum().backward()
+    own(expected)[0].sin().sum().backward()
+    assert relative_error(given.grad, expected.grad) < 1e-5
 
 
 def test_a_list_of_unlike_experts_is_left_alone():
     module = block(Loop)
     module.experts[5] = FunctionalExpert()
-    assert huggingface.patch(module, stack_experts=True).experts == ()
+    report = huggingface.patch(module, stack_experts=True)
+    assert report.experts == () and report.left == (("", "its experts are not alike"),)
 
 
 @torch.no_grad()

@@ -168,6 +168,14 @@ def with_temperature(logits):
     return (logits / 0.7).softmax(-1).topk(TOP_K)
 
 
+def softmax_of_the_best(x, weight, w13, w2):
+    """nanoGPT-like: logits in rows of minus infinity."""
+    logits = F.linear(x, weight)
+    best, ids = logits.topk(TOP_K, dim=-1)
+    weights = torch.full_like(logits, float("-inf")).scatter(-1, ids, best).softmax(-1)
+    return dense(x, weights, w13, w2)
+
+
 def capped(logits):
     return (torch.tanh(logits / 30) * 30).softmax(-1).topk(TOP_K)
 
@@ -183,6 +191,7 @@ STRANGERS = {
     "a loop that cuts gate and up out of `w13[e]`": Stranger(of_weights(looped), BOTH),
     "a loop with biases": Stranger(of_weights(with_biases), BOTH),
     "einsums over all experts, weights scattered": Stranger(of_weights(dense), BOTH),
+    "a softmax over logits scattered into minus infinity": Stranger(softmax_of_the_best, BOTH),
     "tokens [B, S, H] and ids [B, S, K]": Stranger(not_flattened, BOTH),
     "top-1 by `max`": Stranger(of_router(best_of_softmax), BOTH),
     "`log_softmax`, `topk`, `exp`": Stranger(of_router(in_log_space), BOTH),

@@ -9,7 +9,7 @@ from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, softmax_router, swiglu
-from tests.passes.strangers import dense
+from tests.passes.strangers import dense, with_biases
 
 PIPELINE = (*RAISES, *FUSIONS)
 
@@ -59,6 +59,16 @@ def batched(x, weights, w13, w2, b13, b2):
     return torch.einsum("bseh,bse->bsh", torch.einsum("bsei,ehi->bseh", hidden, w2), weights)[0]
 
 
+def added(x, weights, w13, w2, b13, b2):
+    """`baddbmm`."""
+    hidden = swiglu(torch.baddbmm(b13[:, None], x.expand(EXPERTS, -1, -1), w13.mT))
+    return torch.einsum("te,eth->th", weights, torch.baddbmm(b2[:, None], hidden, w2.mT))
+
+
+def looped(x, weights, w13, w2, *biases):
+    return with_biases(x, weights, w13, w2)
+
+
 def turned(x, weights, w13, w2, b13, b2):
     """Input features first."""
     w13, w2 = (each.mT.contiguous().clone() for each in (w13, w2))
@@ -85,7 +95,7 @@ SIZES = (
 
 @pytest.mark.parametrize(
     ("combine", "sizes"),
-    mixed((einsum, repeated, expanded, batched), SIZES),
+    mixed((einsum, repeated, expanded, batched, added), SIZES),
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_every_form_is_raised(combine, sizes):
@@ -213,6 +223,32 @@ def test_other_weights(what):
     result, out = computed(function, *inputs, passes=PIPELINE)
     assert bool(result.log.raised) == (what == "one more")
     torch.testing.assert_close(out, function(*inputs), rtol=0.03, atol=0.03)
+
+
+def best(logits):
+    """Out of the top-k as they are, no longer a sum of one."""
+    scores = logits.softmax(-1)
+    weights, ids = scores.topk(stock.TOP_K)
+    return torch.zeros_like(scores).scatter(-1, ids, weights)
+
+
+def softmax_of_the_best(logits):
+    """Logits in rows of minus infinity (nanoGPT-like layers)."""
+    best, ids = logits.topk(stock.TOP_K, dim=-1)
+    return torch.full_like(logits, float("-inf")).scatter(-1, ids, best).softmax(-1)
+
+
+@pytest.mark.parametrize("combine", [einsum, looped])
+@pytest.mark.parametrize("weigh", [best, softmax_of_the_best])
+def test_weights_that_routers_scatter(weigh, combine):
+    def run(x, router, *parameters):
+        return combine(x, weigh(F.linear(x, router).float()).to(x.dtype), *parameters)
+
+    inputs = layer(7, torch.float32)
+    result, out = computed(run, *inputs, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"] and not result.reasons
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, run(*(each.double() for each in inputs)))
 
 
 def test_every_style_of_weights_reads_as_stored():

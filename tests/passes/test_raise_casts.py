@@ -7,10 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.helpers import RELATIVE_NORM, relative_error
 from tests.passes import stock
 from tests.passes.capture import computed
 from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, swiglu
-from tests.passes.test_before_autograd import RAISED, check, float32
+from tests.passes.test_before_autograd import RAISED, Run, check, float32, grads
 
 DOUBLE = [each.double() for each in float32()]
 
@@ -196,3 +197,31 @@ def test_weights_that_are_stored_in_float8_are_read_as_they_are():
     result, out = computed(run, x, router, *weights, passes=(*RAISES, *FUSIONS))
     assert [each.kind for each in result.log.raised] == RAISED
     torch.testing.assert_close(out, run(x, router, *weights), rtol=1e-4, atol=1e-4)
+
+
+def rounded(x, router, w13, w2, is_before=False):
+    """torchtitan: products in bfloat16, whatever the dtype of the model."""
+    weights, ids = stock.softmax_router(F.linear(x, router))
+    order, offsets = stock.sorted_slots(ids)
+    scale, rows = weights.reshape(-1)[order].unsqueeze(-1), x[order // TOP_K]
+    rows = (rows * scale if is_before else rows).bfloat16()
+    hidden = swiglu(torch._grouped_mm(rows, w13.bfloat16().mT, offsets))
+    out = torch._grouped_mm(hidden, w2.bfloat16().mT, offsets).type_as(x)
+    return torch.zeros_like(x).index_add(0, order // TOP_K, out if is_before else out * scale)
+
+
+def rounded_before(x, router, w13, w2):
+    return rounded(x, router, w13, w2, is_before=True)
+
+
+@pytest.mark.parametrize("function", [rounded, rounded_before])
+def test_products_in_another_dtype_than_the_model(function):
+    inputs = float32()
+    result, out = computed(function, *inputs, passes=(*RAISES, *FUSIONS))
+    assert [each.kind for each in result.log.raised] == RAISED and out.dtype == torch.float32
+    torch.testing.assert_close(out, function(*inputs), rtol=0.02, atol=0.02)
+    run = Run()
+    expected = grads(function, inputs)
+    for ours, wanted in zip(grads(run.compile(function), inputs), expected, strict=True):
+        assert relative_error(ours, wanted.double()) <= RELATIVE_NORM[torch.bfloat16]
+    assert run.raised == RAISED

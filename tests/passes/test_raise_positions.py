@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.helpers import assert_matches_oracle
 from tests.passes import stock
 from tests.passes.capture import computed
 from tests.passes.stock import HIDDEN, INTERMEDIATE, TOP_K, gathered_with, grouped_with, layer
@@ -125,6 +126,45 @@ def test_a_sum_with_more_rows_or_columns_than_the_layer_stays(add, rows, columns
 
     (reason,) = left(grouped_with(finish=finish), *layer(9))
     assert "reads what experts give, not a weighted sum" in reason
+
+
+@pytest.mark.parametrize("add", [_added, _put, _scattered])
+def test_a_sum_added_to_what_is_there_is_raised(add):
+    """torchtitan adds to what its shared experts give."""
+
+    def finish(out, inverse, x, order):
+        return add(x.sin(), order // TOP_K, out.to(x.dtype)) * 2
+
+    inputs = layer(9)
+    result, out = computed(grouped_with(finish=finish), *inputs, passes=PIPELINE)
+    assert len(result.log.raised) == 2 and not result.reasons
+    exact = (inputs.hidden_states.double().sin() + stock.oracle(inputs, stock.grouped)) * 2
+    assert_matches_oracle(out, exact)
+
+
+def test_a_sum_that_keeps_its_dimension_is_raised():
+    def finish(out, inverse, x, order):
+        return out[inverse].view(-1, TOP_K, HIDDEN).sum(1, keepdim=True).squeeze(1).to(x.dtype)
+
+    inputs = layer(9)
+    result, out = computed(grouped_with(finish=finish), *inputs, passes=PIPELINE)
+    assert len(result.log.raised) == 2
+    assert_matches_oracle(out, stock.oracle(inputs, stock.grouped))
+
+
+def test_a_sum_added_to_what_reads_a_product_stays():
+    """It would be computed twice."""
+
+    def run(x, router, w13, w2):
+        weights, ids = stock.softmax_router(F.linear(x, router))
+        gate_up = torch.einsum("th,tkih->tki", x, w13[ids])
+        out = torch.einsum("tki,tkhi->tkh", stock.swiglu(gate_up), w2[ids]) * weights.unsqueeze(-1)
+        into = torch.cat([gate_up[:, 0], gate_up[:, 1]], -1)[:, :HIDDEN]
+        tokens = torch.arange(ids.numel()) // TOP_K
+        return into.index_add(0, tokens, out.flatten(0, 1).to(x.dtype))
+
+    (reason,) = left(run, *layer(9))
+    assert "is also read by" in reason
 
 
 def test_the_first_rows_of_more_stay():

@@ -56,6 +56,10 @@ OTHERS = {
         {"weigh": lambda out, weights, order: out * weights.reshape(-1)[order.flip(0)].unsqueeze(-1)},
         "is no weight for each slot",
     ),
+    "a sum over columns": (
+        {"finish": lambda out, inverse, x, order: out[inverse].view(-1, TOP_K, HIDDEN).sum(2).to(x.dtype)},
+        "reads what experts give, not a weighted sum",
+    ),
     "weighed twice": (
         {
             "weigh": lambda out, weights, order: (
@@ -298,14 +302,9 @@ def test_a_bias_of_other_rows_or_twice_stays(is_sorted, alpha):
 
 
 NO_SUMS = {
-    "index_add to what is there": lambda into, tokens, out: (into + 1).index_add(0, tokens, out),
     "index_add to other tokens": lambda into, tokens, out: into.index_add(0, (tokens + 1) % 9, out),
     "index_add of twice": lambda into, tokens, out: into.index_add(0, tokens, out, alpha=2),
-    "index_put to what is there": lambda into, tokens, out: (into + 1).index_put((tokens,), out, True),
     "index_put of the last": lambda into, tokens, out: into.index_put((tokens,), out),
-    "scatter_add to what is there": lambda into, tokens, out: (into + 1).scatter_add(
-        0, tokens[:, None].expand(-1, HIDDEN), out
-    ),
     "scatter_add to other tokens": lambda into, tokens, out: into.scatter_add(
         0, ((tokens + 1) % 9)[:, None].expand(-1, HIDDEN), out
     ),
