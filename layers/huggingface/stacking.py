@@ -219,8 +219,6 @@ def _known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
                 continue
             trained = run(type(twin).forward, twin.train(), tokens)
             twin.experts = _stacked(twin.experts, mlp, StackedExperts)
-            if mlp.gate and twin.experts.moe_ops_options.activation is None:
-                return None
             twin.moe_ops_stacked, twin.moe_ops_settings = how, settings_of(twin)
             if are_close(own, run(forward, twin, tokens)) and are_close(own, trained):
                 return how
