@@ -220,7 +220,8 @@ def test_strides_of_what_has_one_row_do_not_count():
     odd = weight.as_strided((3, 1, 4), (4, 9, 1))
     both = torch.cat((weight, weight), 1)
     out = moe_ops.grouped_gemm(x, (weight, odd), PLAN.expert_offsets)
-    assert torch.equal(out, moe_ops.grouped_gemm(x, both, PLAN.expert_offsets))
+    # Products of one column and of two may round differently: on some CPUs they do.
+    assert_matches_oracle(out, moe_ops.grouped_gemm(x.double(), both.double(), PLAN.expert_offsets))
 
 
 def test_nothing_is_copied_eagerly():
