@@ -97,13 +97,20 @@ def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Expert
     tokens, *others = (tokens_of(first, order, indices) for first in firsts)
     if any(other != tokens for other in others):
         raise Refusal(second.node, "the products before the gate have different inputs")
-    activated = without_views(second.rows, indices)
+    activated = _activated(second, outcomes, indices)
     gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not is_in_gate(node))
     masks = _masks(gate, outcomes, indices, second.node)
     total = weighted_sum(last.node, order, indices, tokens)
     layer = Experts(indices, tokens, outcomes, gate, masks, activated, last, total)
     expect_dropped(layer)
     return layer
+
+
+def _activated(second: Product, outcomes: Sequence[Outcome], indices: Indices) -> Node:
+    """What the gate gives; where nothing is between the products, as in LoRA, that is what the first one gives."""
+    node = without_views(second.rows, indices)
+    same = (each.node for each in outcomes if without_views(each.node, indices) is node)
+    return next(same, node)
 
 
 def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:

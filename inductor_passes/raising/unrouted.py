@@ -70,13 +70,18 @@ def _chooses(choice: Node, told: Collection[Node]) -> bool:
         seen.add(node)
         if node in told or is_moe_op(node):
             return True
-        if is_integral(node) or not isinstance(node.meta.get("val"), Tensor):
+        if is_integral(node) or not isinstance(node.meta.get("val"), Tensor) or _counts(node):
             pending.extend(node.users)
         elif node.target is aten.index.Tensor and rank(args(node)[0]) > 2:
             pending.extend(node.users)  # weights of experts
         elif is_reshape(node):
             pending.extend(node.users)
     return False
+
+
+def _counts(node: Node) -> bool:
+    """Whether `node` has integers as floating numbers: `histc` takes no others on a CPU."""
+    return node.target is aten.histc.default or (changes_dtype(node) and is_integral(args(node)[0]))
 
 
 def _meetings(choice: Node) -> Iterator[tuple[Node, Node]]:
@@ -107,8 +112,9 @@ def _ends_here(node: Node) -> bool:
 
 
 def _kind(product: Node) -> str | None:
-    """How a product reads a weight; None where it multiplies with none."""
-    return _kind_of(args(product)[-1]) or (_kind_of(args(product)[-2]) if rank(product) == 3 else None)
+    """How a product reads a weight; None where it multiplies with none. A matrix on the left may be the tokens."""
+    kinds = [_kind_of(each) for each in args(product)[-2:]]
+    return kinds[1] or (kinds[0] if rank(product) == 3 and kinds[0] != "own" else None)
 
 
 def _kind_of(operand: Node) -> str | None:

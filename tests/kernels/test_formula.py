@@ -92,6 +92,20 @@ def test_the_first_half_alone_and_transposed_weights(device):
     assert (out.double() - _oracle(given, "halves")).abs().max() <= 2e-5
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_no_step_at_all(size, device):
+    """Two products with nothing between, as in LoRA."""
+    given = {
+        name: tensor.to(device) for name, tensor in _tensors(size, "ungated").items() if name[:2] != "op"
+    }
+    out = launch("fused_experts_formula", **given, formula="ungated|gate").cpu()
+    x, w1, w2, weights = (given[n].double().cpu() for n in ("hidden_states", "w13", "w2", "topk_weights"))
+    ids = given["topk_ids"].long().cpu()
+    rows = torch.einsum("tkih,th->tki", w1[ids], x)
+    each = torch.einsum("tkhi,tki->tkh", w2[ids], rows) * (weights * (ids >= 0)).unsqueeze(-1)
+    assert (out.double() - each.sum(1)).abs().max() <= 2e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["tma", "generic"])
 def test_rows_of_no_expert_are_zeros_whatever_the_formula_makes_of_zeros(dtype, device):
     given = {

@@ -168,6 +168,13 @@ def with_temperature(logits):
     return (logits / 0.7).softmax(-1).topk(TOP_K)
 
 
+def adapters(x, weight, w13, w2):
+    """LoRA: nothing stands between the products."""
+    weights, ids = softmax_router(F.linear(x, weight))
+    rows = torch.einsum("th,tkih->tki", x, w13[:, : w2.shape[2]][ids])
+    return torch.einsum("tki,tkhi,tk->th", rows, w2[ids], weights.to(x.dtype))
+
+
 def softmax_of_the_best(x, weight, w13, w2):
     """nanoGPT-like: logits in rows of minus infinity."""
     logits = F.linear(x, weight)
@@ -191,6 +198,7 @@ STRANGERS = {
     "a loop that cuts gate and up out of `w13[e]`": Stranger(of_weights(looped), BOTH),
     "a loop with biases": Stranger(of_weights(with_biases), BOTH),
     "einsums over all experts, weights scattered": Stranger(of_weights(dense), BOTH),
+    "two products with nothing between, as in LoRA": Stranger(adapters, BOTH),
     "a softmax over logits scattered into minus infinity": Stranger(softmax_of_the_best, BOTH),
     "tokens [B, S, H] and ids [B, S, K]": Stranger(not_flattened, BOTH),
     "top-1 by `max`": Stranger(of_router(best_of_softmax), BOTH),

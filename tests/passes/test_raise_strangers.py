@@ -62,6 +62,24 @@ def of_a_sum(x, router, w13, w2):
     return F.linear(swiglu(F.linear(x, w13[0])), w2[0]) + F.linear(x, router).topk(3)[0].sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum])
+def of_merged_weights(x, router, w13, w2):
+    """Experts' weights are added up, and each token multiplied with its sum of them."""
+    weights, ids = softmax_router(F.linear(x, router))
+    w13, w2 = ((each[ids] * weights.to(x.dtype)[..., None, None]).sum(1) for each in (w13, w2))
+    return torch.einsum("ti,thi->th", swiglu(torch.einsum("th,tih->ti", x, w13)), w2)
+
+
+@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum, of_merged_weights])
 def test_what_weighs_no_experts_by_a_choice_is_not_mentioned(function):
     assert not rewrite(function, *layer(5), passes=PIPELINE).reasons
+
+
+def test_a_dense_layer_beside_one_that_stays_is_not_mentioned():
+    """A shared expert: that offsets are counted as floating numbers makes its weights no experts'."""
+
+    def run(x, router, w13, w2):
+        shared = F.linear(F.silu(F.linear(x, router)), router.T)
+        return STRANGERS["experts that add their input"].run(x, router, w13, w2) + shared
+
+    (reason,) = rewrite(run, *layer(5), passes=PIPELINE).reasons
+    assert "aten.add.Tensor reads what experts give" in reason
