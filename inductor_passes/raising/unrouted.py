@@ -70,18 +70,13 @@ def _chooses(choice: Node, told: Collection[Node]) -> bool:
         seen.add(node)
         if node in told or is_moe_op(node):
             return True
-        if is_integral(node) or not isinstance(node.meta.get("val"), Tensor) or _counts(node):
+        if is_integral(node) or not isinstance(node.meta.get("val"), Tensor):
             pending.extend(node.users)
         elif node.target is aten.index.Tensor and rank(args(node)[0]) > 2:
             pending.extend(node.users)  # weights of experts
         elif is_reshape(node):
             pending.extend(node.users)
     return False
-
-
-def _counts(node: Node) -> bool:
-    """Whether `node` has integers as floating numbers: `histc` takes no others on a CPU."""
-    return node.target is aten.histc.default or (changes_dtype(node) and is_integral(args(node)[0]))
 
 
 def _meetings(choice: Node) -> Iterator[tuple[Node, Node]]:
