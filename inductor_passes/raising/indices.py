@@ -75,8 +75,8 @@ class Indices:
         repeats = self.top_k > 1 and may_repeat(ids)
         self._found, self._sizes = found, (num_experts, repeats, *map(str, shape))
         if self._sizes not in found:
-            many = many_tokens(ids.graph, self.top_k) if is_open(self.num_tokens) else 0
-            found[self._sizes] = _samples((tokens, self.top_k), num_experts, repeats, many)
+            batches = crowded_batches(ids.graph, self.num_tokens, self.top_k)
+            found[self._sizes] = _samples((tokens, self.top_k), num_experts, repeats, batches)
         self.samples = found[self._sizes]
         """[T, K] each."""
         self._known: list[dict[Node, Any]] = [{ids: self.in_shape(sample)} for sample in self.samples]
@@ -180,18 +180,21 @@ class Indices:
         )
 
 
-def many_tokens(graph: Graph, top_k: int) -> int:
-    """How many tokens are tried at the same experts where their number is open: more than any capacity in the graph.
+def crowded_batches(graph: Graph, num_tokens: int | torch.SymInt, top_k: int) -> int:
+    """How many times T tokens are tried at the same experts: where T is open, more than any capacity in the graph has.
 
     More than `_MOST_TOKENS` at one expert are not tried.
     """
+    if not is_open(num_tokens):
+        return 1
     compared = numbers(node for node in graph.nodes if node.target in _COMPARISONS)
     limits = (int(each) for each in compared if each < min(_MOST_TOKENS, _MOST_SLOTS // top_k))
-    return max(_MANY_TOKENS, *(each + 1 for each in limits), 0)
+    many = max(_MANY_TOKENS, *(each + 1 for each in limits), 0)
+    return max(2, -(-many // (concrete(num_tokens) or 1)))
 
 
-def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, many: int) -> list[Tensor]:
-    """Random ids [T, K], and all tokens at the same experts: `many` where their number is open, a capacity would show.
+def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, batches: int) -> list[Tensor]:
+    """Random ids [T, K], and batches of all tokens at the same experts, where a capacity shows.
 
     A token has an id twice only if it `repeats` any.
     """
@@ -202,8 +205,7 @@ def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, many: int)
     else:
         draws = [torch.rand(tokens, num_experts, generator=generator) for _ in range(count)]
         samples = [draw.topk(top_k).indices for draw in draws]
-    crowd = tokens * (max(2, -(-many // tokens)) if many else 1)
-    return [*samples, samples[0][:1].repeat(crowd, 1)]
+    return [*samples, samples[0][:1].repeat(batches * tokens, 1)]
 
 
 def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:

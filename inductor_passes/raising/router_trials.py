@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.raising.evaluation import Cut, concrete, evaluate, is_size, numbers
-from inductor_passes.raising.indices import many_tokens
-from inductor_passes.sizes import is_open, size_given
+from inductor_passes.raising.indices import crowded_batches
+from inductor_passes.sizes import size_given
 from moe_ops.arguments import Router
 from moe_ops.routing import reference
 from moe_ops.types import RoutingConfig
@@ -69,8 +69,7 @@ def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int)
     """
     tokens, top_k = choice.ids.meta["val"].shape
     rows = concrete(tokens) or 1
-    many = many_tokens(choice.ids.graph, concrete(top_k) or 1)
-    batches = max(2, -(-many // rows)) if is_open(tokens) else 1
+    batches = crowded_batches(choice.ids.graph, tokens, concrete(top_k) or 1)
     crowd = _logits(1, num_experts, _SPREADS).repeat(batches * rows, 1)
     edges = [each for each in numbers(choice.cut.nodes) if 1.0 < each < _FURTHEST]
     spreads = [(4.0, each) for edge in edges for each in (edge, -edge)] or [(4.0, 0.0)]

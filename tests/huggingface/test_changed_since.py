@@ -191,6 +191,25 @@ def test_hooks_inside_a_block(name, path):
     expect_same(stock, ours)
 
 
+def halves(values):
+    return tuple(None if each is None else each / 2 for each in values)
+
+
+HOOKS = {
+    "forward_pre": lambda module, args: halves(args),
+    "full_backward": lambda module, grads, grad_outputs: halves(grads),
+    "full_backward_pre": lambda module, grad_outputs: halves(grad_outputs),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_every_kind_of_hook(kind):
+    stock, ours = both("jetmoe")
+    for block in (stock, ours):
+        getattr(block.activation, f"register_{kind}_hook")(HOOKS[kind])
+    expect_same(stock, ours)
+
+
 class Wrapper(nn.Module):
     def __init__(self, inside):
         super().__init__()

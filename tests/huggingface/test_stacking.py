@@ -240,6 +240,13 @@ def test_an_activation_of_ones_own_is_kept():
     assert relative_error(given.grad, expected.grad) < 1e-5
 
 
+def test_experts_by_name_that_have_another_loop_say_so():
+    module = block(Loop)
+    module.experts = torch.nn.ModuleDict({str(each): one for each, one in enumerate(module.experts)})
+    report = huggingface.patch(module, stack_experts=True)
+    assert report.left == (("", "its experts are not called with a mask and weights"),)
+
+
 def test_a_list_of_unlike_experts_is_left_alone():
     module = block(Loop)
     module.experts[5] = FunctionalExpert()

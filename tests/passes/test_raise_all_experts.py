@@ -225,6 +225,15 @@ def test_other_weights(what):
     torch.testing.assert_close(out, function(*inputs), rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("scales", [{"alpha": 2}, {"beta": 2}])
+def test_products_that_are_scaled_stay(scales):
+    def scaled(x, weights, w13, w2, b13, b2):
+        hidden = swiglu(torch.baddbmm(b13[:, None], x.expand(EXPERTS, -1, -1), w13.mT, **scales))
+        return torch.einsum("te,eth->th", weights, torch.baddbmm(b2[:, None], hidden, w2.mT))
+
+    assert not rewrite(weighed(scaled), *layer(7), passes=PIPELINE).log.raised
+
+
 def best(logits):
     """Out of the top-k as they are, no longer a sum of one."""
     scores = logits.softmax(-1)

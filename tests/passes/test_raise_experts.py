@@ -199,6 +199,7 @@ UNKNOWN_GATES = {
     "another slope": lambda x: (
         torch.sigmoid(1.01 * x.chunk(2, -1)[0]) * x.chunk(2, -1)[0] * x.chunk(2, -1)[1]
     ),
+    "a clamp far below": lambda x: F.silu(x.chunk(2, -1)[0].clamp(min=-1e9)) * x.chunk(2, -1)[1],
     "a clamp on one side": lambda x: F.silu(x.chunk(2, -1)[0].clamp(max=2.5)) * x.chunk(2, -1)[1],
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from inductor_passes.pipeline import RAISES
+from inductor_passes.pipeline import FUSIONS, RAISES
 from inductor_passes.raising import indices
 from tests.passes import stock
 from tests.passes.capture import rewrite
@@ -21,15 +21,15 @@ from tests.passes.stock import (
 from tests.passes.test_raise_refusals import left
 
 
-def _with_capacity(rows):
-    """Each expert has so many rows; the others of its tokens count as nothing."""
+def _with_capacity(is_beyond):
+    """Of each expert's tokens those that come too late, by their place, count as nothing."""
 
     def run(*inputs):
         known = {}
 
         def order_of(ids):
             of_expert = F.one_hot(ids.reshape(-1), EXPERTS)
-            known["too many"] = ((of_expert.cumsum(0) - 1) * of_expert).sum(-1) >= rows
+            known["too many"] = is_beyond(((of_expert.cumsum(0) - 1) * of_expert).sum(-1))
             return stock.sorted_slots(ids)
 
         def weigh(out, weights, order):
@@ -41,17 +41,23 @@ def _with_capacity(rows):
 
 
 @pytest.mark.parametrize(
-    "tokens, dynamic, rows", [(30, False, 20), (300, False, 110), (9, True, 64), (9, True, 5000)]
+    "tokens, dynamic, rows",
+    [(30, False, 20), (300, False, 110), (9, True, 64), (9, True, 5000), (10, True, 5000)],
 )
 def test_a_capacity_that_random_ids_do_not_reach_stays(tokens, dynamic, rows):
     assert (
         "aten.where.self reads what experts give"
-        in left(_with_capacity(rows), *layer(tokens, dynamic=dynamic))[0]
+        in left(_with_capacity(lambda places: places >= rows), *layer(tokens, dynamic=dynamic))[0]
     )
 
 
+def test_a_capacity_that_nothing_is_compared_with_stays():
+    """Of 256 rows, by a shift."""
+    assert left(_with_capacity(lambda places: (places >> 8) > 0), *layer(9, dynamic=True))
+
+
 def test_a_capacity_of_all_tokens_is_none():
-    assert rewrite(_with_capacity(30), *layer(30), passes=RAISES).log.raised
+    assert rewrite(_with_capacity(lambda places: places >= 30), *layer(30), passes=RAISES).log.raised
 
 
 def test_a_tail_behind_another_size_stays():
@@ -117,3 +123,8 @@ def test_an_operator_of_others_is_not_run():
 def test_too_many_slots_are_not_tried(monkeypatch):
     monkeypatch.setattr(indices, "_MOST_SLOTS", 26)
     assert left(stock.grouped, *layer(9)) == ["expert ids of shape [9, 3] cannot be tried out"]
+
+
+def test_sums_into_zeros_add_nothing():
+    result = rewrite(grouped_with(finish=added_by_index), *layer(9), passes=(*RAISES, *FUSIONS))
+    assert result.ops() == ["fused_moe"] and "full" not in result.after
