@@ -14,16 +14,21 @@ Implementation = Callable[[Inputs, Weights, int], Tensor]
 
 def ours(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
     """`moe_ops.fused_moe`."""
-    return _fused_moe(top_k)(inputs, weights)
+    return _fused_moe(top_k, False)(inputs, weights)
+
+
+def ours_interleaved(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
+    """The same of gate and up rows in turns."""
+    return _fused_moe(top_k, True)(inputs, weights)
 
 
 @lru_cache(maxsize=None)
-def _fused_moe(top_k: int) -> Callable[[Inputs, Weights], Tensor]:
+def _fused_moe(top_k: int, interleaved: bool) -> Callable[[Inputs, Weights], Tensor]:
     import moe_ops
 
-    routing = moe_ops.RoutingConfig(top_k=top_k)
+    routing, gate = moe_ops.RoutingConfig(top_k=top_k), moe_ops.Activation(interleaved=interleaved)
     return lambda inputs, weights: moe_ops.fused_moe(
-        inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, routing
+        inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, routing, gate
     )
 
 
@@ -81,17 +86,21 @@ def gmm_eager(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
     return gmm(inputs.hidden_states, inputs.router_logits, weights.w13, weights.w2, top_k)
 
 
-def on_transposed(implementation: Implementation) -> Implementation:
-    """`implementation` on the same weights stored as gpt-oss publishes them: input features first."""
+def on_transposed(implementation: Implementation, interleaved: bool = False) -> Implementation:
+    """`implementation` on the same weights with input features first; gpt-oss has gate and up columns in turns."""
 
     @lru_cache(maxsize=None)
     def stored_transposed(weight: Tensor) -> Tensor:
         return weight.transpose(1, 2).contiguous().transpose(1, 2)
 
+    @lru_cache(maxsize=None)
+    def in_turns(w13: Tensor) -> Tensor:
+        gate, up = w13.transpose(1, 2).chunk(2, dim=2)
+        return torch.stack((gate, up), 3).flatten(2).transpose(1, 2)
+
     def run(inputs: Inputs, weights: Weights, top_k: int) -> Tensor:
-        return implementation(
-            inputs, Weights(stored_transposed(weights.w13), stored_transposed(weights.w2)), top_k
-        )
+        w13 = (in_turns if interleaved else stored_transposed)(weights.w13)
+        return implementation(inputs, Weights(w13, stored_transposed(weights.w2)), top_k)
 
     return run
 
@@ -103,5 +112,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "plain_compile": plain_compile,
     "passes_compile": passes_compile,
     "fused_moe_transposed": on_transposed(ours),
+    "fused_moe_as_gpt_oss": on_transposed(ours_interleaved, interleaved=True),
     "gmm_compile_transposed": on_transposed(gmm_compile),
 }

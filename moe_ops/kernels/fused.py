@@ -4,6 +4,7 @@
 the activation in its epilogue, GEMM, combine).
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,12 @@ from moe_ops.kernels.grouped_gemm import plan, plan_all
 from moe_ops.kernels.permute import permute_launch
 from moe_ops.kernels.program import Buffer, Launch, Program
 from moe_ops.kernels.routing import routing_launches
+from moe_ops.kernels.tma import is_transposed
 
 _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
-_MOST_BYTES_BESIDE = 1.5e9  # of weights read: from there on another stream's reads cost what they save (H200)
+# Of weights read. From there on another stream's reads cost what they save, and tiles read columns that lie together as
+# fast as programs that multiply one row (H200).
+_MOST_BYTES_BESIDE, _MOST_BYTES_IN_COLUMNS = 1.5e9, 0.55e9
 
 
 def up_gemm(args: Any, w13: Any, num_slots: int, gpu: Gpu) -> Gemm:
@@ -115,16 +119,22 @@ def leaves_room(args: FusedExperts) -> bool:
 
     Programs of the GEMV kernels come and go. Persistent ones wait for each multiprocessor that they must share.
     """
+    return is_gemv(args) and _bytes_read(args) <= _MOST_BYTES_BESIDE
+
+
+def _bytes_read(args: Any) -> int:
+    """Of weights, if no two slots share an expert."""
     (w13, _, up, _), (w2, _) = args.experts
-    nbytes = sum(weight.nbytes for weight in (w13, up, w2) if weight is not None)
-    bytes_read = args.topk_ids.numel() * nbytes // w13.shape[0]
-    return is_gemv(args) and bytes_read <= _MOST_BYTES_BESIDE
+    elements = sum(math.prod(weight.shape[1:]) for weight in (w13, up, w2) if weight is not None)
+    return math.prod(args.topk_ids.shape) * elements * w13.dtype.itemsize
 
 
 def is_gemv(args: Any) -> bool:
     """Whether the layer runs in the form for few tokens."""
-    num_ids = args.placement.num_ids(args.experts.w13.weight.shape[0])
-    return prefers_gemv(*args.topk_ids.shape, num_ids)
+    w13 = args.experts.w13.weight
+    several = args.topk_ids.shape[0] > 1
+    in_columns = is_transposed(w13) and several and _bytes_read(args) > _MOST_BYTES_IN_COLUMNS
+    return prefers_gemv(*args.topk_ids.shape, args.placement.num_ids(w13.shape[0])) and not in_columns
 
 
 def batch_invariant_experts_program(args: Any, gpu: Gpu) -> Program:

@@ -85,6 +85,11 @@ class Gemm:
         return self.gated and self.activation is not None and not (self.paired or self.activation.interleaved)
 
     @property
+    def doubled(self) -> bool:
+        """Whether gate and up rows come in a box each, so that a tile is two products: columns, or tensors, of each."""
+        return self.paired or (self.halves and tma.is_transposed(self.linear.weight.meta))
+
+    @property
     def features(self) -> int:
         """Output columns, of a pair without an activation those of each half."""
         rows = self.linear.weight.meta.shape[1]

@@ -20,7 +20,7 @@ from moe_ops.kernels.gemm_tables import (
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import ALIGNMENT, TensorMeta
 
-_LONG_STEP = 128
+_LONG_STEP = 128  # of depth: where it does not divide, tiles of one height take steps of 64
 _TMA_TILE_ROWS = 128  # tiles of fewer rows are bound by weight traffic, not by arithmetic
 # Beyond it rows by TMA need the many rows below: 6 % slower at depth 14336 and 256 rows an expert.
 _DEEP = 4096
@@ -58,9 +58,13 @@ def _loads_rows_in_pieces(x: TensorMeta) -> bool:
 
 
 def sorts_rows_first(gemm: Gemm) -> bool:
-    """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less."""
+    """Whether copying the rows into expert order pays: TMA saves ~5 % of a GEMM this wide, the copy costs less.
+
+    Not of columns that come in two boxes, whose tiles have mixed heights and gather rows: 1 to 3 % (H200).
+    """
     wide = gemm.features * (2 if gemm.gated else 1) >= _WIDE_FEATURES
-    return gemm.rows_per_tile is None and wide and _is_compute_bound(gemm) and gemm.weight_by_tma
+    by_box = gemm.weight_by_tma and (gemm.paired or not gemm.doubled)
+    return gemm.rows_per_tile is None and wide and _is_compute_bound(gemm) and by_box
 
 
 def _is_compute_bound(gemm: Gemm) -> bool:
@@ -70,6 +74,7 @@ def _is_compute_bound(gemm: Gemm) -> bool:
 def mixes_heights(gemm: Gemm) -> bool:
     """Whether tiles have mixed heights, see `gemm_mixed`: in wide layers whose experts have 20 to 128 rows.
 
+    Also where a tile is two products, which persistent CTAs cannot prefetch for: 1 to 10 % with 128 to 2048 rows.
     On an H200 Mixtral's, gpt-oss' and DeepSeek-V3's are then 1 to 6 % faster, 8 % where few experts have most rows;
     narrow ones 3 to 6 % slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
     more with uniform routing and 1 to 13 % less with zipf routing; from 9 rows on 0 to 3 % and 4 to 14 % less where the
@@ -77,12 +82,13 @@ def mixes_heights(gemm: Gemm) -> bool:
     """
     weight = gemm.linear.weight.meta
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and _loads_rows_in_pieces(gemm.x.meta)
-    by_box = gemm.weight_by_tma and not tma.is_transposed(weight) and _is_tuned(gemm.gpu)
+    by_box = gemm.weight_by_tma and _is_tuned(gemm.gpu)
     rows = gemm.num_slots / weight.shape[0]
     slow = gemm.gpu.memory_speed < _SLOW * gemm.gpu.multiprocessors
     wide = _narrowest(gemm) >= (_MIXED_FEATURES_IF_SLOW if slow else _MIXED_FEATURES)
     few = _MIXED_ROWS_IN_SHORT_STEPS if slow and weight.shape[2] % _LONG_STEP else _MIXED_ROWS
-    return any_order and by_box and wide and few < rows <= _TMA_TILE_ROWS
+    doubled = gemm.doubled and not sorts_rows_first(gemm)
+    return any_order and by_box and few < rows and (doubled or (wide and rows <= _TMA_TILE_ROWS))
 
 
 def _narrowest(gemm: Gemm) -> int:

@@ -23,10 +23,10 @@ def grouped_gemm_mixed_kernel(
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-    TAIL: tl.constexpr, EVEN_K: tl.constexpr,
+    TAIL: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As `grouped_gemm_tma_kernel`, of rows that are gathered or loaded as they lie, and of rows of the weight."""
+    """As `grouped_gemm_tma_kernel`, of rows that are gathered or loaded as they lie."""
     column_blocks = tl.cdiv(features, BLOCK_N // 2 if GATED else BLOCK_N)
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * column_blocks:
@@ -39,7 +39,7 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, False, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                TAIL, TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif end - row > SHORTEST:
             multiply_tile(
@@ -49,7 +49,7 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, False, EVEN_K, SHORT, BLOCK_N, BLOCK_K, STAGES,
+                TAIL, TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         else:
             multiply_tile(
@@ -59,5 +59,5 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, False, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, STAGES,
+                TAIL, TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip

@@ -27,6 +27,12 @@ def _weight_tile(
     return tile
 
 
+@triton.constexpr_function
+def _is_paired(gated, interleaved, transposed, apart):
+    """Whether gate and up columns, or tensors, are too far apart for one box: two loads, two products."""
+    return gated and not interleaved and (transposed or apart)
+
+
 @triton.jit
 def _add_bias(acc, bias_ptr, rows, inside, stride_n):
     return acc + tl.load(bias_ptr + offset(rows, stride_n), mask=inside, other=0.0).to(acc.dtype)[None, :]
@@ -100,8 +106,7 @@ def multiply_tile(
     """One tile: BLOCK_M rows from `row` on, those before `end`, by one block of output columns."""
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     HALVES: tl.constexpr = GATED and not INTERLEAVED
-    # Columns of a transposed weight, and rows of two weights, are too far apart for one box: two loads, two products.
-    PAIRED: tl.constexpr = HALVES and (TRANSPOSED or up_desc is not None)
+    PAIRED: tl.constexpr = _is_paired(GATED, INTERLEAVED, TRANSPOSED, up_desc is not None)
     LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
     rows = row + tl.arange(0, BLOCK_M)
     # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
@@ -124,13 +129,15 @@ def multiply_tile(
         weight = _weight_tile(
             weight_desc, expert, weight_column, k, TRANSPOSED, HALVES and not PAIRED, LOAD_N, BLOCK_K
         )
-        acc = dot(x, weight, acc)
         if PAIRED:
             if up_desc is None:
                 up = _weight_tile(weight_desc, expert, features + column, k, True, False, LOAD_N, BLOCK_K)
             else:
                 up = _weight_tile(up_desc, expert, column, k, TRANSPOSED, False, LOAD_N, BLOCK_K)
+            acc = dot(x, weight, acc)
             acc_up = dot(x, up, acc_up)
+        else:
+            acc = dot(x, weight, acc)
     # No bias for rows past the last expert; bias_features bounds what is read of it.
     bias_features = tl.where(expert < num_experts, features, 0)
     bias_row_ptr = bias_ptr
@@ -195,7 +202,9 @@ def grouped_gemm_tma_kernel(
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     column_blocks = tl.cdiv(features, OUT_N)
     num_tiles = tl.load(tiles_ptr) * column_blocks
-    for tile in tl.range(tl.program_id(0), num_tiles, programs, flatten=True):
+    # In a flattened loop two accumulators make ptxas wait for each wgmma, which cost a third of a product.
+    ASYNC: tl.constexpr = BLOCK_M < 64 or not _is_paired(GATED, INTERLEAVED, TRANSPOSED, up_desc is not None)
+    for tile in tl.range(tl.program_id(0), num_tiles, programs, flatten=ASYNC):
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
         multiply_tile(
             x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,

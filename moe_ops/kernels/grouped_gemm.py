@@ -88,28 +88,19 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
 
 
 def _tma_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
-    weight = gemm.linear.weight.meta
     programs = gemm_config.persistent_programs(_num_tiles(gemm, config), config, gemm.gpu)
     args = {
         **_common_args(gemm, config, tiles),
+        **_box_args(gemm, config),
         "x_desc": _rows_descriptor(gemm, config),
-        **_weight_descriptors(gemm, config),
         "programs": programs,
-        "TRANSPOSED": tma.is_transposed(weight),
-        "EVEN_K": weight.shape[2] % config.block_k == 0,
-        "STAGES": config.num_stages,
     }
     kernel = with_formula(grouped_gemm_tma_kernel, gemm.activation)
     return Launch(kernel, (programs,), args, config.num_warps, config.num_stages)
 
 
 def _mixed_launch(gemm: Gemm, config: LaunchConfig, tiles: str) -> Launch:
-    args = {
-        **_common_args(gemm, config, tiles),
-        **_weight_descriptors(gemm, config),
-        "EVEN_K": gemm.linear.weight.meta.shape[2] % config.block_k == 0,
-        "STAGES": config.num_stages,
-    }
+    args = _common_args(gemm, config, tiles) | _box_args(gemm, config)
     kernel = with_formula(grouped_gemm_mixed_kernel, gemm.activation)
     return Launch(kernel, (_num_tiles(gemm, config),), args, config.num_warps, config.num_stages)
 
@@ -121,7 +112,8 @@ def _rows_descriptor(gemm: Gemm, config: LaunchConfig) -> Descriptor | None:
     return Descriptor(gemm.x.name, gemm.x.meta.shape, gemm.x.meta.strides, (config.block_m, config.block_k))
 
 
-def _weight_descriptors(gemm: Gemm, config: LaunchConfig) -> dict[str, Descriptor | None]:
+def _box_args(gemm: Gemm, config: LaunchConfig) -> dict[str, Any]:
+    """What kernels need that load weights by TMA."""
     boxed, (weight, _, up, _) = gemm.boxed_weight, gemm.linear
     block_n = config.block_n // 2 if gemm.halves or gemm.paired else config.block_n
     if tma.is_transposed(weight.meta):
@@ -132,6 +124,9 @@ def _weight_descriptors(gemm: Gemm, config: LaunchConfig) -> dict[str, Descripto
     return {
         "weight_desc": of_weight,
         "up_desc": None if up is None else replace(of_weight, source=up.name),
+        "TRANSPOSED": tma.is_transposed(weight.meta),
+        "EVEN_K": weight.meta.shape[2] % config.block_k == 0,
+        "STAGES": config.num_stages,
     }
 
 

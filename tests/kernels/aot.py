@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from moe_ops.kernels.gpu import H200, Gpu
@@ -42,6 +43,17 @@ class Compiled:
     shared: int
     ttir: str
     ptx: str
+
+    @property
+    def is_serialized(self) -> bool:
+        """Whether each product on the tensor cores waits for the one before; ptxas says so to those who ask."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "kernel.ptx")
+            with open(source, "w") as file:
+                file.write(self.ptx)
+            command = [get_ptxas(90).path, "-arch=sm_90a", source, "-o", os.path.join(folder, "cubin")]
+            told = subprocess.run(command, capture_output=True, text=True, check=True)
+        return "wgmma.mma_async instructions are serialized" in told.stdout + told.stderr
 
     def misfit(self, gpu: Gpu, parked: int = 0) -> str | None:
         """What keeps the kernel from running on `gpu` as planned, None if nothing does. parked: bytes of stack."""

@@ -104,6 +104,8 @@ def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
             yield from _token(gpu, dtype, transposed, top_k, (width, depth), HALVES)[1:]
         for act in acts:
             yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[:1]
+    for dtype, act, width in itertools.product(FLOATS, acts, (128, 256)):  # some programs, and many
+        yield from _token(gpu, dtype, True, 128, (2048, width), act)[:1]
 
 
 def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
@@ -170,12 +172,17 @@ def _product(gpu, dtype, act, sizes, biased) -> Iterator[Planned]:
 
 def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Products wide enough for tiles of mixed heights, on the GPUs that get them."""
-    for act in (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS):
-        (bias,), weight = _metas(torch.bfloat16, (8, 4096)), _weight(8, 4096, 2880, torch.bfloat16, False)
+    acts = (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS)
+    for act, transposed in itertools.product(acts, (False, True)):
+        (bias,), weight = (
+            _metas(torch.bfloat16, (8, 4096)),
+            _weight(8, 4096, 2880, torch.bfloat16, transposed),
+        )
         (x,) = _metas(torch.bfloat16, (256, 2880))
         linear = operands("weight", PairedLinear(weight, bias))
         gemm = Gemm(Operand("x", x), linear, "out", 512, gpu, 2, act, tail=True)
-        yield from _planned(f"mixed act={act}", *grouped_gemm.plan(gemm), torch.bfloat16)
+        name = f"mixed act={act} transposed={transposed}"
+        yield from _planned(name, *grouped_gemm.plan(gemm), torch.bfloat16)
         gemm = replace(gemm, num_slots=256, top_k=None, activation=None)
         yield from _planned("mixed, in order", *grouped_gemm.plan(gemm), torch.bfloat16)
 

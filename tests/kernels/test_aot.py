@@ -97,6 +97,20 @@ def test_transposed_halves(tokens: int) -> None:
     _assert_spill_free(aot.compile_program(program, dtypes))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("rows_per_tile", [None, 64, 128])
+def test_tiles_of_two_products_are_not_serialized(rows_per_tile: int | None, apart: bool) -> None:
+    """Of columns gate first, and of gate and up rows as a tensor each, sorted: mixed heights, and persistent tiles."""
+    weight = _meta(16, 1536, 2048) if apart else _meta(16, 2048, 3072).mT
+    linear = operands("w13", PairedLinear(describe(weight), None, describe(weight) if apart else None))
+    x = Operand("hidden_states", describe(_meta(4096, 2048)))
+    gemm = Gemm(x, linear, "out", 16384, H200, 4, Activation(), rows_per_tile=rows_per_tile)
+    dtypes = BF16 | {"w13_up": torch.bfloat16, "sorted_slots": torch.int32, "expert_offsets": torch.int32}
+    *_, kernel = aot.compile_program(Program(*plan(gemm), ("out",)), dtypes)
+    assert "wgmma.mma_async" in kernel.ptx and not kernel.is_serialized
+    _assert_spill_free([kernel])
+
+
 @pytest.mark.parametrize(("tokens", "activation"), mixed(TOKENS, (SITU, Activation("silu_no_mul"))), ids=str)
 def test_other_activations(tokens: int, activation: Activation) -> None:
     experts, top_k, hidden, features = WORKLOADS["W5"]

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from moe_ops.kernels.decode_plan import _parts
+from moe_ops.kernels.decode_plan import _parts, up_config
+from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.program import describe
 from moe_ops.types import Activation
 from tests.helpers import mixed
 from tests.kernels import oracles
@@ -11,11 +13,11 @@ from tests.kernels.by_name import launch, program_of
 from tests.kernels.oracles import assert_close
 
 SIZES = {  # T, E, K, H, I, into how many parts the depth is cut for bfloat16
-    "one route": (1, 3, 1, 80, 1025, 4),
-    "odd": (2, 37, 3, 37, 150, 3),
-    "one step": (1, 9, 3, 37, 33, 1),
+    "one route": (1, 3, 1, 80, 1025, 8),
+    "odd": (2, 37, 3, 37, 150, 5),
+    "one step": (1, 9, 3, 37, 30, 1),
     "many routes": (1, 50, 40, 16, 24, 1),
-    "tokens": (8, 256, 2, 70, 66, 2),
+    "tokens": (8, 256, 2, 70, 130, 5),
 }
 HALVES = Activation()
 ACTIVATIONS = [HALVES, Activation("swiglu_oai", interleaved=True), Activation("relu2")]
@@ -141,17 +143,29 @@ def test_the_depth_is_cut_where_there_are_few_programs(size: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("slots", "interleaved", "blocks"),
+    [(15, False, (32, 128)), (16, False, (64, 128)), (16, True, (32, 128)), (23, False, (64, 128))]
+    + [(24, False, (64, 64)), (24, True, (64, 64)), (44, True, (64, 64)), (45, False, (64, 128))],
+)
+def test_blocks_of_columns(slots: int, interleaved: bool, blocks: tuple[int, int]) -> None:
+    """Of Qwen3-30B-A3B, of which a slot has twelve times 64 columns."""
+    weight = describe(torch.empty(128, 2048, 1536, dtype=torch.bfloat16, device="meta").mT)
+    config = up_config(weight, Activation(interleaved=interleaved), slots, H200)
+    assert (config.block_n, config.block_k) == blocks
+
+
+@pytest.mark.parametrize(
     "programs, steps, parts",
     [
         (0, 0, 1),
         (1, 0, 1),
         (1, 1, 1),
-        (1, 9, 4),
-        (63, 9, 4),
-        (64, 9, 4),
-        (128, 9, 2),
-        (255, 9, 2),
-        (256, 9, 1),
+        (1, 9, 8),
+        (64, 9, 8),
+        (65, 9, 8),
+        (128, 9, 4),
+        (511, 9, 2),
+        (512, 9, 1),
         (9, 3, 3),
     ],
 )

@@ -17,15 +17,12 @@ from moe_ops.arguments import (
     SharedExpert,
 )
 from moe_ops.kernels import decode_plan, fused, plans
-from moe_ops.kernels.decode_plan import prefers_gemv, takes_turns
-from moe_ops.kernels.fused import leaves_room
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import BoundByName, describe
+from moe_ops.kernels.program import BoundByName
 from moe_ops.types import Activation, RoutingConfig
 from tests.helpers import mixed, usually
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
-from tests.kernels.catalogue import meta
 from tests.kernels.oracles import assert_close
 
 SIZES = {
@@ -206,45 +203,6 @@ def test_partial_fusions_compose_to_the_whole(size: str, device: str) -> None:
         "act_gemm_combine", gate_up, moved["w2"], offsets, weights, *plan, *biases, activation=Activation()
     )
     assert_close(out, expected)
-
-
-def test_decode_path_is_chosen_where_experts_are_distinct() -> None:
-    assert prefers_gemv(1, 2, 8) and prefers_gemv(4, 8, 128) and prefers_gemv(8, 8, 256)
-    assert not prefers_gemv(4, 2, 8)  # Mixtral: four tokens already share experts
-    assert not prefers_gemv(16, 8, 256)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "size", "room"),
-    [(1, 2048, True), (2, 2048, True), (4, 2048, False), (8, 512, True), (16, 512, False)],
-)
-def test_where_another_stream_gets_in_between(tokens: int, size: int, room: bool) -> None:
-    """Few tokens of any layer, but not gigabytes of weights: at a hidden size of 7168 four tokens read 2.8 GB."""
-    hidden = 7168 if size == 2048 else 2048
-    experts = ExpertWeights(PairedLinear(meta(256, 2 * size, hidden)), GroupedLinear(meta(256, hidden, size)))
-    routed = meta(tokens, 8, dtype=torch.float32), meta(tokens, 8, dtype=torch.int32)
-    args = FusedExperts(meta(tokens, hidden), experts, *routed, Placement(), None, "silu")
-    assert leaves_room(args) == room
-
-
-@pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "turns"),
-    [(1, 128, 8, False), (2, 128, 8, False), (4, 128, 8, True), (4, 128, 4, False), (2, 8, 2, True)],
-)
-def test_slots_take_turns_where_they_share_experts(
-    tokens: int, experts: int, top_k: int, turns: bool
-) -> None:
-    """Or beside a shared expert; and never where columns lie together."""
-
-    def args(w13: torch.Tensor, shared: bool) -> FusedExperts:
-        weights = ExpertWeights(PairedLinear(describe(w13)), GroupedLinear(describe(meta(experts, 64, 48))))
-        routed = meta(tokens, top_k, dtype=torch.float32), describe(meta(tokens, top_k, dtype=torch.int32))
-        x = meta(tokens, 64)
-        return FusedExperts(x, weights, *routed, Placement(), x if shared else None, "silu")
-
-    plain, columns = meta(experts, 96, 64), meta(experts, 64, 96).transpose(1, 2)
-    assert takes_turns(args(plain, False)) == turns and takes_turns(args(plain, True))
-    assert not takes_turns(args(columns, False)) and not takes_turns(args(columns, True))
 
 
 def test_decode_path_counts_the_experts_of_the_map() -> None:

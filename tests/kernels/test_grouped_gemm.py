@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_ops.arguments import PairedLinear
 from moe_ops.kernels import gemm_config, grouped_gemm
-from moe_ops.kernels.gemm import Gemm, Operand
+from moe_ops.kernels.gemm import Gemm, Operand, operands
 from moe_ops.kernels.gemm_mixed import grouped_gemm_mixed_kernel
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Program, describe
@@ -109,6 +110,18 @@ def _mixed(weight: torch.Tensor, rows: int, activation: Activation | None = None
     return replace(gemm, x=x, top_k=2, tail=True)
 
 
+def _halves(weight: torch.Tensor) -> list[torch.Tensor]:
+    turned = weight.stride(2) != 1
+    return [half.mT.contiguous().mT if turned else half.contiguous() for half in weight.chunk(2, 1)]
+
+
+def _apart(weight: torch.Tensor, rows: int, activation: Activation | None = None) -> Gemm:
+    """The same of gate and up rows as a tensor each."""
+    gate, up = map(describe, _halves(weight))
+    linear = operands("weight", PairedLinear(gate, None, up))
+    return replace(_mixed(weight, rows, activation), linear=linear)
+
+
 def test_offsets_that_make_no_sense_of_mixed_heights(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tile map names no more row blocks than it has room for, and rows that there are."""
     monkeypatch.setattr(gemm_config, "_MIXED_FEATURES", 32)
@@ -136,22 +149,42 @@ def test_offsets_that_make_no_sense_of_mixed_heights(device: str, monkeypatch: p
     assert_close(out, oracles.grouped_gemm(x, tensors["weight"], sensible))
 
 
-@pytest.mark.parametrize("activation", [None, Activation(), Activation("swiglu_oai", interleaved=True)])
+GPT_OSS = Activation("swiglu_oai", interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("activation", "layout"),
+    [
+        *itertools.product((None, Activation(), GPT_OSS), ("plain", "transposed")),
+        *itertools.product((None, Activation()), ("apart", "transposed, apart")),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "counts", [(0, 16, 17, 64, 65, 128, 129, 144, 193, 0, 20), (0, 600, 0, 3, 0, 0, 257, 1, 0)]
 )
 def test_tiles_of_mixed_heights(
-    activation: Activation | None, counts: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+    activation: Activation | None,
+    layout: str,
+    counts: tuple[int, ...],
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows up to and past each height, experts of one tile and of several, and rows of none, which are zeros."""
     monkeypatch.setattr(gemm_config, "_MIXED_FEATURES", 32)
     offsets = [0, *itertools.accumulate(counts)]
     rows = offsets[-1] + 74 + offsets[-1] % 2
     weight, x = torch.randn(len(counts), 80, 80).bfloat16(), torch.randn(rows // 2, 80).bfloat16()
-    slots, gemm = torch.randperm(rows).int(), _mixed(weight, rows, activation)
+    if "transposed" in layout:
+        weight = weight.mT.contiguous().mT
+    slots, gemm = (
+        torch.randperm(rows).int(),
+        (_apart if "apart" in layout else _mixed)(weight, rows, activation),
+    )
     buffers, launches = grouped_gemm.plan(gemm)
     assert launches[-1].kernel is grouped_gemm_mixed_kernel
-    tensors = {"x": x, "weight": weight, "sorted_slots": slots}
+    halves = _halves(weight) if "apart" in layout else [weight]
+    tensors = {"x": x, "sorted_slots": slots, **dict(zip(("weight", "up"), halves, strict=False))}
     tensors["expert_offsets"] = torch.tensor(offsets, dtype=torch.int32)
     moved = {name: tensor.to(device) for name, tensor in tensors.items()}
     (out,) = Program(buffers, launches, ("out",)).filled.run(moved)
@@ -161,6 +194,7 @@ def test_tiles_of_mixed_heights(
 
 def test_which_products_have_tiles_of_mixed_heights() -> None:
     wide, narrow = meta(4, 4096, 2048), meta(4, 4096, 2032)
+    columns = meta(4, 2032, 4096).mT
     mixes = [rows for rows in (80, 81, 512, 513) if gemm_config.mixes_heights(_mixed(wide, rows))]
     assert mixes == [81, 512]
     assert gemm_config.mixes_heights(_mixed(wide, 256, Activation()))
@@ -168,7 +202,9 @@ def test_which_products_have_tiles_of_mixed_heights() -> None:
     others = [
         _mixed(narrow, 256),
         _mixed(meta(4, 2048, 2048), 256, Activation()),
-        _mixed(meta(4, 2048, 4096).transpose(1, 2), 256),
+        _mixed(columns, 256),
+        _mixed(columns, 512 * 4, Activation("swiglu_oai", interleaved=True)),
+        replace(_mixed(columns, 512 * 4, Activation()), rows_per_tile=64),
         _mixed(meta(4, 4096, 2048, dtype=torch.float32), 256),
         replace(gemm, gpu=Gpu(80, 108, 163 * 1024)),
         replace(gemm, rows_per_tile=64),
@@ -176,6 +212,22 @@ def test_which_products_have_tiles_of_mixed_heights() -> None:
         replace(gemm, x=Operand("x", describe(meta(128, 2050)[:, :2048]))),
     ]
     assert not any(map(gemm_config.mixes_heights, others))
+    assert gemm_config.mixes_heights(_mixed(meta(4, 2048, 4096).mT, 256))
+
+
+def test_a_tile_of_two_products_has_one_of_mixed_heights() -> None:
+    """Whatever its size, where it gathers rows: of wide pairs rows are sorted, and come by TMA."""
+    columns, rows = meta(4, 512, 3072).mT, meta(4, 3072, 512)
+    for gemm in (_mixed(columns, 80, Activation()), _apart(rows, 80, Activation()), _apart(rows, 80)):
+        mixes = [each for each in (80, 81, 2047) if gemm_config.mixes_heights(replace(gemm, num_slots=each))]
+        assert mixes == [81, 2047]
+    many = [
+        make(each, 4 * 512, Activation())
+        for make in (_mixed, _apart)
+        for each in (columns, meta(4, 512, 5120).mT)
+    ]
+    assert [*map(gemm_config.mixes_heights, many)] == [True, True, True, False]
+    assert [*map(gemm_config.sorts_rows_first, many)] == [False, False, False, True]
 
 
 def test_where_weights_come_slowly_narrower_products_have_tiles_of_mixed_heights() -> None:

@@ -11,6 +11,7 @@ from moe_ops.kernels.common import compute_dtype, next_power_of_2
 from moe_ops.kernels.decode_plan import GemvConfig, down_config, up_config
 from moe_ops.kernels.gpu import KIB, Gpu
 from moe_ops.kernels.program import TensorMeta, describe
+from moe_ops.types import Activation
 from tests.kernels import aot
 from tests.kernels.catalogue import meta
 from tests.kernels.plan_range import FAMILIES, GPUS, Range
@@ -82,10 +83,11 @@ def test_every_decode_step_fits_shared_memory_and_registers(
 
 
 def _up_blocks(weight: TensorMeta, gpu: Gpu) -> Iterator[tuple[int, GemvConfig]]:
-    """Weight rows of a program, and its blocks, for both kinds of activation."""
-    for halves in (1, 2):
-        config = up_config(weight, halves == 2, gpu)
-        yield halves * config.block_n, config
+    """Weight rows of a program, and its blocks, for each kind of activation and number of programs."""
+    for halves, name in ((1, "relu2"), (2, "silu")):
+        for interleaved, slots in itertools.product({False, halves == 2}, (1, 200, 300)):
+            config = up_config(weight, Activation(name, interleaved=interleaved), slots, gpu)
+            yield halves * config.block_n, config
 
 
 def test_a_misfit_is_named() -> None:
