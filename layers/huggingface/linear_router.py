@@ -58,7 +58,8 @@ _LEVELS = (0.5, 0.0, -0.5)
 def known(router: nn.Module) -> Known | None:
     """How this router is rebuilt; None where it is not one product and a `RoutingConfig`."""
     for path, weight in _tensors(router):
-        if weight.dim() == 2 and weight.is_floating_point():
+        is_inside_a_wrapper = path.count(".") > 1  # PEFT's, which choose between modules, and come off
+        if weight.dim() == 2 and weight.is_floating_point() and not is_inside_a_wrapper:
             tried = [each for level in _LEVELS if (each := _tried(router, path, level))]
             if len(tried) == len(_LEVELS) and (found := _found(path, tried)) is not None:
                 return found
