@@ -94,7 +94,7 @@ class ExpertParameters(nn.Module):
         config = self.config
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                if name in ("expert_scale", "post_norm_weight"):
+                if name in ("expert_scale", "post_norm_weight") or name.endswith("weight_scale"):
                     parameter.fill_(1)
                     continue
                 fan_in = config.expert_hidden_size if name.startswith("w13") else config.intermediate_size

@@ -18,6 +18,11 @@ def add_adapters(
     """See `layers.huggingface.add_adapters`."""
     expect_type("model", model, nn.Module)
     experts: dict[str, Any] = {n: m for n, m in model.named_modules() if hasattr(m, "moe_ops_options")}
+    for name, module in model.named_modules():
+        if hasattr(module, "moe_ops_block"):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, patched as a whole: adapters are for experts"
+            )
     if not experts:
         raise ValueError("model has no patched experts: expected some, by layers.huggingface.patch")
     for name, module in experts.items():
@@ -35,7 +40,7 @@ def _adapted(module: Any) -> AdaptedExperts:
     up, *_ = layout.parameters.values()
     num_experts, size = layout.num_experts, layout.intermediate_size
     hidden_size = down.shape[1] if layout.parameters["down_proj"].dim == 2 else down.shape[2]
-    rows = size * (2 if module.has_gate else 1)
+    rows = size * (2 if "gate_up_proj" in layout.parameters else 1)
     shapes = (num_experts, rows, hidden_size), (num_experts, hidden_size, size)
     expert_map = getattr(module, "moe_ops_expert_map", None)
     places = range(num_experts) if expert_map is None else expert_map.tolist()

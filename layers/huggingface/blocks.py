@@ -91,6 +91,8 @@ class Llama4(BlockKind):
         return RoutingConfig(block.top_k, "sigmoid", "topk_then_score", renormalize=False)
 
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        if not hasattr(self.router, "top_k"):  # PEFT's wrapper is there by now
+            return type(self).forward(self, hidden_states)
         tokens = hidden_states.reshape(-1, self.hidden_dim)
         scores, router_logits = self.router(tokens)
         routing = self.moe_ops_block.routing
@@ -226,9 +228,9 @@ def _tried_block(block: Any, kind: type[BlockKind]) -> FoundBlock | None:
     found = FoundBlock(kind, kind.routing(block), activation.spec)
     with trial.trial_mode():
         twin, generator = twin_of(block, kind.num_experts(block))
-        hidden_size = next(
-            each.shape[1] for name, each in twin.named_parameters() if name.startswith("router")
-        )
+        sizes = (each.shape[1] for name, each in twin.named_parameters() if name.startswith("router"))
+        if (hidden_size := next(sizes, None)) is None:  # quantised, its weight is no parameter
+            return None
         tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
         own = run(type(twin).forward, twin, tokens)
         install(twin, found, "auto", "auto")

@@ -98,8 +98,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_weights: [T, K], any floating dtype.
 
     Returns:
-        [T, H] in the dtype of `hidden_states`.
+        [T, H] in the dtype of `hidden_states`, as transformers' own implementations, in autocast too.
     """
+    output = _output(self, hidden_states, top_k_index, top_k_weights)
+    return output if output.dtype == hidden_states.dtype else output.to(hidden_states.dtype)
+
+
+def _output(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """In autocast in its dtype."""
     options, parallel = getattr(self, "moe_ops_options", None), _rare(self, "moe_ops_parallel")
     activation = known_activation(self) if options is None else _settled_before(self, options)
     placement = Placement(_rare(self, "moe_ops_expert_map"))

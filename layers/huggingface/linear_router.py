@@ -15,6 +15,7 @@ from layers.huggingface.routers import OURS, Known, for_experts
 from layers.huggingface.settled import get
 from layers.router import linear_in
 from moe_ops import topk_routing
+from moe_ops._checks import FLOATING_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,16 @@ class Linear:
     logits_dtype: torch.dtype | None
     returned: tuple[str, ...]
 
+    @property
+    def module(self) -> str:
+        """Path of the module that has the weight, or ""."""
+        return self.weight.removesuffix(".weight") if self.weight.endswith(".weight") else ""
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Path of that module where it is not called."""
+        return (self.module,) if self.module and self.product_dtype is not None else ()
+
 
 _LEVELS = (0.5, 0.0, -0.5)
 """Of biases, in three tries: what is filled in for groups left out shows at the last."""
@@ -47,7 +58,8 @@ _LEVELS = (0.5, 0.0, -0.5)
 def known(router: nn.Module) -> Known | None:
     """How this router is rebuilt; None where it is not one product and a `RoutingConfig`."""
     for path, weight in _tensors(router):
-        if weight.dim() == 2 and weight.is_floating_point():
+        is_inside_a_wrapper = path.count(".") > 1  # PEFT's, which choose between modules, and come off
+        if weight.dim() == 2 and weight.is_floating_point() and not is_inside_a_wrapper:
             tried = [each for level in _LEVELS if (each := _tried(router, path, level))]
             if len(tried) == len(_LEVELS) and (found := _found(path, tried)) is not None:
                 return found
@@ -73,16 +85,25 @@ _USUAL = ("logits", "weights", "ids")
 
 def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
     """[T, E], as the family computes them."""
-    weight = get(router, how.weight)
-    bias = get(router, how.bias) if how.bias else None
-    if how.product_dtype is not None:
-        logits = linear_in(how.product_dtype, tokens, weight, bias)
-    elif how.weight.endswith(".weight"):  # a module's, which may have hooks that bring its weight
-        logits = get(router, how.weight.removesuffix(".weight"))(tokens.to(weight.dtype))
+    if how.module and how.product_dtype is None:
+        logits = _called(get(router, how.module), tokens)
     else:
-        logits = F.linear(tokens.to(weight.dtype), weight, bias)
+        weight = get(router, how.weight)
+        bias = get(router, how.bias) if how.bias else None
+        if how.product_dtype is None:
+            logits = F.linear(tokens.to(weight.dtype), weight, bias)
+        else:
+            logits = linear_in(how.product_dtype, tokens, weight, bias)
     logits = logits if how.logits_dtype is None else logits.to(how.logits_dtype)
     return logits if how.multiplier == 1.0 else logits * how.multiplier
+
+
+def _called(module: Any, tokens: Tensor) -> Tensor:
+    """What a linear module gives: it may have hooks that bring its weight, or be a quantised one by now."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.dtype in FLOATING_DTYPES:
+        tokens = tokens.to(weight.dtype)
+    return module(tokens)
 
 
 def _correction(router: Any, how: Linear, given: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -136,7 +157,7 @@ def _found(weight: str, tries: list[Tried]) -> Known | None:
         for correction in _corrections(tried, bias):
             how = Linear(weight, bias, multiplier, correction, *dtypes, tried.output.names)
             for routing in router_trial.configs(tried, _bias(tried, correction)):
-                found = Known(forward, routing, how)
+                found = Known(forward, routing, how, how.inside)
                 if all(_is(found, each) for each in tries):
                     return found
     return None

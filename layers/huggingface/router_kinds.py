@@ -52,7 +52,9 @@ def known(router: nn.Module) -> Known | None:
 def _known(router: nn.Module, kind: type[RouterKind]) -> Known | None:
     generator = torch.Generator().manual_seed(0)
     twin = trial.skeleton(router, trial.random_like(generator)).eval()
-    hidden_size = next(each.shape[1] for each in twin.parameters() if each.dim() == 2)
+    hidden_size = next((each.shape[1] for each in twin.parameters() if each.dim() == 2), None)
+    if hidden_size is None:  # quantised, its weights are no parameters
+        return None
     tokens = torch.randn(_ROWS, hidden_size, generator=generator, dtype=torch.float64)
     tokens = tokens * torch.logspace(-2, 1, _ROWS, dtype=torch.float64)[:, None]
     tried = linear_router.attempt(twin, tokens, *kind.arguments(twin, _ROWS, generator))

@@ -26,11 +26,13 @@ class Known(NamedTuple):
         forward: what runs in place of its class's forward.
         routing: the options of `topk_routing` in it.
         details: a frozen value with what else `forward` needs to know.
+        inside: paths of modules that `forward` does not call, and the router's own code may.
     """
 
     forward: Any
     routing: RoutingConfig
     details: Any
+    inside: tuple[str, ...] = ()
 
 
 class Ours:
@@ -47,7 +49,7 @@ def install(router: Any, known: Known, experts: Any) -> None:
     router.moe_ops_routing = known.routing
     router.moe_ops_details = known.details
     router.moe_ops_config = experts.config if is_dispatched(experts) else OURS
-    router.moe_ops_forward, router.moe_ops_settings = known.forward, settings_of(router)
+    router.moe_ops_forward, router.moe_ops_settings = known.forward, settings_of(router, *known.inside)
     forwards.replace(router, forward)
 
 

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from layers.huggingface.experts import experts_forward, settle, settled_activation
+from moe_ops.errors import value_error
+
+_NOT_PATCHED = (
+    "experts are stacked, but their block runs its own code, as out of a pickle: "
+    "expected layers.huggingface.patch(model) first"
+)
 
 
 class Part(NamedTuple):
@@ -73,7 +79,13 @@ class StackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H] to [T, H], by ids and weights [T, K]."""
+        if hidden_states.dim() != 2:  # dbrx's own code
+            value_error(_NOT_PATCHED)
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+    def __getitem__(self, index: Any) -> nn.Module:
+        """For a block's own code, which takes or goes through its experts one by one."""
+        raise ValueError(_NOT_PATCHED)
 
     def unstacked(self) -> nn.Module:
         """What held the weights before, with them: views of the stacked ones."""

@@ -126,7 +126,8 @@ def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
         return tensor
     shape = [sizes.get(size, size) for size in tensor.shape]
     made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+    is_trained = tensor.is_floating_point()  # packed integers may be parameters
+    return nn.Parameter(made, is_trained) if isinstance(tensor, nn.Parameter) else made
 
 
 def smaller(module: nn.Module, num_experts: int, *kept: int) -> dict[int, int]:

@@ -146,7 +146,7 @@ def _load_weight(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor
 
 
 def _load_scale(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
-    kind = WeightScale.of(param)
+    kind = WeightScale.of(param, module)
     dim = _sharded_dim(param, shard_id)
     if kind is WeightScale.TENSOR:
         _load_single(module, param, _value_of(shard_id, expert_data), weight, shard_id)

@@ -22,9 +22,14 @@ class WeightScale(Enum):
     BLOCK = "block"
 
     @staticmethod
-    def of(param: Tensor) -> "WeightScale":
-        """The kind of a scale parameter. Raises ValueError when its `quant_method` names none."""
-        value = getattr(param, "quant_method", None)
+    def of(param: Tensor, module: nn.Module) -> "WeightScale":
+        """The kind of a scale parameter of `module`. Raises ValueError when its `quant_method` names none.
+
+        A copy, what `to_empty` makes and what is assigned have no such attribute: of those the module knows it.
+        """
+        names = (name for name, each in module.named_parameters(recurse=False) if each is param)
+        known = getattr(module, "weight_scales", {}).get(next(names, ""))
+        value = getattr(param, "quant_method", known)
         value = value.value if isinstance(value, Enum) else value
         try:
             return WeightScale(value)
@@ -65,6 +70,7 @@ def add_weight_scales(
     for name, size in zip(("block rows", "block columns"), block):
         expect_positive(name, size)
     shapes = _shapes(module, kind, *block)
+    module.weight_scales = {"w13_weight_scale": kind.value, "w2_weight_scale": kind.value}
     for name, shape in zip(("w13_weight_scale", "w2_weight_scale"), shapes, strict=True):
         scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(scale, requires_grad=False)

@@ -1,9 +1,13 @@
 """Patched routers inside torch.autocast: float32 logits where a family computes them so, else autocast's."""
 
+import copy
+
 import pytest
 import torch
 
 from layers import huggingface
+from tests.coverage.cases import outputs, stock_model
+from tests.helpers import relative_error
 from tests.huggingface.families import FAMILIES, HIDDEN, TOP_K, pair, tokens
 
 FLOAT32_LOGITS = ("deepseek_v3", "glm4_moe")
@@ -66,6 +70,32 @@ def test_other_routers_agree_with_stock(family, hidden):
     distinct = tied[:, TOP_K - 1] != tied[:, TOP_K]
     assert distinct.float().mean() > 0.9
     assert torch.equal(ids_of(actual)[distinct], ids_of(expected)[distinct])
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "mish"])  # mish is the experts' own code
+@torch.no_grad()
+def test_experts_return_the_dtype_that_they_are_given(hidden_act, hidden):
+    stock, ours = pair("mixtral", hidden_act=hidden_act)
+    huggingface.patch(ours)
+    ids = torch.randint(8, (TOKENS, 2), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, actual = (
+            model.model.layers[0].mlp.experts(hidden, ids, torch.ones(TOKENS, 2)) for model in (stock, ours)
+        )
+    assert actual.dtype == expected.dtype == torch.float32
+    assert relative_error(actual, expected) < 1e-2
+
+
+@torch.no_grad()
+def test_a_block_that_gathers_tokens_of_two_kinds():
+    name = "ernie4_5_vl_moe.mixed"
+    stock = stock_model(name)
+    ours = copy.deepcopy(stock)
+    huggingface.patch(ours)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [outputs(model, name)[0] for model in (ours, stock)]
+    assert results[0].dtype == results[1].dtype
+    assert relative_error(*results) < 3e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

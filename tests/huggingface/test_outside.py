@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from layers import huggingface
+from layers import LowRank, huggingface
 from layers.huggingface import blocks, outside
 from layers.huggingface.recognise import Recogniser
 from moe_ops import RoutingConfig
@@ -58,6 +58,37 @@ def test_copies_and_pickles(name):
     torch.testing.assert_close(outputs(revived, name)[0], expected)
     assert huggingface.patch(revived) == huggingface.patch(model) == report
     assert torch.equal(outputs(revived, name)[0], expected)
+
+
+@pytest.mark.parametrize("name", COLLECTIONS)
+@torch.no_grad()
+def test_adapters(name):
+    changed = stock_model(name)
+    ours = copy.deepcopy(changed)
+    huggingface.patch(ours)
+    adapters = huggingface.add_adapters(ours, 1, 2, torch.zeros(22, dtype=torch.int32))
+    assert len(adapters) == 2
+    for path, adapter in adapters.items():
+        gate_up, down = (
+            LowRank(torch.randn(*linear.a.squeeze(1).shape) / 4, torch.randn(*linear.b.squeeze(1).shape) / 4)
+            for linear in adapter.linears()
+        )
+        adapter.load_adapter(0, gate_up, down, scaling=0.5)
+        experts = changed.get_submodule(path)
+        experts.gate_up_proj[: len(gate_up.a)] += 0.5 * gate_up.b @ gate_up.a
+        experts.down_proj += 0.5 * down.b @ down.a
+    expected = outputs(changed, name)[0]
+    torch.testing.assert_close(outputs(ours, name)[0], expected, rtol=1e-4, atol=1e-4)
+    assert (outputs(stock_model(name), name)[0] - expected).abs().max() > 0.1
+
+
+def test_blocks_that_are_patched_as_a_whole_have_no_adapters():
+    model = stock_model("llama4")
+    huggingface.patch(model)
+    with pytest.raises(
+        ValueError, match="feed_forward is a Llama4TextMoe, patched as a whole: adapters are for"
+    ):
+        huggingface.add_adapters(model, 1, 2, torch.zeros(22, dtype=torch.int32))
 
 
 @torch.no_grad()

@@ -137,6 +137,8 @@ def test_copies_and_pickles():
     expected = ours(hidden())[0]
     assert torch.equal(copy.deepcopy(ours)(hidden())[0], expected)
     revived = pickle.loads(pickle.dumps(ours))
+    with pytest.raises(ValueError, match=r"own code, as out of a pickle: expected layers.huggingface.patch"):
+        revived(hidden())
     assert huggingface.patch(revived, stack_experts=True).routers == ("gate",)
     assert torch.equal(revived(hidden())[0], expected)
     huggingface.unpatch(revived)
@@ -291,6 +293,12 @@ def test_families_with_separate_weights(name):
         parameter.zero_()
     ours.load_state_dict(stock.state_dict())
     torch.testing.assert_close(outputs(ours, name)[0], expected, rtol=1e-4, atol=1e-5)
+    revived = pickle.loads(pickle.dumps(ours))
+    if name == "dbrx":
+        with pytest.raises(ValueError, match=r"as out of a pickle: expected layers.huggingface.patch"):
+            outputs(revived, name)
+    huggingface.patch(revived, stack_experts=True)
+    torch.testing.assert_close(outputs(revived, name)[0], expected, rtol=1e-4, atol=1e-5)
     huggingface.unpatch(ours)
     assert torch.equal(outputs(ours, name)[0], expected)
 

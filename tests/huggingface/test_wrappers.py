@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from layers import huggingface
 from tests.counting import Calls
+from tests.coverage.cases import outputs, stock_model
 from tests.helpers import mixed
 from tests.huggingface.families import pair, tiny_model, tokens
 
@@ -92,6 +93,40 @@ def test_merged_adapters_and_the_way_back(patch_first):
     huggingface.unpatch(merged)
     assert torch.equal(merged(ids).logits, stock_merged(ids).logits)
     assert merged.config._experts_implementation == "eager"
+
+
+# Routers around a linear module, or in a block of their own: what of them is trained.
+INSIDE = {
+    "afmoe": {"target_modules": ["q_proj"], "modules_to_save": ["router.gate"]},
+    "longcat_flash": {"target_modules": ["classifier"]},
+    "llama4": {"target_modules": [], "target_parameters": ["feed_forward.router.weight"]},
+}
+
+
+@pytest.mark.parametrize("patch_first", [False, True], ids=["peft_then_patch", "patch_then_peft"])
+@pytest.mark.parametrize("name", INSIDE)
+@torch.no_grad()
+def test_what_is_trained_inside_a_router(name, patch_first):
+    stock = stock_model(name)
+    ours = copy.deepcopy(stock)
+    if patch_first:
+        huggingface.patch(ours)
+    stock, ours = (
+        adapted(model, peft.LoraConfig(r=2, init_lora_weights=False, **INSIDE[name]))
+        for model in (stock, ours)
+    )
+    huggingface.patch(ours)
+    for model in (stock, ours):
+        for key, parameter in model.named_parameters():
+            if "modules_to_save" in key:
+                parameter.mul_(-1.5)
+    torch.testing.assert_close(*(outputs(model, name)[0] for model in (ours, stock)), rtol=1e-4, atol=1e-4)
+    with ours.disable_adapter(), stock.disable_adapter():
+        torch.testing.assert_close(
+            *(outputs(model, name)[0] for model in (ours, stock)), rtol=1e-4, atol=1e-4
+        )
+    merged = [outputs(model.merge_and_unload(), name)[0] for model in (ours, stock)]
+    torch.testing.assert_close(*merged, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("save_for_backward", ["inputs", "activations"])
