@@ -116,7 +116,8 @@ class ExpertParameters(nn.Module):
         Args:
             param: a parameter [E_local, ...] of this module: weight, bias, or a scale from `add_weight_scales`. It may
                 be padded; what the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds
-                matrices the other way round.
+                matrices the other way round. Of a layer that a style of `layers.parallel` has sharded it is a DTensor,
+                and what is here of it is loaded.
             loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or weights, biases and
                 scales of rows and columns of all experts, with a dimension in front; over all tensor-parallel ranks,
                 of which `shard` takes its part.
@@ -131,7 +132,7 @@ class ExpertParameters(nn.Module):
 
         Raises:
             TypeError, ValueError: unknown shard or scale kind, a shard of another parameter, a shape that does not fit,
-                another kind of dtype, or a tensor on the meta device.
+                another kind of dtype, a tensor on the meta device, or a DTensor that something else has made.
         """
         success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
         return success if return_success else None
