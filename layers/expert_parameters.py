@@ -124,7 +124,8 @@ class ExpertParameters(nn.Module):
             weight_name: says what it is: "scale", "zero" or "offset" (kind by the parameter's `quant_method`),
                 "input_scale", "weight_shape", "g_idx", "bias" or "weight" is part of the name.
             shard_id: "w1" gate, "w3" up, "w2" down.
-            expert_id: global expert, physical one where experts are replicated.
+            expert_id: global expert; a place, where experts have replicas or have moved (`ExpertBalancing.held`). Of a
+                tensor of all experts each finds its place.
 
         Returns:
             None; with `return_success` whether anything was copied: False for an expert of another rank and for a name

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from layers._checks import expect_choice, expect_positive, expect_type
+from layers.balancing import experts_at
 from layers.weights.scales import WeightScale
 
 ShardId = Literal["w1", "w2", "w3"]
@@ -105,7 +106,7 @@ def _expert_pairs(
     num_experts = module.config.num_experts
     if loaded.shape[0] not in (num_experts, len(places)):
         raise ValueError(f"loaded_weight has shape {tuple(loaded.shape)}: expected {num_experts} experts")
-    weights = (loaded[physical % loaded.shape[0]] for physical in range(len(places)))  # replicas are copies
+    weights = (loaded[expert] for expert in experts_at(module.balancing, len(places), loaded.shape[0]))
     return [(here[local], weight) for local, weight in zip(places, weights, strict=True) if local >= 0]
 
 
@@ -113,7 +114,7 @@ def _memory_of(module: Any, param: Any, kind: str) -> Tensor:
     """What is here of a parameter: of a DTensor its part, if a style of `layers.parallel` made it, and nothing else."""
     if not is_distributed(param):
         return param.data
-    if getattr(module, "parallel", None) is None or param.device_mesh.ndim > 1:
+    if module.parallel is None or param.device_mesh.ndim > 1:
         raise TypeError(
             "param is a DTensor: expected a plain tensor, or one that a style of layers.parallel made"
         )
