@@ -128,9 +128,11 @@ class MoEBlock(nn.Module):
             output = self.experts(tokens, routing, self._shared_for_experts(tokens))
         else:
             shared = self._run_shared(tokens)
-            routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
+            # Experts without `route` go by logits alone.
+            if not isinstance(routing, RouterOutput) and hasattr(self.experts, "route"):
+                routing = self.experts.route(routing, tokens)
             expect_linear_dtype("hidden_states", tokens, into)
-            output = back(self.experts(into(tokens), routed))
+            output = back(self.experts(into(tokens), routing))
             expect_shape("output of routed_output_transform", output, tokens.shape)
             output = output if shared is None else output + shared
         return output * 0.5 if self._averages else output
