@@ -3,11 +3,14 @@
 Letters: P experts of all ranks, H hidden, I intermediate size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from layers.balancing import ExpertBalancing, experts_at
 from layers.expert_parameters import ExpertParameters, weight_shapes
 from layers.weights.shard import WHOLE, TensorShard
 
@@ -26,6 +29,7 @@ class AdaptedExperts:
         held: the experts whose weights are here, in their order.
         has_blocks: whether rows of w13 are gate rows, then up rows.
         weight: w2, or what is here of it.
+        balancing: what the module has of it now: says where experts are.
         shard: the part of each expert that is here.
         parallel: the layer's `RankExperts`, or None.
     """
@@ -34,6 +38,7 @@ class AdaptedExperts:
     held: list[int]
     has_blocks: bool
     weight: Tensor
+    balancing: Callable[[], ExpertBalancing | None]
     shard: TensorShard = WHOLE
     parallel: "RankExperts | None" = None
 
@@ -47,6 +52,7 @@ class AdaptedExperts:
             layer.held_experts(),
             activation.is_gated and not activation.interleaved,
             layer.w2_weight,
+            partial(getattr, layer, "balancing", None),
             layer.shard,
             getattr(layer, "parallel", None),
         )
@@ -57,3 +63,14 @@ class AdaptedExperts:
         (_, rows, hidden), (_, _, columns) = self.shapes
         rows, columns = (self.shard.local_size("intermediate_size", size) for size in (rows, columns))
         return (len(self.held), rows, hidden), (len(self.held), hidden, columns)
+
+    def num_given(self, num_adapters: int) -> int:
+        """Of how many experts adapters may be, best as many as these: of the P places, or of the E experts."""
+        balancing = self.balancing()
+        is_of_experts = balancing is not None and num_adapters == balancing.num_experts
+        return num_adapters if is_of_experts else self.shapes[0][0]
+
+    def given_here(self, num_given: int) -> list[int]:
+        """Of adapters of so many, those of the experts that are here."""
+        at = experts_at(self.balancing(), self.shapes[0][0], num_given)
+        return [at[place] for place in self.held]

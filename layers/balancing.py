@@ -125,6 +125,11 @@ class ExpertBalancing(nn.Module):
         record = LoadRecord(self.load, self.num_real_tokens, self.is_recording)
         return route_and_record(router, replicas, record, self.seed)
 
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.replica_count.shape[0]
+
     def load_per_expert(self) -> Tensor:
         """[E] int64: the recorded load of each logical expert, over all its replicas."""
         load = self.load.long()[self.logical_to_physical.clamp(min=0).long()]
@@ -215,6 +220,17 @@ class ExpertBalancing(nn.Module):
                 "placement contradicts itself: expected each place once, with the expert it holds"
             )
         return ExpertPlacement(held.long(), experts, counts)
+
+
+def experts_at(balancing: ExpertBalancing | None, num_places: int, num_given: int) -> list[int]:
+    """Of so many that were given in their order, E experts or P places, the one for each place.
+
+    Experts are where they have moved to. Where nothing has been placed, replicas are those of the first experts.
+    """
+    usual = [place % num_given for place in range(num_places)]
+    if balancing is None or num_given != balancing.num_experts:
+        return usual
+    return [usual[place] if expert < 0 else expert for place, expert in enumerate(balancing.held().tolist())]
 
 
 def balancing_of_layer(

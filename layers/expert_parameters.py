@@ -116,14 +116,16 @@ class ExpertParameters(nn.Module):
         Args:
             param: a parameter [E_local, ...] of this module: weight, bias, or a scale from `add_weight_scales`. It may
                 be padded; what the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds
-                matrices the other way round.
+                matrices the other way round. Of a layer that a style of `layers.parallel` has sharded it is a DTensor,
+                and what is here of it is loaded.
             loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or weights, biases and
                 scales of rows and columns of all experts, with a dimension in front; over all tensor-parallel ranks,
                 of which `shard` takes its part.
             weight_name: says what it is: "scale", "zero" or "offset" (kind by the parameter's `quant_method`),
                 "input_scale", "weight_shape", "g_idx", "bias" or "weight" is part of the name.
             shard_id: "w1" gate, "w3" up, "w2" down.
-            expert_id: global expert, physical one where experts are replicated.
+            expert_id: global expert; a place, where experts have replicas or have moved (`ExpertBalancing.held`). Of a
+                tensor of all experts each finds its place.
 
         Returns:
             None; with `return_success` whether anything was copied: False for an expert of another rank and for a name
@@ -131,7 +133,7 @@ class ExpertParameters(nn.Module):
 
         Raises:
             TypeError, ValueError: unknown shard or scale kind, a shard of another parameter, a shape that does not fit,
-                another kind of dtype, or a tensor on the meta device.
+                another kind of dtype, a tensor on the meta device, or a DTensor that something else has made.
         """
         success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
         return success if return_success else None

@@ -69,7 +69,7 @@ class LocalExperts(nn.Module):
 
     Raises:
         TypeError: `layer` is not a `FusedMoE`.
-        ValueError: its config has an option that these experts do not know.
+        ValueError: its config has an option that these experts do not know, or a style has sharded it.
     """
 
     known_options = frozenset({"latent_size", "padded_size"})
@@ -81,6 +81,10 @@ class LocalExperts(nn.Module):
         _expect_known("config", layer.config, _LAYER)
         _expect_known("config.router", layer.config.router, _ROUTER)
         _expect_known("config.experts", layer.config.experts, self.known_options)
+        if layer.parallel is not None:
+            raise ValueError(
+                "layer is sharded by a style, which exchanges tokens: expected an expert_map or a shard"
+            )
         if layer.config.emit == "batch_invariant":
             raise ValueError("config.emit='batch_invariant': expected another in a ModularKernel")
         self.layer = layer

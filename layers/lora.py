@@ -164,9 +164,9 @@ class ExpertLora(nn.Module):
 
         Args:
             adapter: its number, below N.
-            gate_up: a [P, r, H] and b [P, 2I, r] of all P experts, physical ones where there are replicas, and over all
-                ranks. A smaller r is filled up with zeros.
-            down: a [P, r, I] and b [P, H, r].
+            gate_up: a [E, r, H] and b [E, 2I, r] of all E experts over all ranks, wherever they are; or of P places,
+                where the layer has replicas. A smaller r is filled up with zeros.
+            down: a [E, r, I] and b [E, H, r], or of P places as well.
             scaling: what the changes are multiplied by, such as alpha / r.
 
         Raises:
@@ -174,11 +174,11 @@ class ExpertLora(nn.Module):
         """
         if not 0 <= adapter < self.num_adapters:
             raise ValueError(f"adapter={adapter}: expected a number below num_adapters={self.num_adapters}")
-        named = ("gate_up", gate_up), ("down", down)
-        for (name, given), into, (P, B, A) in zip(named, self.linears(), self.experts.shapes):
+        named, count = (("gate_up", gate_up), ("down", down)), self.experts.num_given(gate_up.a.shape[0])
+        for (name, given), into, (_, B, A) in zip(named, self.linears(), self.experts.shapes):
             rank, most = given.a.shape[1], into.a.shape[2]
-            expect_shape(f"{name}.a", given.a, (P, "r", A))
-            expect_shape(f"{name}.b", given.b, (P, B, rank))
+            expect_shape(f"{name}.a", given.a, (count, "r", A))
+            expect_shape(f"{name}.b", given.b, (count, B, rank))
             if rank > most:
                 raise ValueError(f"{name} has rank {rank}: expected at most {most}")
         with torch.no_grad():
@@ -186,13 +186,13 @@ class ExpertLora(nn.Module):
             self.scaling[adapter] = scaling
 
     def _copy(self, adapter: int, gate_up: LowRank, down: LowRank) -> None:
-        held, shard, ours = self.experts.held, self.experts.shard, self.linears()
-        b13 = gate_up.b[held]
+        here, shard, ours = self.experts.given_here(gate_up.a.shape[0]), self.experts.shard, self.linears()
+        b13 = gate_up.b[here]
         if self.experts.has_blocks:
             rows = torch.cat([shard.of(half, 1) for half in b13.chunk(2, dim=1)], dim=1)
         else:
             rows = shard.of(b13, 1)
-        parts = gate_up.a[held], rows, shard.of(down.a[held], 2), down.b[held]
+        parts = gate_up.a[here], rows, shard.of(down.a[here], 2), down.b[here]
         for part, into in zip(parts, (*ours[0], *ours[1])):
             into[:, adapter] = 0
             into[:, adapter, : part.shape[1], : part.shape[2]] = part

@@ -58,7 +58,7 @@ class ModularKernel(nn.Module):
 
     Raises:
         TypeError: `experts` is not a module, or one of both lacks what such a part has.
-        ValueError: the formats of two neighbours differ.
+        ValueError: the formats of two neighbours differ, or an exchange brings tokens of other experts.
 
     Example:
         >>> kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(FusedMoE(config)))
@@ -77,6 +77,11 @@ class ModularKernel(nn.Module):
         _expect_same_format(prepare_finalize, given, experts, taken)
         if reducer.activation_format is not None:
             _expect_same_format(experts, returned, reducer, reducer.activation_format)
+        expect_experts = getattr(
+            prepare_finalize, "expect_experts", None
+        )  # those that send tokens to owners have it
+        if expect_experts is not None:
+            expect_experts(experts.num_experts, experts.expert_map)
         self.prepare_finalize, self.experts, self.weigh_and_reduce = prepare_finalize, experts, reducer
         self._is_async = isinstance(prepare_finalize, AsyncPrepareAndFinalize)
 

@@ -13,6 +13,7 @@ from layers.fused_moe import FusedMoE
 from layers.modular_kernel import ModularKernel
 from layers.router import Router, RouterOutput
 from layers.shared_experts import SharedExperts
+from moe_ops._checks import expect_shape
 from moe_ops.arguments import SharedExpert
 
 
@@ -127,9 +128,12 @@ class MoEBlock(nn.Module):
             output = self.experts(tokens, routing, self._shared_for_experts(tokens))
         else:
             shared = self._run_shared(tokens)
-            routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
+            # Experts without `route` go by logits alone.
+            if not isinstance(routing, RouterOutput) and hasattr(self.experts, "route"):
+                routing = self.experts.route(routing, tokens)
             expect_linear_dtype("hidden_states", tokens, into)
-            output = back(self.experts(into(tokens), routed))
+            output = back(self.experts(into(tokens), routing))
+            expect_shape("output of routed_output_transform", output, tokens.shape)
             output = output if shared is None else output + shared
         return output * 0.5 if self._averages else output
 
@@ -144,4 +148,6 @@ class MoEBlock(nn.Module):
             return None
         if self._overlaps and not isinstance(self.experts, ModularKernel):  # that takes an output
             return self.shared_experts.operand(tokens)
-        return in_chunks(self.shared_experts, self.config.experts.chunk_size, tokens)
+        shared = in_chunks(self.shared_experts, self.config.experts.chunk_size, tokens)
+        expect_shape("output of shared_experts", shared, tokens.shape)  # a sum would broadcast another
+        return shared

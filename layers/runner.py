@@ -16,6 +16,7 @@ from layers.local_experts import LocalExperts
 from layers.modular_kernel import ModularKernel
 from layers.router import RouterOutput
 from layers.shared_experts import SharedExperts
+from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 
 SharedOrder = Literal["before", "beside", "after"]
@@ -45,7 +46,11 @@ class Reduction:
 
     def applied(self, tensor: Tensor, what: Reduced) -> Tensor:
         """`tensor`, reduced if this is the place for it."""
-        return self.reduce(tensor) if self.of == what else tensor
+        if self.of != what:
+            return tensor
+        reduced = self.reduce(tensor)
+        expect_shape("output of reduction.reduce", reduced, tensor.shape)
+        return reduced
 
 
 class MoERunner(nn.Module):
@@ -129,7 +134,8 @@ class MoERunner(nn.Module):
             router_logits: [..., E] or a `RouterOutput`, without a gate; None with one.
 
         Raises:
-            ValueError: logits beside a gate, or neither; else as the experts do.
+            TypeError, ValueError: logits beside a gate, or neither; a part that returned something else than [T, H];
+                else as the experts do.
         """
         tokens = rows_of("hidden_states", hidden_states)  # [T, H]
         routing = self._route(tokens, router_logits)
@@ -153,16 +159,16 @@ class MoERunner(nn.Module):
         latent, routing = self._transformed(tokens, routing)
         if self.shared_order == "beside" and isinstance(self.experts, ModularKernel):
             kernel, started = self.experts, self.experts.start(latent, routing)
-            return self._with(
-                self._shared(tokens), lambda shared: kernel.finish(started.wait(), shared).wait()
-            )
+            shared = self._shared(tokens)
+            return self._with(tokens, shared, lambda shared: kernel.finish(started.wait(), shared).wait())
         if self.shared_order == "after":
-            output = self._with(None, lambda shared: self.experts(latent, routing, shared))
+            output = self._with(tokens, None, lambda shared: self.experts(latent, routing, shared))
             shared = self._shared(tokens)
             return output if shared is None else output + shared
         if self.shared_order == "beside" and isinstance(self.shared_experts, SharedExperts):
             return self.experts(tokens, routing, self.shared_experts.operand(tokens))
-        return self._with(self._shared(tokens), lambda shared: self.experts(latent, routing, shared))
+        shared = self._shared(tokens)
+        return self._with(tokens, shared, lambda shared: self.experts(latent, routing, shared))
 
     def _transformed(
         self, tokens: Tensor, routing: Tensor | RouterOutput
@@ -173,17 +179,19 @@ class MoERunner(nn.Module):
         routed = routing if isinstance(routing, RouterOutput) else self.experts.route(routing, tokens)
         return self.routed_input_transform(tokens), routed
 
-    def _with(self, shared: Tensor | None, run: Callable[[Tensor | None], Tensor]) -> Tensor:
+    def _with(self, tokens: Tensor, shared: Tensor | None, run: Callable[[Tensor | None], Tensor]) -> Tensor:
         """`shared` in the sum of the routed experts; behind the way back, where there is one."""
         if self.routed_output_transform is None:
             return run(shared)
         output = self.routed_output_transform(run(None))
+        expect_shape("output of routed_output_transform", output, tokens.shape)
         return output if shared is None else output + shared
 
     def _shared(self, tokens: Tensor) -> Tensor | None:
         if self.shared_experts is None:
             return None
         shared = self.shared_experts(tokens)
+        expect_shape("output of shared_experts", shared, tokens.shape)  # a sum would broadcast another
         return shared if self.reduction is None else self.reduction.applied(shared, "shared")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layers._checks import expect_positive
 from moe_ops._checks import compute_dtype
+from moe_ops.errors import value_error
 from moe_ops.placement import mix_bits, token_hash
 
 Strategy = Callable[[Tensor | None, Tensor, int, Tensor], tuple[Tensor, Tensor]]
@@ -85,8 +86,13 @@ def sample_experts(
 
     Returns:
         topk_weights [T, K] float32 (float64 for float64 logits), 1 / K each, and topk_ids [T, K] int32.
+
+    Raises:
+        ValueError: there are fewer than K experts.
     """
     num_tokens, num_experts = router_logits.shape
+    if top_k > num_experts:
+        value_error("top_k={}: expected at most {}, the experts that have logits", top_k, num_experts)
     of_token = token_hash(num_tokens, seed, router_logits.device).unsqueeze(1)
     of_expert = token_hash(num_experts, None, router_logits.device)
     uniform = (mix_bits(of_token ^ of_expert).double() + 0.5) / 2**32

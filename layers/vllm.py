@@ -42,7 +42,8 @@ class FusedMoEArguments:
         renormalize, scoring_func, use_grouped_topk, num_expert_group, topk_group: as in `moe_ops.RoutingConfig`; groups
             count only with `use_grouped_topk`. With a correction bias a group's score is the sum of its two best.
         e_score_correction_bias: [E] float32, for the selection only, with groups and without. The layer's buffer has
-            its memory, so that what is loaded into it later counts.
+            its memory, so that what is loaded into it later counts; until one of both is moved or cast, as by `to` or
+            `to_empty`: build them where they are to be, or copy what was loaded into the layer's buffer.
         custom_routing_function: (hidden_states, gating_output, topk, renormalize) -> (weights, ids), called by these
             names.
         apply_router_weight_on_input, activation: as in `layers.MoEConfig`; but "relu2" has a gate in vLLM, where

@@ -1,5 +1,6 @@
 """Adapters for the experts of a patched model, those of all layers at once."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def _adapted(module: Any) -> AdaptedExperts:
     places = range(num_experts) if expert_map is None else expert_map.tolist()
     held = [expert for expert, local in enumerate(places) if local >= 0]
     parallel = getattr(module, "moe_ops_parallel", None)
-    return AdaptedExperts(shapes, held, up.has_blocks, down, _shard(down, parallel), parallel)
+    balancing = partial(getattr, module, "moe_ops_balancing", None)
+    return AdaptedExperts(shapes, held, up.has_blocks, down, balancing, _shard(down, parallel), parallel)
 
 
 def _shard(down: Any, parallel: Any) -> TensorShard:

@@ -43,6 +43,7 @@ class BatchedExchange(TwoSteps):
         expect_type("exchange", exchange, (Exchange, HierarchicalPrepareAndFinalize))
         self.exchange, self._here = exchange, BatchedPrepareAndFinalize(max_tokens)
         self.output_is_reduced = exchange.output_is_reduced
+        self.expect_experts = exchange.expect_experts
         self.num_dispatchers = exchange.num_dispatchers
         self.max_num_tokens_per_rank = exchange.max_num_tokens_per_rank
 

@@ -79,6 +79,7 @@ class Exchange(TwoSteps):
     Attributes:
         group: a `Group`.
         max_tokens: the most tokens a rank may have, or None.
+        owners: `ExpertRanks`, of those that send tokens to the ranks of their experts.
 
     Raises:
         ValueError: the ranks do not agree; all of them raise, and the message names them.
@@ -91,6 +92,12 @@ class Exchange(TwoSteps):
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, **facts: Any) -> None:
         self.group = Group.of(group)
         expect_agreement(group, {"dispatcher": type(self).__name__, **facts})
+
+    def expect_experts(self, num_experts: int, expert_map: Tensor | None) -> None:
+        """Raises ValueError unless the experts of this rank are those that `owners` say; a `ModularKernel` asks."""
+        owners: Any = getattr(self, "owners", None)
+        if owners is not None:
+            owners.expect_held(owners.expert_map(self.group.rank), num_experts, expert_map)
 
     @property
     def num_dispatchers(self) -> int:

@@ -116,6 +116,22 @@ class ExpertRanks:
         """[E] int32 of a rank, for `FusedMoE`; None where one rank holds all."""
         return determine_expert_map(self.num_ranks, rank, self.num_experts, self.strategy)[1]
 
+    def expect_held(self, expected: Tensor | None, num_experts: int, expert_map: Tensor | None) -> None:
+        """Raises ValueError unless a rank holds the experts of the map that is `expected`: tokens of others were lost.
+
+        Args:
+            num_experts, expert_map: how many the rank holds, and of all which; on the meta device nothing is known.
+        """
+        if expert_map is not None and expert_map.is_meta:
+            return
+        wanted = list(range(self.num_experts)) if expected is None else expected.tolist()
+        held = list(range(num_experts)) if expert_map is None else expert_map.tolist()
+        if len(held) != len(wanted):
+            raise ValueError(f"experts are {len(held)} in all: expected {len(wanted)}, as {self}")
+        for expert, (place, other) in enumerate(zip(held, wanted, strict=True)):
+            if place != other:
+                raise ValueError(f"expert_map[{expert}]={place}: expected {other}, as {self} places experts")
+
     def of(self, ids: Tensor) -> Tensor:
         """The rank of each expert, in the dtype of `ids`; of an id out of range, -1."""
         rank = self._unchecked(ids.clamp(0, self.num_experts - 1))

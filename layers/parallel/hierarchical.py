@@ -69,6 +69,13 @@ class HierarchicalPrepareAndFinalize(TwoSteps):
         whole[self.first_expert : self.first_expert + self.experts_of_node] = of_node
         return whole
 
+    def expect_experts(self, num_experts: int, expert_map: Tensor | None) -> None:
+        """Raises ValueError unless the experts of this rank are those of both exchanges, where `within` says which."""
+        of_node: Any = getattr(self.within, "owners", None)
+        if of_node is not None:
+            expected = self.expert_map(of_node.expert_map(self.within.group.rank))
+            of_node.expect_held(expected, num_experts, expert_map)
+
     @property
     def weigh_and_reduce(self) -> TopKWeightAndReduce:
         """That of the exchange within nodes, which experts stand behind."""

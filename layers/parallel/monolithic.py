@@ -11,6 +11,7 @@ from layers.parallel.all_gather import gathering, rows_of_each
 from layers.parallel.collectives import start_reduce_scatter
 from layers.parallel.exchange import plus
 from layers.parallel.group import Group, expect_agreement
+from layers.routed_experts import KnownExperts
 from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 
@@ -18,8 +19,9 @@ from moe_ops.errors import value_error
 class AllGatherMonolithic(nn.Module):
     """Every rank routes and runs every token, on its part of the experts; sums come back.
 
-    It takes what `FusedMoE` takes, and may stand in its place in a `MoEBlock`. Beside `AllGatherPrepareAndFinalize` it
-    sends a token's E logits instead of K weights and ids, and `FusedMoE` runs router and experts as one operator.
+    It takes what `FusedMoE` takes but for a `RouterOutput`, and may stand in its place in a `MoEBlock`. Beside
+    `AllGatherPrepareAndFinalize` it sends a token's E logits instead of K weights and ids, and `FusedMoE` runs
+    router and experts as one operator.
 
     Args:
         group: ranks with tokens of their own.
@@ -29,7 +31,8 @@ class AllGatherMonolithic(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described, or `max_tokens` is not the same on all ranks; later, as
-            `AllGatherPrepareAndFinalize` does, of E in the place of top_k, or the layer has adapters.
+            `AllGatherPrepareAndFinalize` does, of E in the place of top_k, or the layer has what is known of the tokens
+            of one rank alone: adapters, captured or known experts, a routing of its own in front of latent experts.
 
     Example:
         >>> layer = FusedMoE(config, ExpertRanks(E, W).expert_map(rank))
@@ -57,8 +60,7 @@ class AllGatherMonolithic(nn.Module):
         Raises:
             TypeError, ValueError: shapes or dtypes do not fit, as `FusedMoE` says.
         """
-        if self.layer.lora is not None:
-            value_error("layer has lora: expected None, adapter ids go along in AllGatherPrepareAndFinalize")
+        self._expect_tokens_of_all()
         expect_features("hidden_states", hidden_states, self.layer.config.expert_hidden_size)
         expect_features("router_logits", router_logits, self.layer.config.router_size)
         hidden, logits = hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
@@ -66,6 +68,26 @@ class AllGatherMonolithic(nn.Module):
         addend = None if shared is None else shared.flatten(0, -2)
         rows = start_reduce_scatter(self._run(hidden, logits), self.group)()
         return plus(rows[: hidden.shape[0]], addend).reshape(hidden_states.shape)
+
+    def _expect_tokens_of_all(self) -> None:
+        """Raises ValueError for what has a row for each token of this rank, where the layer gets those of all."""
+        layer, config = self.layer, self.layer.config
+        if layer.lora is not None:
+            value_error("layer has lora: expected None, adapter ids go along in AllGatherPrepareAndFinalize")
+        if layer.capture is not None:
+            value_error(
+                "layer has capture: expected None, ids are captured in front of AllGatherPrepareAndFinalize"
+            )
+        if layer.parallel is not None:
+            value_error(
+                "layer is sharded by a style, which exchanges tokens: expected an expert_map or a shard"
+            )
+        override, function = layer.routing_override, config.router.routing_function
+        if isinstance(override, KnownExperts):
+            kind = type(override).__name__
+            value_error("layer.routing_override={}: expected AllGatherPrepareAndFinalize with it", kind)
+        if config.experts.latent_size is not None and (override is not None or function is not None):
+            value_error("layer routes by what tokens are in front of latent_size: expected by logits alone")
 
     def _run(self, hidden: Tensor, router_logits: Tensor) -> Tensor:
         """Sums [W*M, H] of this rank's experts for tokens of all."""

@@ -59,7 +59,9 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, split: Split
     else:
         tensor = _with_blocks(parameter.data, split)
         distributed = distribute_tensor(tensor, mesh, [split.placement], src_data_rank=source)
-    module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+    sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    vars(sharded).update(vars(parameter))  # what loaders look for
+    module.register_parameter(name, sharded)
 
 
 def _loaded_part(module: nn.Module, name: str, loaded: DTensor, mesh: DeviceMesh, split: Split) -> DTensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from layers._checks import expect_choice, expect_positive, expect_type
+from layers.balancing import experts_at
 from layers.weights.scales import WeightScale
 
 ShardId = Literal["w1", "w2", "w3"]
@@ -93,20 +94,42 @@ def _expert_pairs(
     module: Any, param: Tensor, loaded: Tensor, kind: str, expert_id: int
 ) -> list[tuple[Tensor, Tensor]]:
     """(the expert's part of the parameter, its weight): one pair, or all experts of a fused checkpoint."""
-    local_of = module.expert_map
+    local_of, here = module.expert_map, _memory_of(module, param, kind)
     is_fused = loaded.dim() == _DIMS_OF_ALL.get(kind)
     if not is_fused:
         known = param.shape[0] if local_of is None else local_of.shape[0]
         if not isinstance(expert_id, int) or not 0 <= expert_id < known:
             raise ValueError(f"expert_id={expert_id!r}: expected an expert in [0, {known})")
         local = expert_id if local_of is None else int(local_of[expert_id])
-        return [] if local < 0 else [(param.data[local], loaded)]
+        return [] if local < 0 else [(here[local], loaded)]
     places = range(param.shape[0]) if local_of is None else local_of.tolist()
     num_experts = module.config.num_experts
     if loaded.shape[0] not in (num_experts, len(places)):
         raise ValueError(f"loaded_weight has shape {tuple(loaded.shape)}: expected {num_experts} experts")
-    weights = (loaded[physical % loaded.shape[0]] for physical in range(len(places)))  # replicas are copies
-    return [(param.data[local], weight) for local, weight in zip(places, weights, strict=True) if local >= 0]
+    weights = (loaded[expert] for expert in experts_at(module.balancing, len(places), loaded.shape[0]))
+    return [(here[local], weight) for local, weight in zip(places, weights, strict=True) if local >= 0]
+
+
+def _memory_of(module: Any, param: Any, kind: str) -> Tensor:
+    """What is here of a parameter: of a DTensor its part, if a style of `layers.parallel` made it, and nothing else."""
+    if not is_distributed(param):
+        return param.data
+    if module.parallel is None or param.device_mesh.ndim > 1:
+        raise TypeError(
+            "param is a DTensor: expected a plain tensor, or one that a style of layers.parallel made"
+        )
+    return part_here(param, 2 if kind == "bias" else 3)
+
+
+def is_distributed(parameter: Any) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(parameter, "placements")
+
+
+def part_here(parameter: Any, num_dims: int) -> Tensor:
+    """The memory of a DTensor of experts that is here, gate rows followed by up rows."""
+    local = parameter.detach().to_local()
+    return local if local.dim() == num_dims else local.flatten(1, 2)
 
 
 def _load_single(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
@@ -129,7 +152,7 @@ def _load_bias(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, 
     if shard_id != "w2":
         _expect_shape("bias", weight, (module.config.intermediate_size,))
         _copy_padded(_half(module, expert_data, shard_id, -1), module.shard.of(weight, -1))
-    elif module.shard.rank == 0:
+    elif module.shard.rank == 0 or is_distributed(param):  # a DTensor's is whole on all ranks
         _expect_shape("bias", weight, (module.config.expert_hidden_size,))
         _copy_padded(expert_data, weight)
     else:

@@ -16,6 +16,7 @@ from layers.config import MoEConfig
 from layers.families import moe_config
 from layers.fused_moe import FusedMoE
 from layers.moe_block import MoEBlock
+from layers.weights.expert_loader import is_distributed, part_here
 from layers.weights.files import inside
 from layers.weights.layout import assign_layers, find_layers, join, resolve, unexpected
 from layers.weights.slots import Slot, block_slots, expect_all_have_slots, same
@@ -153,7 +154,7 @@ def _check_module(module: nn.Module, blocks: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name} is on the meta device: expected memory to load into, as to_empty() gives it"
             )
-        if hasattr(tensor, "placements") and id(tensor) not in shared:
+        if is_distributed(tensor) and id(tensor) not in shared:
             raise TypeError(f"{name} is a DTensor: expected plain tensors, load before the module is sharded")
 
 
@@ -164,15 +165,14 @@ def _on_ranks(block: Any) -> dict[str, Any]:
     if experts.parallel is None:
         return {}
     own = ((f"{prefix}{name}", each) for name, each in experts.named_parameters(recurse=False))
-    return {name: each for name, each in own if hasattr(each, "placements") and each.device_mesh.ndim == 1}
+    return {name: each for name, each in own if is_distributed(each) and each.device_mesh.ndim == 1}
 
 
 def _tensors_here(block: Any) -> dict[str, Tensor]:
     """A block's state dict; of experts shared among ranks the parts that are here, gate rows followed by up rows."""
     ours = block.state_dict(keep_vars=True)
     for name, parameter in _on_ranks(block).items():
-        local, num_dims = parameter.to_local(), 2 if name.endswith("bias") else 3
-        ours[name] = local if local.dim() == num_dims else local.flatten(1, 2)
+        ours[name] = part_here(parameter, 2 if name.endswith("bias") else 3)
     return ours
 
 

@@ -283,6 +283,13 @@ def test_any_module_may_take_the_transforms_place():
     plain.load_state_dict(block.state_dict())
     hidden = torch.randn(7, H)
     torch.testing.assert_close(block(hidden), plain(hidden))
+    wrong = rf"has shape \[7, 1\]: expected \[7, {H}\]"
+    block.shared_experts = torch.nn.Linear(H, 1)
+    with pytest.raises(ValueError, match=f"output of shared_experts {wrong}"):
+        block(hidden)
+    block.shared_experts, block.routed_output_transform = None, torch.nn.Linear(H, 1)
+    with pytest.raises(ValueError, match=f"output of routed_output_transform {wrong}"):
+        block(hidden)
 
 
 @pytest.mark.parametrize(

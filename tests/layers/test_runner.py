@@ -248,6 +248,32 @@ def test_what_a_runner_is_given(block, hidden):
     assert runner(torch.randn(0, H), torch.randn(0, 8)).shape == (0, H)
 
 
+class _Pair(torch.nn.Linear):
+    def forward(self, tokens):
+        return super().forward(tokens), None
+
+
+@pytest.mark.parametrize("order", ["before", "beside", "after"])
+def test_parts_that_return_something_else(block, hidden, order):
+    """A sum would broadcast them, or end in an error about no argument."""
+    runner = MoERunner(standard(block.experts), block.gate, shared_order=order)
+    into, back = torch.nn.Identity(), torch.nn.Linear(H, H - 1)
+    wrong = r"has shape \[.*, {}\]: expected \[.*, {}\]"
+    for runner.routed_input_transform, runner.routed_output_transform in ((None, None), (into, into)):
+        runner.shared_experts = torch.nn.Linear(H, 1)
+        with pytest.raises(ValueError, match="output of shared_experts " + wrong.format(1, H)):
+            runner(hidden)
+        runner.shared_experts = _Pair(H, H)
+        with pytest.raises(TypeError, match=r"output of shared_experts=<tuple>: expected a torch\.Tensor"):
+            runner(hidden)
+    runner.shared_experts, runner.routed_output_transform = None, back
+    with pytest.raises(ValueError, match="output of routed_output_transform " + wrong.format(H - 1, H)):
+        runner(hidden)
+    runner.routed_output_transform, runner.reduction = into, Reduction(lambda x: x[:, 1:])
+    with pytest.raises(ValueError, match="output of reduction.reduce " + wrong.format(H - 1, H)):
+        runner(hidden)
+
+
 def test_what_makes_no_sense(block):
     layer = block.experts
     with pytest.raises(TypeError, match="router=3: expected None or a function"):

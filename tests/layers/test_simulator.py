@@ -92,3 +92,5 @@ def test_errors():
         SimulatedRouting("zipf", 2)
     with pytest.raises(ValueError, match="top_k=0: expected at least 1"):
         SimulatedRouting("uniform", 0)
+    with pytest.raises(ValueError, match="top_k=5: expected at most 4"):
+        SimulatedRouting("normal", 5)(None, torch.zeros(3, 4))

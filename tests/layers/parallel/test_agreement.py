@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from layers import RouterOutput
+from layers import BatchedExperts, FusedMoE, ModularKernel, RouterOutput, StandardExperts
 from layers.parallel import (
     AllGatherPrepareAndFinalize,
     AllReducePrepareAndFinalize,
     AllToAllPrepareAndFinalize,
+    BatchedExchange,
     ExpertRanks,
     Group,
+    HierarchicalPrepareAndFinalize,
     PaddedAllToAllPrepareAndFinalize,
 )
 from tests.layers.parallel.exchanges import (
@@ -183,3 +185,39 @@ def test_owners_that_make_no_sense(options, message):
 def test_options_that_make_no_sense(kind, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         kind(world_group(), **options)
+
+
+OTHERS = {  # experts of other ranks, of more, all of them; and those that fit, or of which nothing is known
+    "round robin": ("expert_map", lambda rank: ExpertRanks(E, 2, "round_robin").expert_map(rank)),
+    "of the other rank": (r"expert_map\[0\]=", lambda rank: ExpertRanks(E, 2).expert_map(1 - rank)),
+    "all": ("expert_map", lambda rank: None),
+    "more": (
+        rf"experts are {E + 2} in all: expected {E}",
+        lambda rank: ExpertRanks(E + 2, 2).expert_map(rank),
+    ),
+    "fitting": (None, lambda rank: ExpertRanks(E, 2).expert_map(rank)),
+    "on the meta device": (None, lambda rank: ExpertRanks(E, 2).expert_map(1 - rank)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["all to all", "batched", "two steps"])
+@pytest.mark.parametrize("held", OTHERS)
+def test_experts_that_tokens_are_not_sent_for(held, kind):
+    """Their tokens would be lost, or weighed twice."""
+    message, placement = OTHERS[held]
+    exchange = AllToAllPrepareAndFinalize(world_group(), ExpertRanks(E, 2))
+    experts = BatchedExperts if kind == "batched" else StandardExperts
+    if kind == "batched":
+        exchange = BatchedExchange(exchange)
+    if kind == "two steps":
+        one = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "local"))
+        across = AllToAllPrepareAndFinalize(one["node"], ExpertRanks(E, 1))
+        exchange = HierarchicalPrepareAndFinalize(across, exchange)
+    moe = config(num_redundant_experts=2 if held == "more" else 0)
+    layer = FusedMoE(moe, placement(dist.get_rank()), device="meta" if "meta" in held else "cpu")
+    if message is None:
+        assert isinstance(ModularKernel(exchange, experts(layer)), ModularKernel)
+        return
+    with pytest.raises(ValueError, match=message):
+        ModularKernel(exchange, experts(layer))

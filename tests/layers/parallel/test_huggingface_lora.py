@@ -139,6 +139,10 @@ def test_they_move_with_their_experts():
     with torch.no_grad():
         expected = expected_logits(stock, tokens, adapters)
         torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        for number, layer in enumerate(model.model.layers):  # and are loaded to where these are
+            for adapter in range(2):
+                layer.mlp.experts.moe_ops_lora.load_adapter(adapter, *drawn(number, adapter), scaling=SCALING)
+        torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @on_ranks(1)

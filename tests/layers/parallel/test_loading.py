@@ -8,7 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import MoEBlock, MoEConfig, load_checkpoint
+import layers.vllm
+from layers import FusedMoE, MoEBlock, MoEConfig, load_checkpoint
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from tests.helpers import assert_same
 from tests.layers.parallel.world import on_ranks
@@ -86,3 +87,65 @@ def test_what_is_split_otherwise_is_refused(split):
     name = "gate.weight" if split == "router" else "experts.w13_weight"
     with pytest.raises(TypeError, match=rf"{name} is a DTensor: expected plain tensors"):
         load_checkpoint(block, model.state_dict(), prefix="model.layers.1", progress=False)
+
+
+def _shards(num_experts: int) -> list[tuple[str, str, torch.Tensor]]:
+    """(parameter, shard id, tensor of all experts), over all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = {"w13_weight": (8, 6), "w2_weight": (6, 8), "w13_bias": (8,), "w2_bias": (6,)}
+    ids = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",), "w13_bias": ("w3", "w1"), "w2_bias": ("w2",)}
+    return [
+        (name, shard_id, torch.randn(num_experts, *shape, generator=generator))
+        for name, shape in kinds.items()
+        for shard_id in ids[name]
+    ]
+
+
+def _load_one_by_one(experts: FusedMoE, *, stacked: bool) -> list[bool]:
+    """As a model's loop does; stacked, all experts at once."""
+    parameters = dict(experts.named_parameters())
+    return [
+        parameters[name].weight_loader(
+            parameters[name],
+            tensor if stacked else tensor[expert],
+            name,
+            shard_id,
+            expert,
+            return_success=True,
+        )
+        for name, shard_id, tensor in _shards(4)
+        for expert in range(1 if stacked else 4)
+    ]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_one_tensor_at_a_time(style, stacked, activation):
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": 6, "intermediate_size": 8, "has_bias": True}
+    whole, sharded = (layers.vllm.fused_moe(**sizes, activation=activation) for _ in range(2))
+    parallelize_module(sharded, init_device_mesh("cpu", (2,)), STYLES[style])
+    assert all(_load_one_by_one(whole, stacked=stacked))
+    loaded = _load_one_by_one(sharded, stacked=stacked)
+    assert sum(loaded) == len(loaded) // (
+        1 if stacked or style == "tensor" else 2
+    )  # experts of others are not
+    for name, parameter in sharded.named_parameters():
+        expected = whole.get_parameter(name)
+        assert_same([parameter.full_tensor().view(expected.shape)], [expected], tolerance=0)
+    hidden, logits = torch.randn(9, 6), torch.randn(9, 4)
+    assert_same([sharded(hidden, logits)], [whole(hidden, logits)], tolerance=1e-6)
+
+
+@on_ranks(2)
+def test_one_tensor_of_what_is_split_otherwise_is_refused():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    plain, sharded = (FusedMoE(MoEConfig(4, 2, 6, 8)) for _ in range(2))
+    parallelize_module(sharded, mesh["ep"], STYLES["allreduce"])
+    for experts in (plain, sharded):
+        fully_shard(experts, mesh=mesh["dp"])
+        with pytest.raises(
+            TypeError, match="param is a DTensor: expected a plain tensor, or one that a style"
+        ):
+            experts.weight_loader(experts.w2_weight, torch.ones(6, 8), "weight", "w2", 0)

@@ -86,4 +86,7 @@ def test_adapters_move_with_their_experts():
     hidden, routed = tokens_of(rank, "padded")
     with torch.no_grad():
         assert_matches_oracle(part(hidden, routed), oracle(layer, adapters, hidden, routed, ids_of(rank)))
+        for number, adapter in enumerate(adapters):  # and are loaded to where these are
+            part.lora.load_adapter(number, *adapter)
+        assert_matches_oracle(part(hidden, routed), oracle(layer, adapters, hidden, routed, ids_of(rank)))
     assert len(part.get_expert_weights()) == 2 + 4

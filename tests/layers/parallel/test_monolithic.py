@@ -4,14 +4,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import EplbState, ExpertsConfig
-from layers.parallel import AllGatherMonolithic
+from layers import (
+    BatchedExperts,
+    EplbState,
+    ExpertsConfig,
+    FusedMoE,
+    HashRouting,
+    MoEBlock,
+    RoutedExpertsCapture,
+    RoutedExpertsReplay,
+    RouterConfig,
+    SimulatedRouting,
+    StandardExperts,
+)
+from layers.parallel import AllGatherMonolithic, ExpertParallel
+from moe_ops import RoutingConfig
 from tests.helpers import assert_matches_oracle, assert_same
 from tests.layers import oracle
 from tests.layers.parallel.exchanges import (
     MOST,
     H,
+    K,
     config,
     held_by,
     make_layer,
@@ -114,3 +130,56 @@ def test_load_is_that_of_all_ranks_and_of_rows_of_no_token():
     hidden, logits = torch.randn(5, H), torch.randn(5, 8)
     assert_matches_oracle(kernel(hidden, logits), oracle.experts(layer, hidden, logits))
     assert state.expert_load_view.sum() == 2 * MOST * layer.config.top_k
+
+
+@on_ranks(2)
+@static
+def test_latent_experts(max_tokens):
+    """Logits are of the tokens in front, what is exchanged are the latent ones."""
+    torch.manual_seed(3)
+    moe = config(experts=ExpertsConfig(latent_size=12))
+    block, routed = MoEBlock(moe), FusedMoE(moe, owners(moe).expert_map(dist.get_rank()))
+    hidden, held = torch.randn(5 + dist.get_rank(), H), held_by(routed.expert_map)
+    expected = oracle.block(block, hidden)
+    routed.load_state_dict({name: each[held] for name, each in block.experts.state_dict().items()})
+    block.experts = AllGatherMonolithic(dist.group.WORLD, routed, max_tokens=max_tokens)
+    assert_matches_oracle(block(hidden), expected)
+
+
+def refused():
+    """What a layer may know of this rank's tokens alone, and the message."""
+    routing, ids = RoutingConfig(K), torch.zeros(MOST, K, dtype=torch.int32)
+    replay, table = RoutedExpertsReplay(ids, routing), HashRouting(ids, torch.arange(MOST), routing)
+    latent = config(experts=ExpertsConfig(latent_size=H))
+    function = config(
+        experts=latent.experts, router=RouterConfig(routing_function=lambda h, x, k, _: x.topk(k))
+    )
+    yield config(), {"capture": RoutedExpertsCapture(ids)}, "layer has capture: expected None"
+    yield (
+        config(),
+        {"routing_override": replay},
+        "routing_override=RoutedExpertsReplay: expected AllGatherPrepare",
+    )
+    yield config(), {"routing_override": table}, "routing_override=HashRouting: expected AllGatherPrepare"
+    yield latent, {"routing_override": SimulatedRouting("uniform", K)}, "expected by logits alone"
+    yield function, {}, "expected by logits alone"
+
+
+@on_ranks(2)
+def test_what_is_known_of_tokens_of_one_rank():
+    for moe, attributes, message in refused():
+        kernel = AllGatherMonolithic(dist.group.WORLD, FusedMoE(moe))
+        for name, value in attributes.items():
+            setattr(kernel.layer, name, value)
+        with pytest.raises(ValueError, match=message):
+            kernel(torch.randn(5, H), torch.randn(5, moe.num_experts))
+
+
+@on_ranks(2)
+def test_layers_that_exchange_tokens_themselves():
+    layer = parallelize_module(make_layer(config()), init_device_mesh("cpu", (2,)), ExpertParallel())
+    with pytest.raises(ValueError, match="layer is sharded by a style"):
+        AllGatherMonolithic(dist.group.WORLD, layer)(torch.randn(5, H), torch.randn(5, 8))
+    for experts in (StandardExperts, BatchedExperts):
+        with pytest.raises(ValueError, match="layer is sharded by a style"):
+            experts(layer)
