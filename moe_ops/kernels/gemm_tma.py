@@ -202,7 +202,7 @@ def grouped_gemm_tma_kernel(
     OUT_N: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     column_blocks = tl.cdiv(features, OUT_N)
     num_tiles = tl.load(tiles_ptr) * column_blocks
-    # In a flattened loop two accumulators make ptxas wait for each wgmma, which cost a third of a product.
+    # In a flattened loop two accumulators make ptxas wait for each wgmma, which cost a fifth of a product.
     ASYNC: tl.constexpr = BLOCK_M < 64 or not _is_paired(GATED, INTERLEAVED, TRANSPOSED, up_desc is not None)
     for tile in tl.range(tl.program_id(0), num_tiles, programs, flatten=ASYNC):
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
