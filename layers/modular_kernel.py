@@ -77,9 +77,8 @@ class ModularKernel(nn.Module):
         _expect_same_format(prepare_finalize, given, experts, taken)
         if reducer.activation_format is not None:
             _expect_same_format(experts, returned, reducer, reducer.activation_format)
-        expect_experts = getattr(
-            prepare_finalize, "expect_experts", None
-        )  # those that send tokens to owners have it
+        # Exchanges that send tokens to the owners of experts have it.
+        expect_experts = getattr(prepare_finalize, "expect_experts", None)
         if expect_experts is not None:
             expect_experts(experts.num_experts, experts.expert_map)
         self.prepare_finalize, self.experts, self.weigh_and_reduce = prepare_finalize, experts, reducer

@@ -291,7 +291,7 @@ def launch_with_shared(
     the first launch that reads it.
     """
     shared = partial(launch if is_taken(alone) else products, alone)
-    if not fused.leaves_room(records.transform(_described, routed)):
+    if not fused.leaves_room(routed):
         return launch(routed._replace(shared=shared()))
     device = routed.hidden_states.device
     with torch.cuda.device(device):

@@ -48,6 +48,10 @@ class TensorMeta(NamedTuple):
     dtype: torch.dtype
     aligned: bool
 
+    def stride(self, dim: int) -> int:
+        """As of a tensor."""
+        return self.strides[dim]
+
 
 def is_dense(meta: TensorMeta) -> bool:
     """Whether a tensor is contiguous: a dimension of size 1 may have any stride."""

@@ -77,6 +77,6 @@ def allows_weight(gpu: Gpu, weight: TensorMeta, halves: bool) -> bool:
     return allows(gpu, weight, boxed_weight(weight, halves))
 
 
-def is_transposed(weight: TensorMeta) -> bool:
+def is_transposed(weight: TensorMeta | torch.Tensor) -> bool:
     """Whether the output dimension of the weight [E, B, A] is the contiguous one."""
-    return weight.strides[2] != 1
+    return weight.stride(2) != 1

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from layers import huggingface
 from layers.huggingface.recognise import Recogniser
+from tests.counting import Calls
 from tests.coverage.cases import outputs, stock_model
 from tests.huggingface.test_changed_since import halve
 from tests.huggingface.test_routers import EXPERTS, HIDDEN, Nested
@@ -80,6 +81,20 @@ class InFloat32(Nested):
 
     def logits(self, tokens):
         return self.product(tokens.float())
+
+
+@torch.no_grad()
+def test_hooks_on_a_module_that_our_code_calls():
+    """They run there, and need none of the router's own code."""
+    stock, ours = Nested(), Nested()
+    ours.load_state_dict(stock.state_dict())
+    huggingface.routers.install(ours, Recogniser().known(ours), object())
+    for router in (stock, ours):
+        router.product.register_forward_hook(halve)
+    tokens = torch.randn(20, HIDDEN)
+    with Calls("moe.topk_routing") as calls:
+        assert torch.equal(stock(tokens)[0], ours(tokens)[0])
+    assert calls.total == 1
 
 
 @torch.no_grad()

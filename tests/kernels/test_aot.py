@@ -90,9 +90,9 @@ def test_gpt_oss_layout(tokens: int, transposed: bool) -> None:
 
 @pytest.mark.parametrize("tokens", [4, 64, 4096])
 def test_transposed_halves(tokens: int) -> None:
-    weights = _meta(16, 512, 1024).transpose(1, 2), _meta(16, 512, 512).transpose(1, 2)
-    routes = _meta(tokens, 4, dtype=torch.float32), _meta(tokens, 4, dtype=torch.int32)
-    program = program_of("fused_experts", _meta(tokens, 512), *weights, *routes, activation=Activation())
+    weights = _meta(128, 2048, 1536).mT, _meta(128, 768, 2048).mT
+    routes = _meta(tokens, 8, dtype=torch.float32), _meta(tokens, 8, dtype=torch.int32)
+    program = program_of("fused_experts", _meta(tokens, 2048), *weights, *routes, activation=Activation())
     dtypes = BF16 | {"topk_weights": torch.float32, "topk_ids": torch.int32}
     _assert_spill_free(aot.compile_program(program, dtypes))
 

@@ -89,6 +89,13 @@ def test_tokens_of_another_dtype(name, compiled):
         assert oracle.relative_error(block(hidden), oracle.block(block, hidden)) < 2e-2
 
 
+def test_latent_experts_return_their_routing():
+    block, hidden = make(OTHER_DTYPES["latent"]), torch.randn(3, H)
+    output, routed = block.forward_with_routing(hidden)
+    torch.testing.assert_close(output, block(hidden))
+    assert torch.equal(routed.topk_ids, block.experts.route(block.gate(hidden), hidden).topk_ids)
+
+
 def test_a_module_in_a_linears_place_may_cast():
     class Casts(torch.nn.Linear):
         def forward(self, x):
