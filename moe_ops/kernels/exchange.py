@@ -13,7 +13,15 @@ import triton.language as tl
 from moe_ops.kernels.common import next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
-from moe_ops.kernels.signals import SIGNAL_BYTES, leave, tell, tell_count, wait_for, wait_for_count
+from moe_ops.kernels.signals import (
+    SIGNAL_BYTES,
+    leave,
+    tell,
+    tell_count,
+    told_count,
+    wait_for,
+    wait_for_count,
+)
 from moe_ops.peers import ExchangeLayout, fields_of
 
 _BLOCK_BYTES = 16384  # of a row that a CTA holds: 32 registers a thread
@@ -64,11 +72,14 @@ def _push_kernel(
             to = (rank + 1 + turn) % RANKS
             count_at = tl.load(addresses_ptr + to) + (parity * RANKS + rank) * SIGNAL_BYTES
             tell_count(count_at, number, tl.load(sent_ptr + to), turns_ptr, ROWS)
-    for turn in range(tl.where(takes, RANKS - 1, 0), tl.where(takes, RANKS, RANKS - 1)):
-        to = (rank + 1 + turn) % RANKS  # ranks start with different ones; what stays here comes last
-        sent = tl.load(sent_ptr + to)
-        peer = tl.load(addresses_ptr + to)
-        for slot in range(_first_slot(cta, turn, ROWS, CTAS), sent, CTAS):
+    # A row to each of the others in turn, so that none waits for rows that all come last.
+    ways, most = RANKS - 1, _most_of_others(sent_ptr, rank, RANKS)
+    if takes:
+        ways, most = 1, tl.load(sent_ptr + rank)
+    for index in range(cta, most * ways, CTAS):
+        to, slot = (rank + tl.where(takes, 0, 1) + index % ways) % RANKS, index // ways
+        if slot < tl.load(sent_ptr + to):
+            peer = tl.load(addresses_ptr + to)
             token = tl.load(tokens_ptr + to.to(tl.int64) * ROWS + slot).to(tl.int64)
             here = rank.to(tl.int64) * ROWS + slot
             place = (parity * RANKS + rank) * ROWS + slot
@@ -92,18 +103,29 @@ def _push_kernel(
                 tell(peer + SIGNALS_AT + place * SIGNAL_BYTES, number + 1, turns_ptr)
     if takes:
         mine = tl.load(addresses_ptr + rank)
-        for turn in range(RANKS):
-            sender = (rank + RANKS - 1 - turn) % RANKS  # which pushes to this rank in the same turn
-            stays = sender == rank
+        counts_at = mine + parity * RANKS * SIGNAL_BYTES
+        for sender in range(RANKS):
             count = tl.load(sent_ptr + rank)
-            if not stays:
-                count_at = mine + (parity * RANKS + sender) * SIGNAL_BYTES
-                count = wait_for_count(count_at, number, turns_ptr, ROWS)
+            if sender != rank:
+                count = wait_for_count(counts_at + sender * SIGNAL_BYTES, number, turns_ptr, ROWS)
             if cta == 0:
                 tl.store(received_ptr + sender, count)
-            slots = _first_slot(cta, turn, ROWS, CTAS)
-            for slot in range(slots, tl.where(stays, 0, count), CTAS):
-                here = sender.to(tl.int64) * ROWS + slot
+        for index in range(cta, ROWS * RANKS, CTAS):
+            sender, slot = (rank + index) % RANKS, index // RANKS
+            here = sender.to(tl.int64) * ROWS + slot
+            count = tl.load(sent_ptr + rank)
+            if sender != rank:
+                count = told_count(counts_at + sender * SIGNAL_BYTES, number, turns_ptr, ROWS)
+            if slot >= count:
+                _fill(rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, 0, H, BLOCK_H, ALIGNMENT)
+                if weights_ptr is not None:
+                    target = row_weights_ptr.to(tl.int64) + here * WEIGHT_BYTES
+                    _fill(target, weights_ptr, 0, K, BLOCK_K, 1)
+                if ids_ptr is not None:
+                    _fill(row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, -1, K, BLOCK_K, 4)
+                if extra_ptr is not None:
+                    _fill(row_extra_ptr.to(tl.int64) + here * C, extra_ptr, 0, C, BLOCK_C, 1)
+            elif sender != rank:
                 place = (parity * RANKS + sender) * ROWS + slot
                 wait_for(mine + SIGNALS_AT + place * SIGNAL_BYTES, number + 1, turns_ptr)
                 came = mine + ROWS_AT + place * ROW_BYTES
@@ -115,23 +137,16 @@ def _push_kernel(
                     _copy(came + IDS_AT, row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, K, BLOCK_K, 4)
                 if extra_ptr is not None:
                     _copy(came + EXTRA_AT, row_extra_ptr.to(tl.int64) + here * C, extra_ptr, C, BLOCK_C, 1)
-            for slot in range(count + cta, ROWS, CTAS):
-                here = sender.to(tl.int64) * ROWS + slot
-                _fill(rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, 0, H, BLOCK_H, ALIGNMENT)
-                if weights_ptr is not None:
-                    target = row_weights_ptr.to(tl.int64) + here * WEIGHT_BYTES
-                    _fill(target, weights_ptr, 0, K, BLOCK_K, 1)
-                if ids_ptr is not None:
-                    _fill(row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, -1, K, BLOCK_K, 4)
-                if extra_ptr is not None:
-                    _fill(row_extra_ptr.to(tl.int64) + here * C, extra_ptr, 0, C, BLOCK_C, 1)
     leave(turns_ptr, number, 2 * CTAS)
 
 
 @triton.jit
-def _first_slot(cta, turn, ROWS: tl.constexpr, CTAS: tl.constexpr):
-    """Of a CTA; others in each turn, so that a rank with few rows does not send all of them with the same CTAs."""
-    return (cta + turn * (CTAS - ROWS % CTAS)) % CTAS
+def _most_of_others(counts_ptr, rank, RANKS: tl.constexpr):
+    """Rows of that other rank which has most of them."""
+    most = tl.zeros((), tl.int32)
+    for turn in range(RANKS - 1):
+        most = tl.maximum(most, tl.load(counts_ptr + (rank + 1 + turn) % RANKS))
+    return most
 
 
 @triton.jit(do_not_specialize=["rank", "first", "num_tokens"])
@@ -149,14 +164,14 @@ def _return_kernel(
     cta = pid % CTAS
     mine = tl.load(addresses_ptr + rank)
     if pid < CTAS:
-        for turn in range(RANKS - 1):
+        for turn in range(tl.where(cta == 0, RANKS - 1, 0)):
             to = (rank + 1 + turn) % RANKS
-            peer = tl.load(addresses_ptr + to)
-            count = tl.load(received_ptr + to)
-            if cta == 0:
-                count_at = peer + (parity * RANKS + rank) * SIGNAL_BYTES
-                tell_count(count_at, number, count, turns_ptr, ROWS)
-            for slot in range(_first_slot(cta, turn, ROWS, CTAS), count, CTAS):
+            count_at = tl.load(addresses_ptr + to) + (parity * RANKS + rank) * SIGNAL_BYTES
+            tell_count(count_at, number, tl.load(received_ptr + to), turns_ptr, ROWS)
+        for index in range(cta, _most_of_others(received_ptr, rank, RANKS) * (RANKS - 1), CTAS):
+            to, slot = (rank + 1 + index % (RANKS - 1)) % RANKS, index // (RANKS - 1)
+            if slot < tl.load(received_ptr + to):
+                peer = tl.load(addresses_ptr + to)
                 source = rows_ptr.to(tl.int64) + (to.to(tl.int64) * ROWS + slot) * ROW_BYTES
                 place = (parity * RANKS + rank) * ROWS + slot
                 _copy(source, peer + SUMS_AT + place * SUM_BYTES, rows_ptr, H, BLOCK_H, ALIGNMENT)

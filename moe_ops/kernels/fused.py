@@ -28,6 +28,9 @@ _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
 # Of weights read. From there on another stream's reads cost what they save, and tiles read columns that lie together as
 # fast as programs that multiply one row (H200).
 _MOST_BYTES_BESIDE, _MOST_BYTES_IN_COLUMNS = 1.5e9, 0.55e9
+# Slots whose experts are elsewhere, of which programs that multiply one row come and go for nothing: from so many on,
+# and so many bytes' worth of them more, tiles are faster (H200, five layers in 2, 4 and 8 parts, 1 to 8 tokens).
+_MOST_ELSEWHERE, _BYTES_ELSEWHERE = 3.5, 1.5e8
 
 
 def up_gemm(args: Any, w13: Any, num_slots: int, gpu: Gpu) -> Gemm:
@@ -123,18 +126,27 @@ def leaves_room(args: FusedExperts) -> bool:
 
 
 def _bytes_read(args: Any) -> int:
-    """Of weights, if no two slots share an expert."""
-    (w13, _, up, _), (w2, _) = args.experts
+    """Of weights, if no two slots share an expert and all of these are here."""
+    return math.prod(args.topk_ids.shape) * _bytes_of_an_expert(args.experts)
+
+
+def _bytes_of_an_expert(experts: Any) -> int:
+    (w13, _, up, _), (w2, _) = experts
     elements = sum(math.prod(weight.shape[1:]) for weight in (w13, up, w2) if weight is not None)
-    return math.prod(args.topk_ids.shape) * elements * w13.dtype.itemsize
+    return elements * w13.dtype.itemsize
 
 
 def is_gemv(args: Any) -> bool:
     """Whether the layer runs in the form for few tokens."""
-    w13 = args.experts.w13.weight
-    several = args.topk_ids.shape[0] > 1
-    in_columns = is_transposed(w13) and several and _bytes_read(args) > _MOST_BYTES_IN_COLUMNS
-    return prefers_gemv(*args.topk_ids.shape, args.placement.num_ids(w13.shape[0])) and not in_columns
+    w13, slots = args.experts.w13.weight, args.topk_ids.shape
+    num_ids = args.placement.num_ids(w13.shape[0])
+    if not prefers_gemv(*slots, num_ids):
+        return False
+    elsewhere = math.prod(slots) * (1.0 - w13.shape[0] / max(num_ids, 1))  # if all experts are chosen alike
+    if elsewhere > _MOST_ELSEWHERE + _BYTES_ELSEWHERE / max(_bytes_of_an_expert(args.experts), 1):
+        return False
+    in_columns = is_transposed(w13) and slots[0] > 1
+    return not in_columns or _bytes_read(args) <= _MOST_BYTES_IN_COLUMNS
 
 
 def batch_invariant_experts_program(args: Any, gpu: Gpu) -> Program:

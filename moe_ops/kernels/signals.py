@@ -59,6 +59,13 @@ def wait_for_count(address, number, turns_ptr, ROWS: tl.constexpr):
 
 
 @triton.jit
+def told_count(address, number, turns_ptr, ROWS: tl.constexpr):
+    """The same, once this CTA has waited for it."""
+    told = tl.load(address.to(turns_ptr.dtype, bitcast=True))
+    return (told - (number + 1) * (ROWS + 1)).to(tl.int32)
+
+
+@triton.jit
 def leave(turns_ptr, number, CTAS: tl.constexpr):
     """The last of so many CTAs to come here ends exchange `number`: all have read by then which one it was."""
     if tl.atomic_add(turns_ptr + 1, 1) == CTAS - 1:

@@ -43,6 +43,32 @@ def test_of_columns_that_lie_together_few_bytes_are_multiplied_row_by_row(tokens
 
 
 @pytest.mark.parametrize(
+    ("tokens", "parts", "size", "gemv"),
+    [
+        (3, 2, 768, True),
+        (8, 2, 768, False),
+        (3, 4, 768, True),
+        (4, 4, 768, False),
+        (1, 2, 2048, True),
+        (2, 2, 2048, False),
+    ],
+)
+def test_many_slots_with_experts_elsewhere_are_multiplied_as_tiles(tokens, parts, size, gemv) -> None:
+    """Each of them costs programs that have nothing to do, the more the larger an expert is."""
+    hidden = 7168 if size == 2048 else 2048
+    here = 128 // parts
+    experts = ExpertWeights(
+        PairedLinear(meta(here, 2 * size, hidden)), GroupedLinear(meta(here, hidden, size))
+    )
+    routed = meta(tokens, 8, dtype=torch.float32), meta(tokens, 8, dtype=torch.int32)
+    given = meta(tokens, hidden), experts, *routed
+    assert is_gemv(FusedExperts(*given, Placement(meta(128, dtype=torch.int32)), None, "silu")) == gemv
+    assert is_gemv(FusedExperts(*given, Placement(meta(here, dtype=torch.int32)), None, "silu")) == (
+        prefers_gemv(tokens, 8, here)
+    )
+
+
+@pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "turns"),
     [(1, 128, 8, False), (2, 128, 8, False), (4, 128, 8, True), (4, 128, 4, False), (2, 8, 2, True)],
 )
