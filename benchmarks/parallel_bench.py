@@ -5,19 +5,23 @@ Starts a process for each GPU it finds, or two on a CPU, where only what needs n
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.parallel_killed import in_time, killed
 from benchmarks.parallel_parts import PARTS, PARTS_ON_CPU
 from benchmarks.ranks import Job, run_parts
 from benchmarks.report import machine, table
 
+NAMES = (*PARTS, "killed")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks parallel`."""
-    parser.add_argument("--only", default="", help=f"from {', '.join(PARTS)}; all that apply")
+    parser.add_argument("--only", default="", help=f"from {', '.join(NAMES)}; all that apply")
     parser.add_argument("--ranks", type=int, default=0, help="processes, one for each GPU unless given")
     parser.add_argument(
         "--replays", type=int, default=100_000, help="of a captured layer, each routed otherwise"
@@ -30,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Measures; 1 if a part failed. What was in the file for other parts stays."""
     has_gpus = torch.cuda.is_available()
-    names = arguments.only.split(",") if arguments.only else list(PARTS if has_gpus else PARTS_ON_CPU)
+    names = arguments.only.split(",") if arguments.only else list(NAMES if has_gpus else PARTS_ON_CPU)
     for name in names:
-        if name not in PARTS:
-            print(f"--only {name}: expected names from {', '.join(PARTS)}")
+        if name not in NAMES:
+            print(f"--only {name}: expected names from {', '.join(NAMES)}")
             return 2
     size = arguments.ranks or (torch.cuda.device_count() if has_gpus else 2)
     found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
@@ -47,10 +51,21 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
     options = {"replays": arguments.replays, "problems": arguments.problems}
-    failed = run_parts(Job("benchmarks.parallel_parts", tuple(names), options, arguments.limit), size, tell)
+    together = tuple(name for name in names if name in PARTS)
+    failed = run_parts(Job("benchmarks.parallel_parts", together, options, arguments.limit), size, tell)
+    if "killed" in names:
+        failed += _run_killed(size, tell)
     print(summary(found))
     print(f"failed: {', '.join(failed)}" if failed else f"{len(names)} parts in {arguments.out}", flush=True)
     return 1 if failed else 0
+
+
+def _run_killed(size: int, tell: Callable[[str, Any], None]) -> list[str]:
+    """The part in which no process comes back. Returns its name if it failed."""
+    print("killed:", flush=True)
+    rows = killed(size)
+    tell("killed", rows)
+    return [] if all(map(in_time, rows)) else ["killed"]
 
 
 _TABLES = {
@@ -69,7 +84,23 @@ _TABLES = {
         "allgather us": "allgather us",
         "symmetric us": "symmetric us",
     },
-    "layer": {"way": "way", "tokens": "tokens", "us": "us", "times faster": "speedup"},
+    "layer": {
+        "way": "way",
+        "tokens": "tokens",
+        "us": "us",
+        "times faster": "speedup",
+        "captured us": "captured_us",
+        "captured, times": "captured_speedup",
+    },
+    "rebalancing": {
+        "experts": "experts",
+        "busiest rank": "busiest",
+        "after": "busiest_after",
+        "us": "us",
+        "us after": "us_after",
+        "moved in ms": "moved_ms",
+    },
+    "killed": {"dispatcher": "dispatcher", "timeout s": "timeout_s", "ended after s": "seconds"},
     "replays": {"dispatcher": "dispatcher", "replays": "replays", "mismatches": "mismatches"},
 }
 

@@ -21,7 +21,14 @@ from layers.parallel import (
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
 
 
-def exchanges(state: State, owners: ExpertRanks, tokens: int, hidden_size: int, top_k: int) -> dict[str, Any]:
+def exchanges(
+    state: State,
+    owners: ExpertRanks,
+    tokens: int,
+    hidden_size: int,
+    top_k: int,
+    timeout: float = WAIT_S,
+) -> dict[str, Any]:
     """Those that there are on this device, for so many tokens of a rank."""
     group = state.mesh["ep"]
     found: dict[str, Any] = {
@@ -31,7 +38,7 @@ def exchanges(state: State, owners: ExpertRanks, tokens: int, hidden_size: int, 
     }
     if state.has_gpu or state.size == 1:
         sizes = {"max_tokens": tokens, "hidden_size": hidden_size, "top_k": top_k, "dtype": state.scale.dtype}
-        found["symmetric"] = SymmetricPrepareAndFinalize(group, owners, timeout=WAIT_S, **sizes)
+        found["symmetric"] = SymmetricPrepareAndFinalize(group, owners, timeout=timeout, **sizes)
     return found
 
 

@@ -59,10 +59,13 @@ def layer(state: State) -> list[Row]:
     for name, style in styles(state, each).items():
         calls[name] = partial(sharded(state, whole, style), *mine)
         expect_close(state, calls[name](), expected, name)
-    times = all_eager_us(state, calls)
+    times, captured = all_eager_us(state, calls), in_graphs_us(state, calls)
     for name, us in times.items():
-        speedup = {} if name == "one rank" else {"speedup": times["one rank"] / us}
-        tell(state, rows, way=name, tokens=total, us=us, **speedup)
+        row = {"way": name, "tokens": total, "us": us, "captured_us": captured[name]}
+        if name != "one rank":
+            row["speedup"] = times["one rank"] / us
+            row["captured_speedup"] = captured["one rank"] / captured[name]
+        tell(state, rows, **row)
     return rows
 
 

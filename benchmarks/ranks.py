@@ -101,7 +101,7 @@ def _result(folder: Path | str, name: str) -> Path:
 
 def _serve(rank: int, size: int, folder: str, job: Job) -> None:
     try:
-        _join(rank, size, folder)
+        join_group(rank, size, folder)
         module = __import__(job.module, fromlist=["PARTS"])
         state = module.start(rank, size, job.options)
         for name in job.names:
@@ -120,9 +120,10 @@ def _serve(rank: int, size: int, folder: str, job: Job) -> None:
     os._exit(0)  # leaving a group waits for what others left undone
 
 
-def _join(rank: int, size: int, folder: str) -> None:
+def join_group(rank: int, size: int, folder: str, wait_s: float = WAIT_S) -> None:
+    """Makes this process a rank of those that are given the same folder, on a GPU of its own if there are any."""
     store = dist.FileStore(str(Path(folder, "store")), size)
-    shared = {"store": store, "rank": rank, "world_size": size, "timeout": timedelta(seconds=WAIT_S)}
+    shared = {"store": store, "rank": rank, "world_size": size, "timeout": timedelta(seconds=wait_s)}
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", device_id=torch.device("cuda", rank), **shared)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import parallel_bench, parallel_state, ranks
+from benchmarks import parallel_bench, parallel_killed, parallel_state, ranks
 from benchmarks.ranks import Job, run_parts
 
 
@@ -22,15 +22,45 @@ def arguments(*given):
 def test_parts_on_a_cpu(tmp_path, capfd):
     out = tmp_path / "parallel.json"
     out.write_text(json.dumps({"layer": [{"way": "of another run"}]}))
-    given = "--only", "problems,backward,exchange", "--problems", "3", "--out", str(out)
+    given = "--only", "problems,backward,exchange,rebalancing", "--problems", "3", "--out", str(out)
     assert parallel_bench.main(arguments(*given)) == 0
     found = json.loads(out.read_text())
     assert found["layer"] == [{"way": "of another run"}] and found["machine"]["ranks"] == 2
     assert found["problems"]["problems"] == 3
     assert [found["problems"][f"{name} wrong"] for name in ("allgather", "padded", "variable")] == [0, 0, 0]
     assert len(found["backward"]) == len(found["exchange"]) == 3
+    (moved,) = found["rebalancing"]
+    assert 1 <= moved["busiest_after"] < moved["busiest"]
     told = capfd.readouterr().out
     assert "dispatcher padded" in told and "of another run" in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_ranks_end_behind_one_that_is_killed(tmp_path):
+    out = tmp_path / "parallel.json"
+    assert parallel_bench.main(arguments("--only", "killed", "--ranks", "3", "--out", str(out))) == 0
+    rows = json.loads(out.read_text())["killed"]
+    assert [row["dispatcher"] for row in rows] == ["allgather", "padded", "variable"]
+    assert all(row["others"] == 2 and row["seconds"] < 25 for row in rows)
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(25.0, 0), (25.1, 1), (float("inf"), 1)])
+def test_a_rank_that_goes_on_behind_a_death_is_a_failure(seconds, status, tmp_path, monkeypatch):
+    row = {"dispatcher": "allgather", "timeout_s": 20, "seconds": seconds, "others": 1}
+    monkeypatch.setattr(parallel_bench, "killed", lambda size: [row])
+    assert parallel_bench.main(arguments("--only", "killed", "--out", str(tmp_path / "out"))) == status
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_die_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(parallel_killed, "_serve", _leave_unharmed)
+    (*_, row) = parallel_killed.killed(2, 0.1)
+    assert row["seconds"] == float("inf")
+
+
+def _leave_unharmed(*_):
+    """Of a rank: ends without an error."""
 
 
 def test_a_part_that_there_is_not(tmp_path, capsys):

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_bench, demo, kernels_bench, parallel_bench, peers, serving_bench, stock_bench
+from benchmarks import (
+    cpu_bench,
+    demo,
+    kernels_bench,
+    parallel_bench,
+    parallel_killed,
+    peers,
+    serving_bench,
+    stock_bench,
+)
 from benchmarks.report import table
 from benchmarks.speeds import Speed
 
@@ -119,7 +128,8 @@ def test_the_page_shows_what_options_cost() -> None:
 
 
 def test_the_page_shows_what_two_gpus_take() -> None:
-    found = json.loads((STOCK.parents[1] / "h100-2026-11-25" / "parallel.json").read_text())
+    found = json.loads((STOCK.parents[1] / "h200-2026-11-26" / "parallel.json").read_text())
+    assert all(map(parallel_killed.in_time, found["killed"])) and len(found["killed"]) == 4
     assert parallel_bench.summary(found) in (ROOT / "docs" / "parallel.md").read_text()
     assert all(row["mismatches"] == 0 for row in found["replays"])
     wrong = [count for name, count in found["problems"].items() if name.endswith("wrong")]
