@@ -110,13 +110,8 @@ def _push_kernel(
                 count = wait_for_count(counts_at + sender * SIGNAL_BYTES, number, turns_ptr, ROWS)
             if cta == 0:
                 tl.store(received_ptr + sender, count)
-        for index in range(cta, ROWS * RANKS, CTAS):
-            sender, slot = (rank + index) % RANKS, index // RANKS
-            here = sender.to(tl.int64) * ROWS + slot
-            count = tl.load(sent_ptr + rank)
-            if sender != rank:
-                count = told_count(counts_at + sender * SIGNAL_BYTES, number, turns_ptr, ROWS)
-            if slot >= count:
+            for slot in range(count + cta, ROWS, CTAS):
+                here = offset(sender, ROWS) + slot
                 _fill(rows_ptr.to(tl.int64) + here * HIDDEN_BYTES, hidden_ptr, 0, H, BLOCK_H, ALIGNMENT)
                 if weights_ptr is not None:
                     target = row_weights_ptr.to(tl.int64) + here * WEIGHT_BYTES
@@ -125,7 +120,10 @@ def _push_kernel(
                     _fill(row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, -1, K, BLOCK_K, 4)
                 if extra_ptr is not None:
                     _fill(row_extra_ptr.to(tl.int64) + here * C, extra_ptr, 0, C, BLOCK_C, 1)
-            elif sender != rank:
+        for index in range(cta, ROWS * (RANKS - 1), CTAS):
+            sender, slot = (rank + 1 + index % (RANKS - 1)) % RANKS, index // (RANKS - 1)
+            here = sender.to(tl.int64) * ROWS + slot
+            if slot < told_count(counts_at + sender * SIGNAL_BYTES, number, turns_ptr, ROWS):
                 place = (parity * RANKS + sender) * ROWS + slot
                 wait_for(mine + SIGNALS_AT + place * SIGNAL_BYTES, number + 1, turns_ptr)
                 came = mine + ROWS_AT + place * ROW_BYTES

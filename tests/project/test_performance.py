@@ -127,13 +127,16 @@ def test_the_page_shows_what_options_cost() -> None:
             assert any(line[: len(expected)] == expected for line in lines), expected
 
 
-def test_the_page_shows_what_two_gpus_take() -> None:
-    found = json.loads((STOCK.parents[1] / "h200-2026-11-26" / "parallel.json").read_text())
-    assert all(map(parallel_killed.in_time, found["killed"])) and len(found["killed"]) == 4
+@pytest.mark.parametrize(("name", "ranks"), [("parallel.json", 2), ("parallel-of-four.json", 4)])
+def test_the_page_shows_what_several_gpus_take(name: str, ranks: int) -> None:
+    found = json.loads((STOCK.parents[1] / "h200-2026-11-26" / name).read_text())
+    assert found["machine"]["ranks"] == ranks
     assert parallel_bench.summary(found) in (ROOT / "docs" / "parallel.md").read_text()
     assert all(row["mismatches"] == 0 for row in found["replays"])
     wrong = [count for name, count in found["problems"].items() if name.endswith("wrong")]
     assert wrong == [0, 0, 0, 0]
+    assert all(row["busiest_after"] <= 1.05 for row in found["rebalancing"])
+    assert all(map(parallel_killed.in_time, found["killed"])) and len(found["killed"]) == 4
 
 
 @pytest.mark.parametrize("name", ["serving.json", "serving-sdpa.json", "../h100-2026-11-25/serving-256.json"])
