@@ -113,7 +113,7 @@ def claims(outcome: Outcome) -> Iterator[tuple[str, bool]]:
     """What the demo promises, and whether it held."""
     for way, runs in outcome.runs.items():
         yield f"{way}: the tokens of one process", all(run.agreement.same for run in runs)
-    before, after = (_busiest(slots).mean() for slots in (outcome.before, outcome.after))
+    before, after = (busiest(slots).mean() for slots in (outcome.before, outcome.after))
     yield "rebalanced ranks have more even loads", bool(after < before)
 
 
@@ -149,12 +149,12 @@ def _loads(outcome: Outcome) -> tuple[list[str], list[list[str]]]:
     rows = []
     for layer in range(len(outcome.before)):
         for when, slots in (("before", outcome.before), ("after", outcome.after)):
-            cells = *map(str, slots[layer].tolist()), f"{_busiest(slots)[layer]:.2f}"
+            cells = *map(str, slots[layer].tolist()), f"{busiest(slots)[layer]:.2f}"
             rows.append([f"layer {layer} {when}", *cells])
     return header, rows
 
 
-def _busiest(slots: Tensor) -> Tensor:
+def busiest(slots: Tensor) -> Tensor:
     """[L] the busiest rank's over the mean."""
     return slots.amax(1) / slots.double().mean(1)
 

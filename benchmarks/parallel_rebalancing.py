@@ -1,11 +1,11 @@
 """Rebalancing in `python -m benchmarks parallel`: experts of uneven popularity, before and after they have moved."""
 
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.parallel_demo import busiest
 from benchmarks.parallel_layers import sharded
 from benchmarks.parallel_state import (
     Row,
@@ -40,8 +40,10 @@ def rebalancing(state: State) -> list[Row]:
     rebalancer = ExpertRebalancer(model)
     output = torch.empty_like(expected)
     run = captured(state, lambda: output.copy_(model["experts"](*call)), 1)
-    busiest, us = _load(rebalancer, run), _timed(state, run)
+    run()
+    before = busiest(rebalancer.load_per_rank()).item()
     expect_close(state, output, expected, "before")
+    us = in_turns(state, {"it": run}, 1)["it"]
     synchronize(state)
     started = time.perf_counter()
     rebalancer.start()
@@ -49,9 +51,11 @@ def rebalancing(state: State) -> list[Row]:
     synchronize(state)
     moved_ms = 1e3 * (time.perf_counter() - started)
     output.zero_()
-    busiest_after, us_after = _load(rebalancer, run), _timed(state, run)
+    run()
+    after = busiest(rebalancer.load_per_rank()).item()
     expect_close(state, output, expected, "after")
-    loads = {"busiest": busiest, "busiest_after": busiest_after}
+    us_after = in_turns(state, {"it": run}, 1)["it"]
+    loads = {"busiest": before, "busiest_after": after}
     times = {"us": us, "us_after": us_after, "moved_ms": moved_ms}
     tell(state, rows, experts=workload.num_experts, tokens=tokens, **loads, **times)
     return rows
@@ -67,15 +71,3 @@ def _popular(state: State, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.multinomial(each, workload.top_k, generator=generator)
     weights = torch.rand(ids.shape, generator=generator, device=state.device)
     return hidden.to(state.scale.dtype), weights / weights.sum(1, keepdim=True), ids.to(torch.int32)
-
-
-def _load(rebalancer: ExpertRebalancer, run: Callable[[], object]) -> float:
-    """Of the busiest rank over the mean, in one replay."""
-    rebalancer.forget_load()
-    run()
-    loads = rebalancer.load_per_rank().double()
-    return (loads.amax(1) / loads.mean(1)).item()
-
-
-def _timed(state: State, run: Callable[[], object]) -> float:
-    return in_turns(state, {"it": run}, 1)["it"]

@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import signal
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -53,14 +57,44 @@ def test_a_rank_that_goes_on_behind_a_death_is_a_failure(seconds, status, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_die_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(parallel_killed, "_serve", _leave_unharmed)
-    (*_, row) = parallel_killed.killed(2, 0.1)
+@pytest.mark.parametrize("serve", ["_nobody_dies", "_one_goes_on"])
+def test_a_rank_that_ends_without_an_error_has_not_noticed(serve, monkeypatch):
+    monkeypatch.setattr(parallel_killed, "_serve", globals()[serve])
+    (*_, row) = parallel_killed.killed(3, 0.1)
     assert row["seconds"] == float("inf")
 
 
-def _leave_unharmed(*_):
-    """Of a rank: ends without an error."""
+def _nobody_dies(rank, *_):
+    sys.exit(1)
+
+
+def _one_goes_on(rank, size, folder, *_):
+    if rank == size - 1:
+        Path(folder, "reached").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(rank)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
+def test_ways_of_a_layer_are_as_fast_as_their_times_say(tmp_path):
+    out = tmp_path / "parallel.json"
+    assert parallel_bench.main(arguments("--only", "layer", "--out", str(out))) == 0
+    whole, *ways = json.loads(out.read_text())["layer"]
+    assert whole["way"] == "one rank" and "speedup" not in whole and len(ways) == 2
+    for way in ways:
+        assert way["speedup"] == pytest.approx(whole["us"] / way["us"])
+        assert way["captured_speedup"] == pytest.approx(whole["captured_us"] / way["captured_us"])
+
+
+@pytest.mark.parametrize("waits", [(), (20.0,)])
+def test_how_long_a_rank_waits_for_another(waits, tmp_path, monkeypatch):
+    told = {}
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda backend, **options: told.update(options))
+    monkeypatch.setattr(ranks.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(ranks.torch.cuda, "is_available", lambda: False)
+    ranks.join_group(0, 1, str(tmp_path), *waits)
+    assert told["timeout"].total_seconds() == (waits or (ranks.WAIT_S,))[0]
 
 
 def test_a_part_that_there_is_not(tmp_path, capsys):
