@@ -1,49 +1,121 @@
-"""Decode with a down projection whose columns lie together in memory: a partial product per slot, and their sum.
+"""Decode with weights whose columns lie together in memory: partial products of a slot, then their sum.
 
-Neighbouring columns are then what a program should read: many of them for one slot, where `gemv_combine_kernel` reads
-few for all slots of its token. Parts of the depth are programs of their own where there are too few to fill a GPU.
+Neighbouring columns of one slot are then what a program should read, and a short part of their depth, all at once: one
+that goes through the whole depth waits for each step before it loads the next. What the parts give is added up by
+launches of their own, in order: of gate and up columns where the activation is applied, and of all slots of a token.
 """
 
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import joined, local_expert, offset
+from moe_ops.kernels.common import activate, joined, local_expert, offset
+from moe_ops.kernels.decode import gate_and_up, of_either, weight_rows
+
+
+@triton.jit
+def part_and_slot(program, num_slots, features, up_ptr, BLOCK_N: tl.constexpr):
+    """(part of the depth, slot, block of columns) of a program; those of a second weight come behind the first's."""
+    blocks = tl.cdiv(features, BLOCK_N)
+    if up_ptr is not None:
+        blocks *= 2
+    row = program // blocks
+    return row // num_slots, row % num_slots, program % blocks
+
+
+@triton.jit
+def multiply_columns(
+    x_ptr, weight_ptr, up_ptr, out_ptr, x_row, expert, part, slot, block, num_slots, features,
+    x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    F64: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[part, slot] = weight[expert] @ x[x_row] over the part of the depth, for a block of columns."""
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    width, before = features, 0
+    if up_ptr is not None:
+        blocks = tl.cdiv(features, BLOCK_N)
+        weight_ptr = tl.where(block < blocks, weight_ptr, up_ptr)
+        before = tl.where(block < blocks, 0, features)
+        width, block = 2 * features, block % blocks
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < features
+    column_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)
+    x_row_ptr = x_ptr + offset(x_row, x_stride_m)
+    start, inner = part * PART, tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N,), ACC)
+    # One step at a time: a step fills the registers, and other programs of the multiprocessor load meanwhile.
+    for k in tl.range(start, tl.minimum(start + PART, DEPTH), BLOCK_K, num_stages=1):
+        mask = inner < DEPTH - k
+        weight_ptrs = column_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
+        weight = tl.load(
+            weight_ptrs, mask=inside[:, None] & mask[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=mask, other=0.0)
+        total += tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1)
+    row = part * num_slots + slot
+    tl.store(out_ptr + offset(row, width) + before + columns, total, mask=inside)
 
 
 @triton.jit
 def gemv_columns_kernel(
-    x_ptr, weight_ptr, ids_ptr, map_ptr, out_ptr,
-    top_k, num_slots, num_ids, num_experts, features,
-    ids_stride_t, ids_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    x_ptr, weight_ptr, up_ptr, ids_ptr, map_ptr, out_ptr,
+    top_k, slots_per_row, num_slots, num_ids, num_experts, features,
+    ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     F64: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[p, slot] = weight[expert of slot] @ x[slot] over the p-th PART of the depth, a multiple of BLOCK_K.
+    """out[p, slot] = weight[expert of slot] @ x[slot // slots_per_row] over the p-th PART of the depth.
 
     A dropped slot writes nothing.
     """
-    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
-    blocks = tl.cdiv(features, BLOCK_N)
-    row = tl.program_id(0) // blocks
-    slot = row % num_slots
-    start = row // num_slots * PART
+    part, slot, block = part_and_slot(tl.program_id(0), num_slots, features, up_ptr, BLOCK_N)
     expert = local_expert(
         ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
     if expert < num_experts:
-        columns = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = columns < features
-        column_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)
-        x_row_ptr = x_ptr + offset(slot, DEPTH)
-        inner = tl.arange(0, BLOCK_K)
-        total = tl.zeros((BLOCK_N,), ACC)
-        # One step at a time: a step fills the registers, and other programs of the multiprocessor load meanwhile.
-        for k in tl.range(start, tl.minimum(start + PART, DEPTH), BLOCK_K, num_stages=1):
-            mask = inner < DEPTH - k
-            weight_ptrs = column_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
-            weight = tl.load(weight_ptrs, mask=inside[:, None] & mask[None, :], other=0.0)
-            x = tl.load(x_row_ptr + k + inner, mask=mask, other=0.0)
-            total += tl.sum(weight.to(ACC) * x.to(ACC)[None, :], 1)
-        tl.store(out_ptr + offset(row, features) + columns, total, mask=inside)
+        multiply_columns(
+            x_ptr, weight_ptr, up_ptr, out_ptr, slot // slots_per_row, expert, part, slot, block, num_slots, features,
+            x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+            F64, DEPTH, PART, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+
+
+@triton.jit
+def gemv_gate_kernel(
+    partial_ptr, bias_ptr, up_bias_ptr, ids_ptr, map_ptr, out_ptr,
+    top_k, num_slots, num_ids, num_experts, features,
+    ids_stride_t, ids_stride_k, bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    F64: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out[slot] = activation(partial[:, slot] added up + bias[expert of slot]); a dropped slot writes nothing."""
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    blocks = tl.cdiv(features, BLOCK_N)
+    slot, first = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BLOCK_N
+    expert = local_expert(
+        ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
+    )
+    if expert < num_experts:
+        column, row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, False)
+        part = tl.arange(0, BLOCK_P)
+        partial_rows = offset(part * num_slots + slot, 2 * features if GATED else features)
+        mask = (part < PARTS)[:, None] & (column < features)[None, :]
+        partial = tl.load(partial_ptr + partial_rows[:, None] + row[None, :], mask=mask, other=0.0)
+        bias = tl.zeros((ROWS,), ACC)
+        if bias_ptr is not None:
+            _, bias_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, up_bias_ptr is not None)
+            bias_offsets = offset(expert, bias_stride_e) + offset(bias_row, bias_stride_n)
+            bias_ptrs = of_either(bias_ptr, up_bias_ptr, ROWS) + bias_offsets
+            bias = tl.load(bias_ptrs, mask=column < features, other=0.0).to(ACC)
+        gate, up = gate_and_up(tl.sum(partial, 0) + bias, BLOCK_N, GATED, INTERLEAVED)
+        columns = first + tl.arange(0, BLOCK_N)
+        result = activate(
+            gate, up, expert, columns, columns < features,
+            operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+        )  # fmt: skip
+        out_ptrs = out_ptr + offset(slot, features) + columns
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=columns < features)
 
 
 @triton.jit
@@ -53,7 +125,8 @@ def gemv_sum_kernel(
     num_slots, num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, bias_stride_e, bias_stride_n,
     shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h,
-    TOP_K: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, ROUTES: tl.constexpr, BLOCK_N: tl.constexpr,
+    TOP_K: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, ROUTES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (partial[:, t * TOP_K + k] added up + bias[expert]) + shared[t]."""
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
@@ -61,7 +134,7 @@ def gemv_sum_kernel(
     token = tl.program_id(0) // blocks
     columns = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < features
-    route = tl.arange(0, ROUTES)
+    part, route = tl.arange(0, BLOCK_P), tl.arange(0, ROUTES)
     slot = token * TOP_K + route
     expert = local_expert(
         ids_ptr, map_ptr, slot, route < TOP_K, TOP_K, ids_stride_t, ids_stride_k, num_ids, num_experts
@@ -70,15 +143,14 @@ def gemv_sum_kernel(
     mask = kept[:, None] & inside[None, :]
     route_ptr = weights_ptr + offset(token, route_stride_t) + offset(route, route_stride_k)
     route_weight = tl.load(route_ptr, mask=kept, other=0.0).to(ACC)
-    value = tl.zeros((ROUTES, BLOCK_N), ACC)
+    rows = offset(part[:, None] * num_slots + slot[None, :], features)
+    partial_ptrs = partial_ptr + rows[:, :, None] + columns[None, None, :]
+    value = tl.sum(tl.load(partial_ptrs, mask=(part < PARTS)[:, None, None] & mask[None, :, :], other=0.0), 0)
     if bias_ptr is not None:
         bias_ptrs = (
             bias_ptr + offset(expert, bias_stride_e)[:, None] + offset(columns, bias_stride_n)[None, :]
         )
         value += tl.load(bias_ptrs, mask=mask, other=0.0).to(ACC)
-    for part in tl.static_range(PARTS):
-        partial_ptrs = partial_ptr + offset(part * num_slots + slot, features)[:, None] + columns[None, :]
-        value += tl.load(partial_ptrs, mask=mask, other=0.0)
     total = tl.sum(tl.where(mask, value * route_weight[:, None], 0.0), 0)
     total += joined(
         shared_ptr, shared_gate_ptr, residual_ptr, token, columns, inside,

@@ -14,6 +14,7 @@ import triton.language as tl
 from moe_ops.kernels.choosing import nth_choice, route_tokens
 from moe_ops.kernels.common import mapped
 from moe_ops.kernels.decode import multiply_and_activate, slot_and_column
+from moe_ops.kernels.decode_columns import gemv_columns_kernel, multiply_columns, part_and_slot
 from moe_ops.kernels.formula import with_formula
 from moe_ops.kernels.program import Launch
 from moe_ops.types import RoutingConfig
@@ -63,6 +64,41 @@ def routed_gemv_activation_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def routed_gemv_columns_kernel(
+    x_ptr, weight_ptr, up_ptr, logits_ptr, correction_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
+    num_tokens, num_slots, num_ids, num_experts, features, stride_t, stride_e, stride_b,
+    x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    F64: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TOP_K: tl.constexpr, SCORE: tl.constexpr, SCORE_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr,
+    RENORM_EPS: tl.constexpr, SCALE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr, MEMBERS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """`topk_routing` and `gemv_columns_kernel` in one."""
+    program = tl.program_id(0)
+    if program < num_tokens:
+        route_tokens(
+            logits_ptr, correction_ptr, weights_ptr, ids_ptr, num_tokens, stride_t, stride_e, stride_b,
+            TOP_K, SCORE, SCORE_FIRST, RENORMALIZE, RENORM_EPS, SCALE, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM,
+            GROUP_FILL, NUM_EXPERTS, MEMBERS, 1, BLOCK_E, BLOCK_G, BLOCK_K_SLOTS,
+        )  # fmt: skip
+    else:
+        part, slot, block = part_and_slot(program - num_tokens, num_slots, features, up_ptr, BLOCK_N)
+        id = nth_choice(
+            logits_ptr, correction_ptr, slot // TOP_K, slot % TOP_K, stride_t, stride_e, stride_b,
+            weights_ptr.dtype.element_ty, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,
+            NUM_EXPERTS, MEMBERS, BLOCK_E, BLOCK_G,
+        )  # fmt: skip
+        expert = mapped(id, map_ptr, num_ids, num_experts)
+        if expert < num_experts:
+            multiply_columns(
+                x_ptr, weight_ptr, up_ptr, out_ptr, slot // TOP_K, expert, part, slot, block, num_slots, features,
+                x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+                F64, DEPTH, PART, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
 def routes_inside(router: Any, up: Launch) -> bool:
     """Whether finding a slot's expert is short enough for every program of `up` to do: within a warp.
 
@@ -73,12 +109,20 @@ def routes_inside(router: Any, up: Launch) -> bool:
     return up.num_warps == 1 and not is_limited and router.router_logits.shape[1] <= _MOST_EXPERTS
 
 
-def routed(up: Launch, routing: Launch, gate: Any) -> Launch:
-    """The launch `up` of `gemv_activation_kernel` that does what `routing` does, too."""
+def routed(first: Launch, routing: Launch, gate: Any) -> Launch:
+    """The launch `first` of the experts that does what `routing` does, too."""
     given = dict(routing.args)
     given["correction_ptr"], given["BLOCK_K_SLOTS"] = given.pop("bias_ptr"), given.pop("BLOCK_K")
-    given.update(up.args)
-    for name in ("top_k", "ids_stride_t", "ids_stride_k", "ROWS"):
+    given.update(first.args)
+    is_columns = first.kernel is gemv_columns_kernel
+    for name in (
+        "top_k",
+        "ids_stride_t",
+        "ids_stride_k",
+        "ROWS",
+        *(("slots_per_row",) if is_columns else ()),
+    ):
         del given[name]
-    grid = (up.grid[0] + given["num_tokens"],)
-    return replace(up, kernel=with_formula(routed_gemv_activation_kernel, gate), grid=grid, args=given)
+    kernel = with_formula(routed_gemv_activation_kernel, gate)
+    grid = (first.grid[0] + given["num_tokens"],)
+    return replace(first, kernel=routed_gemv_columns_kernel if is_columns else kernel, grid=grid, args=given)

@@ -13,7 +13,7 @@ import triton.language as tl
 from moe_ops.kernels.activation import activation_args
 from moe_ops.kernels.common import apply_activation, cdiv, next_power_of_2, offset
 from moe_ops.kernels.decode import gate_and_up, weight_rows
-from moe_ops.kernels.decode_plan import GemvConfig, row_config
+from moe_ops.kernels.decode_blocks import GemvConfig, row_config
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 from moe_ops.types import Activation

@@ -11,7 +11,7 @@ from typing import Any
 from moe_ops.arguments import FusedExperts, PairedLinear
 from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
-from moe_ops.kernels.decode_plan import gemv_launches, prefers_gemv, up_launch
+from moe_ops.kernels.decode_plan import first_launch, gemv_launches, prefers_gemv
 from moe_ops.kernels.decode_routed import routed, routes_inside
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.formula import gate_of
@@ -114,7 +114,7 @@ def layer_program(experts: Any, router: Any, gpu: Gpu) -> Program:
 
 def decodes_from_logits(experts: Any, router: Any, gpu: Gpu) -> bool:
     """Whether a launch of the experts routes as well."""
-    return is_gemv(experts) and routes_inside(router, up_launch(experts, gpu))
+    return is_gemv(experts) and routes_inside(router, first_launch(experts, gpu))
 
 
 def leaves_room(args: FusedExperts) -> bool:

@@ -103,9 +103,7 @@ def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
         for top_k in top_ks:
             yield from _token(gpu, dtype, transposed, top_k, (width, depth), HALVES)[1:]
         for act in acts:
-            yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[:1]
-    for dtype, act, width in itertools.product(FLOATS, acts, (128, 256)):  # some programs, and many
-        yield from _token(gpu, dtype, True, 128, (2048, width), act)[:1]
+            yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[: 2 if transposed else 1]
 
 
 def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:

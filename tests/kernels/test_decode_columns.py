@@ -3,31 +3,32 @@
 import pytest
 import torch
 
-from moe_ops.kernels.decode_plan import _parts, up_config
-from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.program import describe
+from moe_ops.kernels.decode_blocks import depth_of_part
 from moe_ops.types import Activation
 from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.oracles import assert_close
 
-SIZES = {  # T, E, K, H, I, into how many parts the depth is cut for bfloat16
-    "one route": (1, 3, 1, 80, 1025, 8),
-    "odd": (2, 37, 3, 37, 150, 5),
-    "one step": (1, 9, 3, 37, 30, 1),
-    "many routes": (1, 50, 40, 16, 24, 1),
-    "tokens": (8, 256, 2, 70, 130, 5),
+SIZES = {  # T, E, K, H, I, into how many parts the depths of w13 and w2 are cut for bfloat16
+    "one route": (1, 3, 1, 80, 1025, 5, 17),
+    "odd": (2, 37, 3, 37, 150, 3, 10),
+    "few parts": (1, 9, 3, 37, 30, 3, 2),
+    "many routes": (1, 50, 40, 16, 24, 1, 1),
+    "tokens": (8, 256, 2, 70, 130, 5, 9),
 }
 HALVES = Activation()
 ACTIVATIONS = [HALVES, Activation("swiglu_oai", interleaved=True), Activation("relu2")]
 BOTH = ("w13", "w2")
-COLUMNS = ["gemv_activation_kernel", "gemv_columns_kernel", "gemv_sum_kernel"]
-ROWS = ["gemv_activation_kernel", "gemv_combine_kernel"]
+COLUMNS = {
+    "w13": ["gemv_columns_kernel", "gemv_gate_kernel"],
+    "w2": ["gemv_columns_kernel", "gemv_sum_kernel"],
+}
+ROWS = {"w13": ["gemv_activation_kernel"], "w2": ["gemv_combine_kernel"]}
 
 
 def _tensors(size: str, dtype: torch.dtype, activation: Activation, optional: bool) -> dict:
-    tokens, experts, top_k, hidden, features, _ = SIZES[size]
+    tokens, experts, top_k, hidden, features, *_ = SIZES[size]
     rows = 2 * features if activation.is_gated else features
     tensors = {
         "hidden_states": torch.randn(tokens, hidden),
@@ -56,12 +57,16 @@ def _names(tensors: dict, activation: Activation) -> list[str]:
     return [launch.kernel.__name__ for launch in program.launches]
 
 
+def _expected(transposed: tuple[str, ...]) -> list[str]:
+    return [kernel for name in BOTH for kernel in (COLUMNS if name in transposed else ROWS)[name]]
+
+
 def _run(
     tensors: dict, activation: Activation, device: str, transposed: tuple[str, ...] = BOTH
 ) -> torch.Tensor:
     placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
     placed |= {name: _columns_together(placed[name]) for name in transposed}
-    assert _names(placed, activation) == (COLUMNS if "w2" in transposed else ROWS)
+    assert _names(placed, activation) == _expected(transposed)
     out = launch("fused_experts", **placed, activation=activation)
     assert_close(out, oracles.experts(**tensors, activation=activation))
     again = launch("fused_experts", **placed, activation=activation)
@@ -95,7 +100,7 @@ def test_neither_stride_is_one(device: str) -> None:
     tensors = _tensors("odd", torch.float32, HALVES, True)
     placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
     placed |= {name: placed[name].repeat_interleave(2, dim=2)[:, :, ::2] for name in BOTH}
-    assert _names(placed, HALVES) == COLUMNS
+    assert _names(placed, HALVES) == _expected(BOTH)
     assert_close(
         launch("fused_experts", **placed, activation=HALVES), oracles.experts(**tensors, activation=HALVES)
     )
@@ -138,36 +143,23 @@ def test_a_nan_token_changes_no_other_token(device: str) -> None:
 def test_the_depth_is_cut_where_there_are_few_programs(size: str) -> None:
     tensors = _tensors(size, torch.bfloat16, HALVES, False)
     tensors |= {name: _columns_together(tensors[name]) for name in BOTH}
-    program = program_of("fused_experts", **tensors, activation=HALVES)
-    assert program.launches[-1].args["PARTS"] == SIZES[size][-1]
+    launches = program_of("fused_experts", **tensors, activation=HALVES).launches
+    assert (launches[1].args["PARTS"], launches[-1].args["PARTS"]) == SIZES[size][-2:]
 
 
 @pytest.mark.parametrize(
-    ("slots", "interleaved", "blocks"),
-    [(15, False, (32, 128)), (16, False, (64, 128)), (16, True, (32, 128)), (23, False, (64, 128))]
-    + [(24, False, (64, 64)), (24, True, (64, 64)), (44, True, (64, 64)), (45, False, (64, 128))],
-)
-def test_blocks_of_columns(slots: int, interleaved: bool, blocks: tuple[int, int]) -> None:
-    """Of Qwen3-30B-A3B, of which a slot has twelve times 64 columns."""
-    weight = describe(torch.empty(128, 2048, 1536, dtype=torch.bfloat16, device="meta").mT)
-    config = up_config(weight, Activation(interleaved=interleaved), slots, H200)
-    assert (config.block_n, config.block_k) == blocks
-
-
-@pytest.mark.parametrize(
-    "programs, steps, parts",
+    ("depth", "programs", "part"),
     [
-        (0, 0, 1),
-        (1, 0, 1),
-        (1, 1, 1),
-        (1, 9, 8),
-        (64, 9, 8),
-        (65, 9, 8),
-        (128, 9, 4),
-        (511, 9, 2),
-        (512, 9, 1),
-        (9, 3, 3),
+        (0, 0, 64),
+        (30, 1, 64),
+        (2048, 192, 64),  # Qwen3-30B-A3B, one token: 42 parts would do, 32 are the most
+        (2048, 768, 192),  # and four
+        (2880, 360, 128),  # gpt-oss
+        (14336, 1, 448),
+        (14336, 8191, 7168),
+        (14336, 8192, 14336),
+        (14337, 1 << 20, 14368),
     ],
 )
-def test_parts(programs: int, steps: int, parts: int) -> None:
-    assert _parts(programs, steps) == parts
+def test_depth_of_part(depth: int, programs: int, part: int) -> None:
+    assert depth_of_part(depth, programs, 32) == part

@@ -26,6 +26,7 @@ ROUTINGS = {  # top_k, and what else
 }
 SIZES = {"T1": (1, 13, 48, 20), "T3": (3, 41, 37, 7), "T8": (8, 150, 19, 5)}  # T, E, H, I
 KERNELS = ["routed_gemv_activation_kernel", "gemv_combine_kernel"]
+OF_COLUMNS = ["routed_gemv_columns_kernel", "gemv_gate_kernel", "gemv_columns_kernel", "gemv_sum_kernel"]
 
 
 def _tensors(size: str, dtype: torch.dtype = torch.float32, activation: Activation = HALVES) -> dict:
@@ -60,9 +61,15 @@ def _program(tensors: dict, routing: RoutingConfig, activation: Activation = HAL
     return fused.fused_moe_program(described, H200)
 
 
-def _check(tensors: dict, routing: RoutingConfig, device: str, activation: Activation = HALVES) -> None:
+def _check(
+    tensors: dict,
+    routing: RoutingConfig,
+    device: str,
+    activation: Activation = HALVES,
+    kernels: list[str] = KERNELS,
+) -> None:
     """Against the oracle of experts on the definition's routes, and to the bit against two launches."""
-    assert _names(tensors, routing, activation) == KERNELS
+    assert _names(tensors, routing, activation) == kernels
     out = _run(tensors, routing, activation, device)
     given = {
         name: tensor for name, tensor in tensors.items() if name not in ("router_logits", "correction_bias")
@@ -119,6 +126,22 @@ def test_experts_that_live_elsewhere_and_logits_apart(device: str) -> None:
 def test_activations(activation: Activation, device: str) -> None:
     tensors = _tensors("T3", torch.bfloat16, activation)
     _check(tensors, ROUTINGS["softmax"], device, activation)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "activation"),
+    mixed(SIZES, (torch.bfloat16, torch.float32), (HALVES, Activation("swiglu_oai", interleaved=True))),
+    ids=str,
+)
+def test_columns_that_lie_together(
+    size: str, dtype: torch.dtype, activation: Activation, device: str
+) -> None:
+    tensors = _tensors(size, dtype, activation)
+    tensors["expert_map"] = torch.arange(SIZES[size][1], dtype=torch.int32).flip(0)
+    tensors["expert_map"][::5] = -1
+    tensors |= {name: tensors[name].mT.contiguous().mT for name in ("w13", "w2")}
+    tensors["hidden_states"] = tensors["hidden_states"].repeat_interleave(2, 1)[:, ::2]
+    _check(tensors, ROUTINGS["as they are"], device, activation, OF_COLUMNS)
 
 
 def test_a_program_to_each_token_writes_the_routes() -> None:

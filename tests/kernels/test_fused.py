@@ -16,7 +16,7 @@ from moe_ops.arguments import (
     SharedAlone,
     SharedExpert,
 )
-from moe_ops.kernels import decode_plan, fused, plans
+from moe_ops.kernels import decode_blocks, fused, plans
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import BoundByName
 from moe_ops.types import Activation, RoutingConfig
@@ -117,8 +117,8 @@ def test_dropped_slots_contribute_nothing(size: str, device: str) -> None:
 def test_decode_reads_long_rows_in_a_loop(
     interleaved: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_plan, "_ONE_SHOT_BYTES", 0)
-    monkeypatch.setattr(decode_plan, "_LOOP_BYTES", 0)
+    monkeypatch.setattr(decode_blocks, "_ONE_SHOT_BYTES", 0)
+    monkeypatch.setattr(decode_blocks, "_LOOP_BYTES", 0)
     monkeypatch.setitem(SIZES, "long", (1, 3, 2, 136, 72))  # no other test caches a plan for these
     activation = Activation(interleaved=interleaved)
     _check(_experts("long", torch.bfloat16, activation, biased=True), activation, device)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from moe_ops.kernels.common import compute_dtype, next_power_of_2
-from moe_ops.kernels.decode_plan import GemvConfig, down_config, up_config
+from moe_ops.kernels.decode_blocks import GemvConfig, column_config, down_config, up_config
 from moe_ops.kernels.gpu import KIB, Gpu
 from moe_ops.kernels.program import TensorMeta, describe
 from moe_ops.types import Activation
@@ -61,18 +61,13 @@ def test_all_plans_fit(gpu: Gpu, family: str) -> None:
 
 
 @on_every_gpu
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_every_decode_step_fits_shared_memory_and_registers(
-    dtype: torch.dtype, transposed: bool, gpu: Gpu
-) -> None:
+def test_every_decode_step_fits_shared_memory_and_registers(dtype: torch.dtype, gpu: Gpu) -> None:
     """All numbers of routes and all depths, by arithmetic: what a loop keeps in flight, and what it adds up."""
     for depth, top_k in itertools.product((1, 33, 100, 1000, 2048, 5000, 14336, 30000), range(1, 129)):
-        plain = meta(4, 64, depth, dtype=dtype)
-        weight = describe(meta(4, depth, 64, dtype=dtype).transpose(1, 2) if transposed else plain)
+        weight = describe(meta(4, 64, depth, dtype=dtype))
         down = down_config(weight, top_k, gpu)
-        slots = 1 if transposed else next_power_of_2(top_k)
-        for rows, config in ((slots * down.block_n, down), *_up_blocks(weight, gpu)):
+        for rows, config in ((next_power_of_2(top_k) * down.block_n, down), *_up_blocks(weight, gpu)):
             elements = rows * config.block_k
             if config.block_k >= depth or config.stages == 1:  # in one shot, in registers
                 assert elements * dtype.itemsize <= 64 * KIB
@@ -83,11 +78,19 @@ def test_every_decode_step_fits_shared_memory_and_registers(
 
 
 def _up_blocks(weight: TensorMeta, gpu: Gpu) -> Iterator[tuple[int, GemvConfig]]:
-    """Weight rows of a program, and its blocks, for each kind of activation and number of programs."""
+    """Weight rows of a program, and its blocks, for each kind of activation."""
     for halves, name in ((1, "relu2"), (2, "silu")):
-        for interleaved, slots in itertools.product({False, halves == 2}, (1, 200, 300)):
-            config = up_config(weight, Activation(name, interleaved=interleaved), slots, gpu)
-            yield halves * config.block_n, config
+        config = up_config(weight, Activation(name), gpu)
+        yield halves * config.block_n, config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_step_of_columns_is_128_bytes_a_thread(dtype: torch.dtype) -> None:
+    """Or a quarter where each element needs an address, and less where the depth is."""
+    for columns, depth, share in ((64, 4096, 1), (37, 4096, 4), (64, 8, 1)):
+        config = column_config(describe(meta(4, depth, columns, dtype=dtype).transpose(1, 2)))
+        assert config.block_n * config.block_k * dtype.itemsize <= 4096 // share
+        assert config.block_k == min(64 // share // dtype.itemsize, depth) and config.num_warps == 1
 
 
 def test_a_misfit_is_named() -> None:
