@@ -24,11 +24,14 @@ def part_and_slot(program, num_slots, features, up_ptr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def multiply_columns(
-    x_ptr, weight_ptr, up_ptr, out_ptr, x_row, expert, part, slot, block, num_slots, features,
+    x_ptr, weight_ptr, up_ptr, out_ptr, x_row, expert, is_kept, part, slot, block, num_slots, features,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     F64: tl.constexpr, DEPTH: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out[part, slot] = weight[expert] @ x[x_row] over the part of the depth, for a block of columns."""
+    """out[part, slot] = weight[expert] @ x[x_row] over the part of the depth, for a block of columns.
+
+    Zeros for a slot that is not kept, so that who adds up need not wait for its expert.
+    """
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     width, before = features, 0
     if up_ptr is not None:
@@ -41,9 +44,10 @@ def multiply_columns(
     column_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)
     x_row_ptr = x_ptr + offset(x_row, x_stride_m)
     start, inner = part * PART, tl.arange(0, BLOCK_K)
+    end = tl.where(is_kept, tl.minimum(start + PART, DEPTH), start)
     total = tl.zeros((BLOCK_N,), ACC)
     # One step at a time: a step fills the registers, and other programs of the multiprocessor load meanwhile.
-    for k in tl.range(start, tl.minimum(start + PART, DEPTH), BLOCK_K, num_stages=1):
+    for k in tl.range(start, end, BLOCK_K, num_stages=1):
         mask = inner < DEPTH - k
         weight_ptrs = column_ptr[:, None] + offset(k + inner, weight_stride_k)[None, :]
         weight = tl.load(
@@ -64,18 +68,17 @@ def gemv_columns_kernel(
 ):  # fmt: skip
     """out[p, slot] = weight[expert of slot] @ x[slot // slots_per_row] over the p-th PART of the depth.
 
-    A dropped slot writes nothing.
+    Zeros for a dropped slot.
     """
     part, slot, block = part_and_slot(tl.program_id(0), num_slots, features, up_ptr, BLOCK_N)
     expert = local_expert(
         ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
-    if expert < num_experts:
-        multiply_columns(
-            x_ptr, weight_ptr, up_ptr, out_ptr, slot // slots_per_row, expert, part, slot, block, num_slots, features,
-            x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-            F64, DEPTH, PART, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+    multiply_columns(
+        x_ptr, weight_ptr, up_ptr, out_ptr, slot // slots_per_row, expert, expert < num_experts, part, slot, block,
+        num_slots, features, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+        F64, DEPTH, PART, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def gemv_gate_kernel(
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out[slot] = activation(partial[:, slot] added up + bias[expert of slot]); a dropped slot writes nothing."""
+    """out[slot] = activation(partial[:, slot] added up + bias[expert of slot]), of a dropped slot without a bias."""
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     blocks = tl.cdiv(features, BLOCK_N)
@@ -95,27 +98,26 @@ def gemv_gate_kernel(
     expert = local_expert(
         ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
-    if expert < num_experts:
-        column, row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, False)
-        part = tl.arange(0, BLOCK_P)
-        partial_rows = offset(part * num_slots + slot, 2 * features if GATED else features)
-        mask = (part < PARTS)[:, None] & (column < features)[None, :]
-        partial = tl.load(partial_ptr + partial_rows[:, None] + row[None, :], mask=mask, other=0.0)
-        bias = tl.zeros((ROWS,), ACC)
-        if bias_ptr is not None:
-            _, bias_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, up_bias_ptr is not None)
-            bias_offsets = offset(expert, bias_stride_e) + offset(bias_row, bias_stride_n)
-            bias_ptrs = of_either(bias_ptr, up_bias_ptr, ROWS) + bias_offsets
-            bias = tl.load(bias_ptrs, mask=column < features, other=0.0).to(ACC)
-        gate, up = gate_and_up(tl.sum(partial, 0) + bias, BLOCK_N, GATED, INTERLEAVED)
-        columns = first + tl.arange(0, BLOCK_N)
-        result = activate(
-            gate, up, expert, columns, columns < features,
-            operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
-        )  # fmt: skip
-        out_ptrs = out_ptr + offset(slot, features) + columns
-        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=columns < features)
+    kept = tl.where(expert < num_experts, features, 0)  # columns that have a bias, and operands of a formula
+    column, row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, False)
+    part, inside = tl.arange(0, BLOCK_P), column < features
+    partial_rows = offset(part * num_slots + slot, 2 * features if GATED else features)
+    partial_ptrs = partial_ptr + partial_rows[:, None] + row[None, :]
+    total = tl.sum(tl.load(partial_ptrs, mask=(part < PARTS)[:, None] & inside[None, :], other=0.0), 0)
+    if bias_ptr is not None:
+        _, bias_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, up_bias_ptr is not None)
+        bias_offsets = offset(expert, bias_stride_e) + offset(bias_row, bias_stride_n)
+        bias_ptrs = of_either(bias_ptr, up_bias_ptr, ROWS) + bias_offsets
+        total += tl.load(bias_ptrs, mask=column < kept, other=0.0).to(ACC)
+    gate, up = gate_and_up(total, BLOCK_N, GATED, INTERLEAVED)
+    columns = first + tl.arange(0, BLOCK_N)
+    result = activate(
+        gate, up, expert, columns, columns < kept,
+        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+    )  # fmt: skip
+    out_ptrs = out_ptr + offset(slot, features) + columns
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=columns < features)
 
 
 @triton.jit
@@ -141,11 +143,12 @@ def gemv_sum_kernel(
     )
     kept = expert < num_experts
     mask = kept[:, None] & inside[None, :]
-    route_ptr = weights_ptr + offset(token, route_stride_t) + offset(route, route_stride_k)
-    route_weight = tl.load(route_ptr, mask=kept, other=0.0).to(ACC)
     rows = offset(part[:, None] * num_slots + slot[None, :], features)
     partial_ptrs = partial_ptr + rows[:, :, None] + columns[None, None, :]
-    value = tl.sum(tl.load(partial_ptrs, mask=(part < PARTS)[:, None, None] & mask[None, :, :], other=0.0), 0)
+    there = ((part < PARTS)[:, None] & (route < TOP_K)[None, :])[:, :, None] & inside[None, None, :]
+    value = tl.sum(tl.load(partial_ptrs, mask=there, other=0.0), 0)
+    route_ptr = weights_ptr + offset(token, route_stride_t) + offset(route, route_stride_k)
+    route_weight = tl.load(route_ptr, mask=kept, other=0.0).to(ACC)
     if bias_ptr is not None:
         bias_ptrs = (
             bias_ptr + offset(expert, bias_stride_e)[:, None] + offset(columns, bias_stride_n)[None, :]

@@ -91,12 +91,11 @@ def routed_gemv_columns_kernel(
             NUM_EXPERTS, MEMBERS, BLOCK_E, BLOCK_G,
         )  # fmt: skip
         expert = mapped(id, map_ptr, num_ids, num_experts)
-        if expert < num_experts:
-            multiply_columns(
-                x_ptr, weight_ptr, up_ptr, out_ptr, slot // TOP_K, expert, part, slot, block, num_slots, features,
-                x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-                F64, DEPTH, PART, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+        multiply_columns(
+            x_ptr, weight_ptr, up_ptr, out_ptr, slot // TOP_K, expert, expert < num_experts, part, slot, block,
+            num_slots, features, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+            F64, DEPTH, PART, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 def routes_inside(router: Any, up: Launch) -> bool:

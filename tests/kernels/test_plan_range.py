@@ -85,12 +85,12 @@ def _up_blocks(weight: TensorMeta, gpu: Gpu) -> Iterator[tuple[int, GemvConfig]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_a_step_of_columns_is_128_bytes_a_thread(dtype: torch.dtype) -> None:
+def test_a_step_of_columns_is_256_bytes_a_thread(dtype: torch.dtype) -> None:
     """Or a quarter where each element needs an address, and less where the depth is."""
     for columns, depth, share in ((64, 4096, 1), (37, 4096, 4), (64, 8, 1)):
         config = column_config(describe(meta(4, depth, columns, dtype=dtype).transpose(1, 2)))
-        assert config.block_n * config.block_k * dtype.itemsize <= 4096 // share
-        assert config.block_k == min(64 // share // dtype.itemsize, depth) and config.num_warps == 1
+        assert config.block_n * config.block_k * dtype.itemsize <= 8192 // share
+        assert config.block_k == min(128 // share // dtype.itemsize, depth) and config.num_warps == 1
 
 
 def test_a_misfit_is_named() -> None:
