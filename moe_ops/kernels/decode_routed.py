@@ -1,6 +1,6 @@
-"""Decode from logits: the first of the two GEMV launches routes as well, so that no launch stands before it.
+"""Decode from logits: the first of the GEMV launches routes as well, so that no launch stands before it.
 
-The first programs, one to a token, write the routes that the second launch reads. Every other program finds the expert
+The first programs, one to a token, write the routes that later launches read. Every other program finds the expert
 of its slot itself, by as many maxima of the token's logits as the slot's place: a hundred or two instructions, which
 other programs' loads hide, where a launch of its own takes two to three microseconds on an H200.
 """
@@ -20,6 +20,21 @@ from moe_ops.kernels.program import Launch
 from moe_ops.types import RoutingConfig
 
 _MOST_EXPERTS = 256  # a warp's maxima of more take longer than what they save
+
+
+@triton.jit
+def _chosen_expert(
+    logits_ptr, correction_ptr, map_ptr, slot, num_ids, num_experts, stride_t, stride_e, stride_b, ACC: tl.constexpr,
+    TOP_K: tl.constexpr, SCORE: tl.constexpr, SCORE_FIRST: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, TOP2_SUM: tl.constexpr, GROUP_FILL: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+    MEMBERS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The local expert of a slot, `num_experts` where there is none."""
+    id = nth_choice(
+        logits_ptr, correction_ptr, slot // TOP_K, slot % TOP_K, stride_t, stride_e, stride_b,
+        ACC, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL, NUM_EXPERTS, MEMBERS, BLOCK_E, BLOCK_G,
+    )  # fmt: skip
+    return mapped(id, map_ptr, num_ids, num_experts)
 
 
 @triton.jit
@@ -49,12 +64,11 @@ def routed_gemv_activation_kernel(
     else:
         programs = tl.num_programs(0) - num_tokens
         slot, first = slot_and_column(program - num_tokens, programs, features, BLOCK_N, TAKE_TURNS)
-        id = nth_choice(
-            logits_ptr, correction_ptr, slot // TOP_K, slot % TOP_K, stride_t, stride_e, stride_b,
-            weights_ptr.dtype.element_ty, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,
+        expert = _chosen_expert(
+            logits_ptr, correction_ptr, map_ptr, slot, num_ids, num_experts, stride_t, stride_e, stride_b,
+            weights_ptr.dtype.element_ty, TOP_K, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,
             NUM_EXPERTS, MEMBERS, BLOCK_E, BLOCK_G,
         )  # fmt: skip
-        expert = mapped(id, map_ptr, num_ids, num_experts)
         if expert < num_experts:
             multiply_and_activate(
                 x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, slot // TOP_K, slot, expert, first, features,
@@ -85,12 +99,11 @@ def routed_gemv_columns_kernel(
         )  # fmt: skip
     else:
         part, slot, block = part_and_slot(program - num_tokens, num_slots, features, up_ptr, BLOCK_N)
-        id = nth_choice(
-            logits_ptr, correction_ptr, slot // TOP_K, slot % TOP_K, stride_t, stride_e, stride_b,
-            weights_ptr.dtype.element_ty, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,
+        expert = _chosen_expert(
+            logits_ptr, correction_ptr, map_ptr, slot, num_ids, num_experts, stride_t, stride_e, stride_b,
+            weights_ptr.dtype.element_ty, TOP_K, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,
             NUM_EXPERTS, MEMBERS, BLOCK_E, BLOCK_G,
         )  # fmt: skip
-        expert = mapped(id, map_ptr, num_ids, num_experts)
         multiply_columns(
             x_ptr, weight_ptr, up_ptr, out_ptr, slot // TOP_K, expert, expert < num_experts, part, slot, block,
             num_slots, features, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,

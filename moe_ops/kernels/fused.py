@@ -27,7 +27,7 @@ from moe_ops.kernels.tma import is_transposed
 _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
 # Of weights read. From there on another stream's reads cost what they save, and tiles read columns that lie together as
 # fast as programs that multiply one row (H200).
-_MOST_BYTES_BESIDE, _MOST_BYTES_IN_COLUMNS = 1.5e9, 0.55e9
+_MOST_BYTES_BESIDE, _MOST_BYTES_IN_COLUMNS = 1.5e9, 1.3e9
 # Slots whose experts are elsewhere, of which programs that multiply one row come and go for nothing: from so many on,
 # and so many bytes' worth of them more, tiles are faster (H200, five layers in 2, 4 and 8 parts, 1 to 8 tokens).
 _MOST_ELSEWHERE, _BYTES_ELSEWHERE = 3.5, 1.5e8

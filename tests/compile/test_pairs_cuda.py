@@ -75,6 +75,7 @@ def by_hand(x, router, w1, w3, w2):
 UP_KERNELS = (
     "gemv_activation_kernel",
     "routed_gemv_activation_kernel",
+    "routed_gemv_columns_kernel",
     "grouped_gemm_tma_kernel",
     "grouped_gemm_mixed_kernel",
 )

@@ -30,7 +30,7 @@ def test_where_another_stream_gets_in_between(tokens: int, size: int, room: bool
 
 
 @pytest.mark.parametrize(
-    ("tokens", "intermediate", "gemv"), [(1, 11520, True), (2, 2880, True), (3, 2880, False), (7, 360, True)]
+    ("tokens", "intermediate", "gemv"), [(1, 20160, True), (6, 2880, True), (7, 2880, False), (7, 360, True)]
 )
 def test_of_columns_that_lie_together_few_bytes_are_multiplied_row_by_row(tokens, intermediate, gemv) -> None:
     """Of rows eight tokens are: gpt-oss of 120 billion parameters has 50 MB an expert."""

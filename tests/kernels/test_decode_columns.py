@@ -9,6 +9,7 @@ from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.oracles import assert_close
+from tests.kernels.test_pairs import on, taken_apart
 
 SIZES = {  # T, E, K, H, I, into how many parts the depths of w13 and w2 are cut for bfloat16
     "one route": (1, 3, 1, 80, 1025, 3, 9),
@@ -96,6 +97,14 @@ def test_one_of_the_weights(name: str, device: str) -> None:
     _run(_tensors("odd", torch.bfloat16, HALVES, True), HALVES, device, (name,))
 
 
+def test_gate_and_up_in_two_tensors(device: str) -> None:
+    tensors = _tensors("odd", torch.bfloat16, HALVES, True)
+    apart = on(device, taken_apart(tensors, "columns"))
+    assert _names(apart, HALVES) == _expected(BOTH)
+    expected = oracles.experts(**tensors, activation=HALVES)
+    assert_close(launch("fused_experts", **apart, activation=HALVES), expected)
+
+
 def test_neither_stride_is_one(device: str) -> None:
     tensors = _tensors("odd", torch.float32, HALVES, True)
     placed = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
@@ -145,6 +154,9 @@ def test_the_depth_is_cut_where_there_are_few_programs(size: str) -> None:
     tensors |= {name: _columns_together(tensors[name]) for name in BOTH}
     launches = program_of("fused_experts", **tensors, activation=HALVES).launches
     assert (launches[1].args["PARTS"], launches[-1].args["PARTS"]) == SIZES[size][-2:]
+    for multiply, add in ((launches[0], launches[1]), (launches[2], launches[3])):
+        parts, depth = add.args["PARTS"], multiply.args["DEPTH"]
+        assert (parts - 1) * multiply.args["PART"] < depth <= parts * multiply.args["PART"]
 
 
 @pytest.mark.parametrize(
