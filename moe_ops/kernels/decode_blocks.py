@@ -25,7 +25,7 @@ _STAGES, _STAGES_IN_LITTLE_MEMORY, _MUCH_MEMORY = 4, 3, 128 * KIB
 # Of weights whose columns lie together a program of one warp reads so many columns, so many bytes of each in a step,
 # and a part of the depth of at least so many steps, so that there are so many programs. One that goes through the whole
 # depth waits for each step before the next: a token of Qwen3-30B took 34 microseconds that way on an H200.
-_COLUMNS, _COLUMN_BYTES, _FEWEST_STEPS, _ENOUGH_PROGRAMS, _MOST_PARTS = 64, 128, 2, 8192, 32
+_COLUMNS, _COLUMN_BYTES, _FEWEST_STEPS, _ENOUGH_PROGRAMS, _MOST_PARTS = 64, 128, 4, 8192, 16
 
 
 @dataclass(frozen=True, slots=True)

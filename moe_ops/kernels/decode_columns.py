@@ -13,10 +13,10 @@ from moe_ops.kernels.decode import gate_and_up, of_either, weight_rows
 
 
 @triton.jit
-def part_and_slot(program, num_slots, features, up_ptr, BLOCK_N: tl.constexpr):
+def part_and_slot(program, num_slots, features, BLOCK_N: tl.constexpr, APART: tl.constexpr):
     """(part of the depth, slot, block of columns) of a program; those of a second weight come behind the first's."""
     blocks = tl.cdiv(features, BLOCK_N)
-    if up_ptr is not None:
+    if APART:
         blocks *= 2
     row = program // blocks
     return row // num_slots, row % num_slots, program % blocks
@@ -70,7 +70,7 @@ def gemv_columns_kernel(
 
     Zeros for a dropped slot.
     """
-    part, slot, block = part_and_slot(tl.program_id(0), num_slots, features, up_ptr, BLOCK_N)
+    part, slot, block = part_and_slot(tl.program_id(0), num_slots, features, BLOCK_N, up_ptr is not None)
     expert = local_expert(
         ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )

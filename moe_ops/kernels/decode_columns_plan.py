@@ -14,7 +14,7 @@ from moe_ops.kernels.gemm import Operand, bias_args, operands, reference_to
 from moe_ops.kernels.program import Buffer, Launch, Ref
 from moe_ops.values import PairedLinear
 
-_WARPS, _GATED_COLUMNS, _SUMMED_COLUMNS, _SUMMED = 2, 32, 8, 2048  # the last: numbers that a program adds up
+_WARPS, _GATED_COLUMNS, _SUMMED_COLUMNS, _SUMMED = 1, 32, 8, 2048  # the last: numbers that a program adds up
 
 
 def up_columns_launches(args: Any) -> tuple[Buffer, tuple[Launch, Launch]]:

@@ -98,7 +98,9 @@ def routed_gemv_columns_kernel(
             GROUP_FILL, NUM_EXPERTS, MEMBERS, 1, BLOCK_E, BLOCK_G, BLOCK_K_SLOTS,
         )  # fmt: skip
     else:
-        part, slot, block = part_and_slot(program - num_tokens, num_slots, features, up_ptr, BLOCK_N)
+        part, slot, block = part_and_slot(
+            program - num_tokens, num_slots, features, BLOCK_N, up_ptr is not None
+        )
         expert = _chosen_expert(
             logits_ptr, correction_ptr, map_ptr, slot, num_ids, num_experts, stride_t, stride_e, stride_b,
             weights_ptr.dtype.element_ty, TOP_K, SCORE, SCORE_FIRST, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM, GROUP_FILL,

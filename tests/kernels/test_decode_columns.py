@@ -12,11 +12,11 @@ from tests.kernels.oracles import assert_close
 from tests.kernels.test_pairs import on, taken_apart
 
 SIZES = {  # T, E, K, H, I, into how many parts the depths of w13 and w2 are cut for bfloat16
-    "one route": (1, 3, 1, 80, 1025, 3, 9),
-    "odd": (2, 37, 3, 37, 150, 2, 5),
-    "few parts": (1, 9, 3, 37, 30, 2, 1),
+    "one route": (1, 3, 1, 80, 1025, 2, 5),
+    "odd": (2, 37, 3, 37, 150, 1, 3),
+    "one part": (1, 9, 3, 37, 30, 1, 1),
     "many routes": (1, 50, 40, 16, 24, 1, 1),
-    "tokens": (8, 256, 2, 70, 130, 3, 5),
+    "tokens": (8, 256, 2, 70, 130, 2, 3),
 }
 HALVES = Activation()
 ACTIVATIONS = [HALVES, Activation("swiglu_oai", interleaved=True), Activation("relu2")]
@@ -162,12 +162,12 @@ def test_the_depth_is_cut_where_there_are_few_programs(size: str) -> None:
 @pytest.mark.parametrize(
     ("depth", "programs", "part"),
     [
-        (0, 0, 64),
-        (30, 1, 64),
-        (2048, 192, 64),  # Qwen3-30B-A3B, one token: 42 parts would do, 32 are the most
+        (0, 0, 128),
+        (30, 1, 128),
+        (2048, 192, 128),  # Qwen3-30B-A3B, one token
         (2048, 768, 192),  # and four
-        (2880, 360, 128),  # gpt-oss
-        (14336, 1, 448),
+        (2880, 360, 192),  # gpt-oss: 23 parts would do, 16 are the most
+        (14336, 1, 896),
         (14336, 8191, 7168),
         (14336, 8192, 14336),
         (14337, 1 << 20, 14368),
