@@ -11,32 +11,34 @@ from moe_ops.kernels.decode_blocks import column_config, depth_of_part
 from moe_ops.kernels.decode_columns import gemv_columns_kernel, gemv_gate_kernel, gemv_sum_kernel
 from moe_ops.kernels.formula import gate_of, operand_args, with_formula
 from moe_ops.kernels.gemm import Operand, bias_args, operands, reference_to
+from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Ref
 from moe_ops.values import PairedLinear
 
 _WARPS, _GATED_COLUMNS, _SUMMED_COLUMNS, _SUMMED = 1, 32, 8, 2048  # the last: numbers that a program adds up
 
 
-def up_columns_launches(args: Any) -> tuple[Buffer, tuple[Launch, Launch]]:
+def up_columns_launches(args: Any, gpu: Gpu) -> tuple[Buffer, tuple[Launch, Launch]]:
     """The buffer `products` [parts, T * K, 2I or I], what fills it, and what makes `activated` of it."""
     x, w13 = Operand("hidden_states", args.hidden_states), operands("w13", args.experts.w13)
-    products, multiply = _columns_launch(args, w13, x, args.topk_ids.shape[1], "products")
+    products, multiply = _columns_launch(args, (x, w13), args.topk_ids.shape[1], "products", gpu)
     return products, (multiply, _gate_launch(args, products))
 
 
-def down_columns_launches(args: Any, activated: Buffer) -> tuple[Buffer, tuple[Launch, Launch]]:
+def down_columns_launches(args: Any, activated: Buffer, gpu: Gpu) -> tuple[Buffer, tuple[Launch, Launch]]:
     """The buffer `partial` [parts, T * K, H], what fills it, and what sums it up to `combined`."""
-    w2 = PairedLinear(*operands("w2", args.experts.w2))
-    partial, multiply = _columns_launch(args, w2, Operand(activated.name, activated.meta), 1, "partial")
+    x, w2 = Operand(activated.name, activated.meta), PairedLinear(*operands("w2", args.experts.w2))
+    partial, multiply = _columns_launch(args, (x, w2), 1, "partial", gpu)
     return partial, (multiply, _sum_launch(args, partial))
 
 
 def _columns_launch(
-    args: Any, linear: PairedLinear, x: Operand, slots_per_row: int, name: str
+    args: Any, factors: tuple[Operand, PairedLinear], slots_per_row: int, name: str, gpu: Gpu
 ) -> tuple[Buffer, Launch]:
+    x, linear = factors
     (num_tokens, top_k), weight = args.topk_ids.shape, linear.weight.meta
     _, features, depth = weight.shape
-    num_slots, config = num_tokens * top_k, column_config(weight)
+    num_slots, config = num_tokens * top_k, column_config(weight, gpu)
     blocks = cdiv(features, config.block_n) * (1 if linear.up is None else 2)
     part = depth_of_part(depth, num_slots * blocks, config.block_k)
     parts = max(cdiv(depth, part), 1)

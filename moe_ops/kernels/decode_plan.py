@@ -63,14 +63,14 @@ def first_launch(args: Any, gpu: Gpu) -> Launch:
 def _up_launches(args: Any, gpu: Gpu) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     if not is_transposed(args.experts.w13.weight):
         return (), (_up_launch(args, gpu),)
-    products, launches = up_columns_launches(args)
+    products, launches = up_columns_launches(args, gpu)
     return (products,), launches
 
 
 def _down_launches(args: Any, activated: Buffer, gpu: Gpu) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     if not is_transposed(args.experts.w2.weight):
         return (), (_down_launch(args, gpu),)
-    partial, launches = down_columns_launches(args, activated)
+    partial, launches = down_columns_launches(args, activated, gpu)
     return (partial,), launches
 
 

@@ -34,7 +34,6 @@ _GRADIENT_WIDE_ROWS = 128  # per expert, from which its blocks are wide; measure
 INVARIANT_ROWS = 64
 """Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
 rows only where there are many, and the fewest that fill a Hopper tensor core."""
-_SLOW = 30e9  # bytes a second for each multiprocessor: an H100 has 25e9, an H200 37e9
 _MIXED_FEATURES, _MIXED_FEATURES_IF_SLOW = 2048, 512  # of the smaller side of an expert's weights
 _MIXED_ROWS, _MIXED_ROWS_IN_SHORT_STEPS = 20, 8  # of an expert, and more than so many
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
@@ -84,7 +83,7 @@ def mixes_heights(gemm: Gemm) -> bool:
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and _loads_rows_in_pieces(gemm.x.meta)
     by_box = gemm.weight_by_tma and _is_tuned(gemm.gpu)
     rows = gemm.num_slots / weight.shape[0]
-    slow = gemm.gpu.memory_speed < _SLOW * gemm.gpu.multiprocessors
+    slow = gemm.gpu.has_slow_memory
     wide = _narrowest(gemm) >= (_MIXED_FEATURES_IF_SLOW if slow else _MIXED_FEATURES)
     few = _MIXED_ROWS_IN_SHORT_STEPS if slow and weight.shape[2] % _LONG_STEP else _MIXED_ROWS
     doubled = gemm.doubled and not sorts_rows_first(gemm)

@@ -10,6 +10,7 @@ import torch
 from moe_ops.kernels.tuning import Tuning
 
 KIB = 1024
+_SLOW = 30e9  # bytes a second for each multiprocessor: an H100 has 25e9, an H200 37e9
 _AS_IT_IS: AbstractContextManager[Any] = nullcontext()
 
 
@@ -25,6 +26,11 @@ class Gpu:
     shared_memory: int
     tuning: Tuning | None = None
     memory_speed: float = 4.9e12
+
+    @property
+    def has_slow_memory(self) -> bool:
+        """Whether its memory sends each multiprocessor about what an H100's does, or less."""
+        return self.memory_speed < _SLOW * self.multiprocessors
 
     @property
     def has_tma(self) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import triton
 
 from moe_ops.kernels.common import compute_dtype, next_power_of_2
 from moe_ops.kernels.decode_blocks import GemvConfig, column_config, down_config, up_config
-from moe_ops.kernels.gpu import KIB, Gpu
+from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import TensorMeta, describe
 from moe_ops.types import Activation
 from tests.kernels import aot
@@ -87,10 +88,12 @@ def _up_blocks(weight: TensorMeta, gpu: Gpu) -> Iterator[tuple[int, GemvConfig]]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_a_step_of_columns_is_256_bytes_a_thread(dtype: torch.dtype) -> None:
     """Or a quarter where each element needs an address, and less where the depth is."""
-    for columns, depth, share in ((64, 4096, 1), (37, 4096, 4), (64, 8, 1)):
-        config = column_config(describe(meta(4, depth, columns, dtype=dtype).transpose(1, 2)))
-        assert config.block_n * config.block_k * dtype.itemsize <= 8192 // share
-        assert config.block_k == min(128 // share // dtype.itemsize, depth) and config.num_warps == 1
+    for gpu, together in ((H200, 64), (replace(H200, memory_speed=3.35e12), 128)):
+        for columns, depth, share in ((64, 4096, 1), (37, 4096, 4), (64, 8, 1)):
+            weight = describe(meta(4, depth, columns, dtype=dtype).transpose(1, 2))
+            config = column_config(weight, gpu)
+            step = 8192 // together // share // dtype.itemsize
+            assert (config.block_n, config.block_k, config.num_warps) == (together, min(step, depth), 1)
 
 
 def test_a_misfit_is_named() -> None:
