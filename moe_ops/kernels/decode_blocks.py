@@ -23,9 +23,9 @@ _UNEVEN_SHARE = 4  # of all these bytes that weights get which do not load in pi
 _SHORTEST_STEP = 16
 _STAGES, _STAGES_IN_LITTLE_MEMORY, _MUCH_MEMORY = 4, 3, 128 * KIB
 # Of weights whose columns lie together a program of one warp reads so many columns, so many bytes of each in a step,
-# and a part of the depth of at least so many steps, so that there are so many programs. One of the whole depth waits for
-# each step before the next: a token of Qwen3-30B took 34 microseconds that way on an H200, not 27. By wider rows an H100
-# gains 1 to 3 % and an H200 loses 0 to 4 %.
+# and a part of the depth of at least so many steps, so that there are so many programs. Through the whole depth a
+# program waits for each step before the next: a token of Qwen3-30B took 34 microseconds on an H200 that way, not 27.
+# By wider rows an H100 gains 1 to 3 % and an H200 loses 0 to 4 %.
 _COLUMNS, _COLUMNS_OF_SLOW_MEMORY = (64, 128), (128, 64)
 _FEWEST_STEPS, _ENOUGH_PROGRAMS, _MOST_PARTS = 4, 8192, 16
 

@@ -21,7 +21,8 @@ from benchmarks.speeds import Speed
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
-STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-23" / "stock.json"
+SERVED = ROOT / "benchmarks" / "results" / "h200-2026-11-23"
+STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "stock.json"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
 """Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
@@ -32,6 +33,21 @@ def test_the_page_shows_the_recorded_comparison() -> None:
     text, won_all = peers.verdict(peers.read_rows([H200 / "moe.csv"]))
     assert won_all
     assert text in PAGE
+
+
+def test_the_page_shows_columns_that_lie_together_beside_rows() -> None:
+    impls = ("fused_moe", "fused_moe_transposed", "fused_moe_as_gpt_oss", "gmm_compile_transposed")
+    with (H200.parent / "h200-2026-11-26" / "transposed-few.csv").open() as recorded:
+        times = {
+            (row["workload"], row["T"], row["impl"]): float(row["us"]) for row in csv.DictReader(recorded)
+        }
+    lines = []
+    for workload, tokens in sorted({key[:2] for key in times}):
+        rows, halves, turns, theirs = (times[workload, tokens, impl] for impl in impls)
+        over = (f"{each:.1f} {round(100 * (each / rows - 1))} %" for each in (halves, turns))
+        lines.append(f"{workload} T={tokens} {rows:.1f} {' '.join(over)} {theirs / halves:.2f}")
+    assert len(lines) == 20
+    assert set(lines) <= {" ".join(line.split()) for line in PAGE.splitlines()}
 
 
 def test_the_page_shows_which_cells_of_an_h100_are_far_from_its_floor() -> None:
@@ -129,7 +145,7 @@ def test_the_page_shows_what_options_cost() -> None:
 
 @pytest.mark.parametrize(("name", "ranks"), [("parallel.json", 2), ("parallel-of-four.json", 4)])
 def test_the_page_shows_what_several_gpus_take(name: str, ranks: int) -> None:
-    found = json.loads((STOCK.parents[1] / "h200-2026-11-26" / name).read_text())
+    found = json.loads((SERVED.parent / "h200-2026-11-26" / name).read_text())
     assert found["machine"]["ranks"] == ranks
     assert parallel_bench.summary(found) in (ROOT / "docs" / "parallel.md").read_text()
     assert all(row["mismatches"] == 0 for row in found["replays"])
@@ -141,11 +157,11 @@ def test_the_page_shows_what_several_gpus_take(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", ["serving.json", "serving-sdpa.json", "../h100-2026-11-25/serving-256.json"])
 def test_the_page_shows_what_a_served_model_did(name: str) -> None:
-    assert serving_bench.summary(json.loads((STOCK.parent / name).read_text())["rows"]) in PAGE
+    assert serving_bench.summary(json.loads((SERVED / name).read_text())["rows"]) in PAGE
 
 
 def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
-    found = json.loads(STOCK.with_name("serving.json").read_text())["rows"]
+    found = json.loads((SERVED / "serving.json").read_text())["rows"]
     rows = {(row["load"], row["way"]): row for row in found}
     assert rows["inf", "ours"]["tokens/s"] >= 1.295 * rows["inf", "stock"]["tokens/s"]
     for load, _ in rows:
@@ -155,7 +171,7 @@ def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
 
 
 def test_the_page_shows_what_batch_invariance_costs() -> None:
-    rows = json.loads(STOCK.with_name("invariance.json").read_text())["rows"]
+    rows = json.loads((SERVED / "invariance.json").read_text())["rows"]
     for row in rows:
         if row["tokens"] not in (2, 8):
             assert f" {row['invariant']:.0f} ({row['ratio']:.2f}) |" in PAGE
