@@ -26,6 +26,7 @@ COLUMNS = (
     "before_inductor_s",
     "passes_s",
     "kernels",
+    "files",
     "layers_written",
     "warm_s",
     "warm_cpu_s",

@@ -45,7 +45,7 @@ __all__ = [
     "compile_fx", "compile_id", "CustomGraphPass", "detect_fake_mode", "finish_region", "graph_breaks", "grouped_mm",
     "inductor_seconds", "InferenceAwareGraphPass", "is_cudagraph_unsafe_fx_node",
     "is_packaging", "kernel_constants", "kernel_index", "kernel_name", "maybe_mark_dynamic", "op_body",
-    "order_behind", "packages_grouped_mm", "post_grad_backend", "POST_GRAD_SLOT", "PRE_GRAD_SLOT",
+    "order_behind", "packages_grouped_mm", "post_grad_backend", "POST_FUSION_SLOT", "POST_GRAD_SLOT", "PRE_GRAD_SLOT",
     "preserved_dynamo_state", "real_tensors", "reorder_for_locality", "slot_and_covered", "stable_topological_sort",
     "statically_known_true", "trace", "triton_launch", "triton_launch_in_place", "uncompiled", "watch_slots",
     "with_launch_options", "written_arguments",
@@ -56,9 +56,10 @@ __all__ = [
 # The slots our passes sit in
 
 POST_GRAD_SLOT, PRE_GRAD_SLOT = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
+POST_FUSION_SLOT = "_post_fusion_custom_pass"
 _COVERED: dict[str, ContextVar[tuple[Any, ...]]] = {
     slot: ContextVar(f"values of {slot} that later ones cover", default=())
-    for slot in (POST_GRAD_SLOT, PRE_GRAD_SLOT)
+    for slot in (POST_GRAD_SLOT, PRE_GRAD_SLOT, POST_FUSION_SLOT)
 }
 
 

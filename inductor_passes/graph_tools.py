@@ -212,6 +212,18 @@ def write_out(
 ) -> list[Node]:
     """Inserts the ATen graph of `function(*args)`; its outputs, which must equal `results`, if given."""
     traced = _compat.trace(function, [arg.meta["val"] for arg in args]).graph
+    return write_traced(graph, traced, args, like, results, lambda copy: copy.meta["val"])
+
+
+def write_traced(
+    graph: Graph,
+    traced: Graph,
+    args: Sequence[Node],
+    like: Node,
+    results: Sequence[Node],
+    value_of: Callable[[Node], Any],
+) -> list[Node]:
+    """Inserts a graph with `args` for its inputs; its outputs, which must equal `results`, if given."""
     placeholders = [node for node in traced.nodes if node.op == "placeholder"]
     output = next(node for node in traced.nodes if node.op == "output").args[0]
     computed: tuple[Node, ...] = output if isinstance(output, tuple) else (output,)  # type: ignore[assignment]
@@ -221,6 +233,7 @@ def write_out(
     for node in traced.nodes:
         if node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta["val"] = value_of(copies[node])
             inherit_meta(copies[node], like)
     return [copies[result] for result in computed]
 

@@ -6,6 +6,7 @@ from typing import Any
 from inductor_passes import _compat, _compat_options
 from inductor_passes.guards import trust_library
 from inductor_passes.pipeline import MoEPasses
+from inductor_passes.together import CompileTogether
 from inductor_passes.training import RaiseForTraining
 
 
@@ -37,6 +38,7 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
         for slot, kind in (
             (_compat.POST_GRAD_SLOT, MoEPasses),
             (_compat.PRE_GRAD_SLOT, RaiseForTraining),
+            (_compat.POST_FUSION_SLOT, CompileTogether),
         )
     }
     return _Options({**_expand(mode), **given, **ours})

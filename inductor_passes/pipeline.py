@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from inductor_passes import _compat, compile_log
+from inductor_passes import _compat, _compat_kernels, compile_log
 from inductor_passes.base import LAYER_KEY, LOGGER, MoEPass, PassLog, Refused, layer_of
 from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
@@ -104,6 +104,8 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
             share_layers(graph)
         if log.layers:
             overlap_exchanges(graph)
+        if log.raised or log.fused or log.lowered:
+            _compat_kernels.want_together(graph)
         read_inputs_themselves(graph)
 
     def uuid(self) -> Any | None:

@@ -6,79 +6,43 @@ construction, and what is saved for them is what the operators say. It sits in `
 nothing is raised stays as it is; one without a backward is left to the passes behind autograd.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, Node
 
 from inductor_passes import _compat, compile_log
 from inductor_passes.base import LOGGER, PassLog, Refusal, layer_of
-from inductor_passes.cache_key import own_key, source_hash
-from inductor_passes.fingerprint import NoFingerprint
 from inductor_passes.fuse_for_backward import FuseForBackward
 from inductor_passes.image import VALUE, Image, image_of
-from inductor_passes.pipeline import RAISES, UserPass, passes_in, run_passes
+from inductor_passes.pipeline import RAISES, run_passes
 from inductor_passes.raising.experts import layers_of_all, product_layers
+from inductor_passes.slot import InSlot
 from inductor_passes.transplant import Transplant, inputs_of
 
 _BEFORE_AUTOGRAD = (*RAISES, FuseForBackward())
 
 
 @dataclass(frozen=True)
-class RaiseForTraining(_compat.CustomGraphPass):
-    """Raises the layers of a Dynamo graph that has a backward, then runs the user's passes of the slot."""
+class RaiseForTraining(InSlot, _compat.CustomGraphPass):
+    """Raises the layers of a Dynamo graph that has a backward, then runs the user's passes of the slot.
 
-    chained: tuple[UserPass, ...] | None = None
-    """The user's passes; None for those that this one covers in the slot when a graph is compiled."""
+    Torch 2.11 does not ask for its key: there the pass has run before the key of what it leaves is made.
+    """
+
+    slot: ClassVar[str] = _compat.PRE_GRAD_SLOT
+
     note: Callable[[PassLog], None] = compile_log.layers_raised
-
-    def __post_init__(self) -> None:
-        _compat.watch_slots()
-
-    @classmethod
-    def around(cls, slot: Any) -> "RaiseForTraining":
-        """What to put in the slot so that what is in it now runs too."""
-        given = passes_in(slot)
-        is_open = bool(given) and all(isinstance(each, cls) and each.chained is None for each in given)
-        return cls(None if is_open else _users_among(given))
 
     def __call__(self, graph: Graph) -> None:
         """Rewrites a Dynamo graph in place, or leaves it alone."""
         log = raise_layers(graph)
         if log is not None:
             self.note(log)
-        for user_pass in self._settled():
+        for user_pass in self.users():
             user_pass(graph)
-
-    def uuid(self) -> Any | None:
-        """A key over our sources and the user's passes; None (no caching) without one.
-
-        Torch 2.11 does not ask: there the pass has run before the key of what it leaves is made.
-        """
-        try:
-            return ("moe before autograd", source_hash(), *map(own_key, self._settled()))
-        except NoFingerprint as reason:
-            compile_log.key_asked(str(reason))
-            return None
-
-    def _settled(self) -> tuple[UserPass, ...]:
-        """The user's passes, as things are now."""
-        if self.chained is not None:
-            return self.chained
-        here, *covered = map(passes_in, _compat.slot_and_covered(_compat.PRE_GRAD_SLOT))
-        if len(here) > 1:
-            return ()  # of a sequence Inductor runs the others itself
-        return next((found for found in map(_users_among, (here, *covered)) if found), ())
-
-    def __deepcopy__(self, memo: object) -> "RaiseForTraining":
-        return self  # a value; torch copies options
-
-
-def _users_among(given: Iterable[Any]) -> tuple[UserPass, ...]:
-    chained = ((each.chained or ()) if isinstance(each, RaiseForTraining) else (each,) for each in given)
-    return tuple(user_pass for some in chained for user_pass in some)
 
 
 def raise_layers(graph: Graph) -> PassLog | None:

@@ -6,6 +6,7 @@ an expert has is known at run time only. Any number of tokens, also a symbolic o
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import arguments, erase_dead, find, operator_name, pick, rewrite_each
 from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan
-from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_rows, inline, weighted_sum
+from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_rows, weighted_sum
+from inductor_passes.lowerings.written import Written
 from moe_ops import records
 from moe_ops.activation import activate_halves, reference as gated_activation
 from moe_ops.arguments import (
@@ -69,7 +71,8 @@ class ExpandOnCpu:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every stage and layer on a CPU; products become calls that do nothing besides."""
         pairs = [node for node in _on_cpu(graph, "grouped_gemm") if arguments(node).weight.up is not None]
-        rewrite_each(graph, [*_on_cpu(graph, *_FORMULAS), *pairs], _rewrite, log, log.keep)
+        rewrite = partial(_rewrite, Written())
+        rewrite_each(graph, [*_on_cpu(graph, *_FORMULAS), *pairs], rewrite, log, log.keep)
         for node in () if _compat.is_packaging() else _on_cpu(graph, "grouped_gemm"):
             node.target = torch.ops.moe.grouped_gemm.compiled
 
@@ -83,14 +86,14 @@ def _device(stage: Node) -> torch.device:
     return (value if isinstance(value, Tensor) else value[0]).device
 
 
-def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
+def _rewrite(written: Written, graph: Graph, stage: Node, log: PassLog) -> None:
     args, formula = arguments(stage), _FORMULAS.get(operator_name(stage), _product_of_parts)
     top_k = _top_k(args)
     if not isinstance(top_k, int) or top_k > MAX_UNROLLED_EXPERTS:
         raise Refusal(
             stage, f"{top_k} experts per token are too many to write out; it stays an operator call"
         )
-    expand(graph, stage, args, formula)
+    expand(written, graph, stage, args, formula)
     log.lower("ATen", stage)
 
 
@@ -101,17 +104,17 @@ def _top_k(args: Any) -> int | torch.SymInt:
     return args.topk_weights.meta["val"].shape[1] if hasattr(args, "topk_weights") else 1
 
 
-def expand(graph: Graph, stage: Node, args: Any, formula: Callable[[Any], Any]) -> None:
+def expand(written: Written, graph: Graph, stage: Node, args: Any, formula: Callable[[Any], Any]) -> None:
     """Writes the ATen graph of `formula(args)` in the place of `stage`."""
     nodes = list(dict.fromkeys(leaf for leaf in records.flatten(args) if isinstance(leaf, Node)))
 
-    def written(*tensors: Tensor) -> Any:
+    def expanded(*tensors: Tensor) -> Any:
         values = dict(zip(nodes, tensors, strict=True))
         return formula(records.transform(lambda leaf: values.get(leaf, leaf), args))
 
     value = stage.meta["val"]
     results = [stage] if isinstance(value, Tensor) else [pick(graph, stage, i) for i in range(len(value))]
-    for old, new in zip(results, inline(graph, written, nodes, stage, results), strict=True):
+    for old, new in zip(results, written.inline(graph, expanded, nodes, stage, results), strict=True):
         old.replace_all_uses_with(new)
     erase_dead(graph, [stage])
 

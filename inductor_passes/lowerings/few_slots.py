@@ -6,6 +6,7 @@ memory once. More slots are products, see `ExpandOnCpu`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from inductor_passes.graph_tools import arguments, find, operator_name, rewrite_
 from inductor_passes.lowerings.cpu_routing import route, sort_by_expert
 from inductor_passes.lowerings.cpu_stages import expand
 from inductor_passes.lowerings.pointwise import weighted_sum
+from inductor_passes.lowerings.written import Written
 from moe_ops._checks import compute_dtype
 from moe_ops.activation import apply_activation, gate_times_up, split_gate_up
 from moe_ops.arguments import (
@@ -49,7 +51,7 @@ class ExpandFewSlots:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every layer of few slots on a CPU."""
         stages = [node for node in find(graph, *self.requires) if _suits(node)]
-        rewrite_each(graph, stages, _rewrite, log, log.keep)
+        rewrite_each(graph, stages, partial(_rewrite, Written()), log, log.keep)
 
 
 def _suits(stage: Node) -> bool:
@@ -68,8 +70,8 @@ def _top_k(args: Any) -> int | torch.SymInt:
     return args.topk_ids.meta["val"].shape[1]
 
 
-def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
-    expand(graph, stage, arguments(stage), _FORMULAS[operator_name(stage)])
+def _rewrite(written: Written, graph: Graph, stage: Node, log: PassLog) -> None:
+    expand(written, graph, stage, arguments(stage), _FORMULAS[operator_name(stage)])
     log.lower("ATen", stage)
 
 

@@ -4,7 +4,8 @@ A gate, a gather or a weighted sum that no pass could fuse (something stands bet
 that Inductor fuses it with that something instead of calling an operator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,8 @@ from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
-from inductor_passes.graph_tools import (
-    arguments,
-    find,
-    operator_name,
-    rewrite_each,
-    write_out,
-)
+from inductor_passes.graph_tools import arguments, find, operator_name, rewrite_each
+from inductor_passes.lowerings.written import Written
 from inductor_passes.repeats import is_call
 from moe_ops import records
 from moe_ops.activation import reference as gated_activation
@@ -39,7 +35,7 @@ class ExpandPointwise:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every pointwise stage that is left."""
         stages = [stage for stage in find(graph, *self.requires) if not _is_between_kernels(stage)]
-        rewrite_each(graph, stages, _rewrite, log, log.keep)
+        rewrite_each(graph, stages, partial(_rewrite, Written()), log, log.keep)
 
 
 def _is_between_kernels(stage: Node) -> bool:
@@ -48,7 +44,7 @@ def _is_between_kernels(stage: Node) -> bool:
     return is_gather and all(is_call(user) for user in stage.users)
 
 
-def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
+def _rewrite(written: Written, graph: Graph, stage: Node, log: PassLog) -> None:
     args, formula = arguments(stage), _FORMULAS[operator_name(stage)]
     nodes = [leaf for leaf in records.flatten(args) if isinstance(leaf, Node)]
     _expect_static(stage, args)
@@ -57,7 +53,7 @@ def _rewrite(graph: Graph, stage: Node, log: PassLog) -> None:
         values = dict(zip(nodes, tensors, strict=True))
         return formula(records.transform(lambda leaf: values.get(leaf, leaf), args))
 
-    (result,) = inline(graph, expanded, nodes, stage, (stage,))
+    (result,) = written.inline(graph, expanded, nodes, stage, (stage,))
     log.lower("ATen", stage)
     stage.replace_all_uses_with(result)
     graph.erase_node(stage)
@@ -115,11 +111,3 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "gated_activation": gated_activation,
     "combine": weighted_sum,
 }
-
-
-def inline(
-    graph: Graph, function: Callable[..., Any], args: Sequence[Node], stage: Node, results: Sequence[Node]
-) -> list[Node]:
-    """Writes the ATen graph of `function(*args)` in front of `stage`; its outputs, which must equal `results`."""
-    with graph.inserting_before(stage):
-        return write_out(graph, function, args, stage, results)

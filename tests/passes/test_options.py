@@ -13,11 +13,13 @@ from inductor_passes import _compat
 from inductor_passes.backend import moe_inductor
 from inductor_passes.cache_key import source_hash
 from inductor_passes.pipeline import PIPELINE, MoEPasses
+from inductor_passes.together import CompileTogether
 from inductor_passes.training import RaiseForTraining
 from tests.helpers import fresh_graphs
 from tests.passes.moe import inputs, layer
 
 SLOT, BEFORE_AUTOGRAD = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
+BEHIND_FUSION = "_post_fusion_custom_pass"
 LEFT = ["grouped_gemm", "grouped_gemm"]  # what our passes leave of a layer on a CPU
 TAKES_LISTS = hasattr(torch._inductor.custom_graph_pass, "CustomInferenceAwareGraphPass")  # torch 2.13
 
@@ -30,7 +32,7 @@ def _second(graph):
     pass
 
 
-OURS = {SLOT: MoEPasses(), BEFORE_AUTOGRAD: RaiseForTraining()}
+OURS = {SLOT: MoEPasses(), BEFORE_AUTOGRAD: RaiseForTraining(), BEHIND_FUSION: CompileTogether()}
 
 
 def test_default_has_only_our_passes():

@@ -16,7 +16,9 @@ PRIVATE = (
     "torch._higher_order_ops",
     "torch._subclasses",
 )
-ALLOWED = [ROOT / "inductor_passes" / name for name in ("_compat.py", "_compat_options.py")]
+ALLOWED = [
+    ROOT / "inductor_passes" / name for name in ("_compat.py", "_compat_kernels.py", "_compat_options.py")
+]
 
 
 def _is_private(name: str) -> bool:
