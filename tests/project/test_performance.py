@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import (
+    compile_bench,
     cpu_bench,
     demo,
     kernels_bench,
@@ -123,6 +124,18 @@ def test_stock_blocks_are_not_timed_when_ours_is_wrong(wrong: str) -> None:
     for error in (2.1e-3, float("nan")):
         with pytest.raises(ValueError, match=wrong):
             stock_bench.expect_close(errors | {wrong: error})
+
+
+@pytest.mark.parametrize(("name", "threads"), [("compile-time-16", 2), ("compile-time-16-one-thread", 1)])
+def test_the_page_shows_how_long_compiling_takes(name: str, threads: int) -> None:
+    runs = json.loads((ROOT / f"benchmarks/results/cpu-2026-11-26/{name}.json").read_text())
+    names = {"stock": "stock", "backend": "backend only", "patched": "patched"}
+    keys = (("cold_s", "over stock"), ("cold_cpu_s", "CPU over stock"))
+    for row in compile_bench.compared(runs):
+        shown = [f"{row[key]:.1f} | {row[ratio]:.2f}" for key, ratio in keys]
+        shown += [f"{row[key]:.1f}" if row[key] else "-" for key in ("before_inductor_s", "passes_s")]
+        shown += [str(row["kernels"]), str(row["files"]), f"{row['warm_s']:.1f}"]
+        assert f"| {threads} | {names[row['way']]} | {' | '.join(shown)} |" in PAGE
 
 
 def test_the_page_shows_what_options_cost() -> None:
