@@ -42,7 +42,7 @@ def weight_rows(
         weight_row = first * 2 + rows
     else:
         column = first + rows % BLOCK_N
-        weight_row = column if APART else column + (rows // BLOCK_N) * features
+        weight_row = column if APART else column + offset(rows // BLOCK_N, features)
     return column, weight_row
 
 

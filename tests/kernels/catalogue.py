@@ -144,10 +144,9 @@ def _decode(*weights: torch.Tensor) -> Program:
     return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), *_beside(1), HALVES)
 
 
-def _decode_from_logits() -> Program:
+def _decode_from_logits(w13: torch.Tensor, w2: torch.Tensor) -> Program:
     tensors = {
-        "hidden_states": _strided(1, 64), "router_logits": _strided(1, 8),
-        "w13": meta(8, 128, 96)[:, :, :64], "w2": meta(8, 64, 96)[:, :, :64],
+        "hidden_states": _strided(1, 64), "router_logits": _strided(1, 8), "w13": w13, "w2": w2,
         "correction_bias": _strided(8, dtype=torch.float32), "expert_map": _index(8),
         "w13_bias": _strided(8, 128), "w2_bias": _strided(8, 64),
     }  # fmt: skip
@@ -226,7 +225,9 @@ def programs() -> list[Program]:
         _mixed(),
         *_gemms(INTERLEAVED),
         *_gemms(Activation("relu2")),
-        _decode(_strided(8, 128, 64), _strided(8, 64, 64)),
-        _decode_from_logits(),
-        _decode(meta(8, 128, 96)[:, :, :64], meta(8, 64, 96)[:, :, :64]),
+        *(decode(_strided(8, 128, 64), _strided(8, 64, 64)) for decode in (_decode, _decode_from_logits)),
+        *(
+            decode(meta(8, 128, 96)[:, :, :64], meta(8, 64, 96)[:, :, :64])
+            for decode in (_decode, _decode_from_logits)
+        ),
     ]
