@@ -57,17 +57,19 @@ class _Kernel:
     source: str
 
 
-class KernelsTogether(AsyncCompile):
-    """Stands for `async_compile` in generated code."""
+class KernelsTogether:
+    """Stands for `async_compile` in generated code, around Inductor's own: pools and what is known of them are its."""
 
     def __init__(self, libraries: int) -> None:
-        super().__init__()
-        self.libraries = libraries
+        self.libraries, self._inductors = libraries, AsyncCompile()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inductors, name)
 
     def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
         """Notes a kernel; one that is more than a function is compiled for itself, as ever."""
         if not _is_one_function(source_code):
-            return super().cpp_pybinding(argtypes, source_code)
+            return self._inductors.cpp_pybinding(argtypes, source_code)
         kernel_code_log.info("CPP+Bindings Kernel:\n%s", source_code)
         return _Kernel(tuple(argtypes), source_code)
 
@@ -79,7 +81,7 @@ class KernelsTogether(AsyncCompile):
             functions |= zip(kernels, map(LambdaFuture, _started(kernels)), strict=True)
         for name, kernel in noted.items():
             scope[name] = functions[kernel] if get_compile_threads() > 1 else functions[kernel].result()
-        super().wait(scope)
+        self._inductors.wait(scope)
 
 
 _SMALLEST = 16384

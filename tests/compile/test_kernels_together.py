@@ -108,6 +108,10 @@ def test_what_is_more_than_a_function_is_compiled_for_itself(source):
         assert compiler.cpp_pybinding(TYPES, TWICE) != "as ever"
 
 
+def test_kernels_of_tritons_are_inductors():
+    assert _compat_kernels.KernelsTogether(1).triton.__func__ is AsyncCompile.triton
+
+
 def test_beside_kernels_that_are_more_than_a_function():
     with fresh_cache():
         scope = _scope(TWICE, NOT_PLAIN["a macro"], SQUARE)
