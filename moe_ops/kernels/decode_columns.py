@@ -148,7 +148,7 @@ def gemv_sum_kernel(
     there = ((part < PARTS)[:, None] & (route < TOP_K)[None, :])[:, :, None] & inside[None, None, :]
     value = tl.sum(tl.load(partial_ptrs, mask=there, other=0.0), 0)
     route_ptr = weights_ptr + offset(token, route_stride_t) + offset(route, route_stride_k)
-    route_weight = tl.load(route_ptr, mask=kept, other=0.0).to(ACC)
+    route_weight = tl.load(route_ptr, mask=route < TOP_K, other=0.0).to(ACC)
     if bias_ptr is not None:
         bias_ptrs = (
             bias_ptr + offset(expert, bias_stride_e)[:, None] + offset(columns, bias_stride_n)[None, :]

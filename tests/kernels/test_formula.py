@@ -13,7 +13,7 @@ from tests.kernels import aot
 from tests.kernels.by_name import launch, program_of
 
 SWIGLU = "t0=sigmoid(gate)|t1=mul(gate,t0)|t2=mul(t1,up)"
-SIZES = {"decode": (3, 13, 3, 48, 40), "grouped": (33, 5, 2, 40, 24)}  # T, E, K, H, I
+SIZES = {"decode": (3, 41, 3, 48, 40), "grouped": (33, 5, 2, 40, 24)}  # T, E, K, H, I
 
 
 def _tensors(size, layout, dtype=torch.float32):
@@ -76,19 +76,27 @@ def _spec(size, layout):
     return f"{layout}|{operands}|a3=expert*0+0+column*0|{steps}|t5"
 
 
+def _first_kernel(given, size, layout):
+    program = program_of("fused_experts_formula", **given, formula=_spec(size, layout))
+    return program.launches[0].kernel.__name__
+
+
 @pytest.mark.parametrize("layout", ["halves", "interleaved", "ungated"])
 @pytest.mark.parametrize("size", SIZES)
 def test_operands_of_every_kind_in_every_layout(size, layout, device):
     given = {name: tensor.to(device) for name, tensor in _tensors(size, layout).items()}
+    assert _first_kernel(given, size, layout).startswith("gemv_activation") == (size == "decode")
     out = launch("fused_experts_formula", **given, formula=_spec(size, layout)).cpu()
     error = (out.double() - _oracle(given, layout)).abs().max()
     assert error <= 2e-5
 
 
-def test_the_first_half_alone_and_transposed_weights(device):
-    given = {name: tensor.to(device) for name, tensor in _tensors("grouped", "halves").items()}
+@pytest.mark.parametrize("size", SIZES)
+def test_the_first_half_alone_and_transposed_weights(size, device):
+    given = {name: tensor.to(device) for name, tensor in _tensors(size, "halves").items()}
     given["w13"] = given["w13"].transpose(1, 2).contiguous().transpose(1, 2)
-    out = launch("fused_experts_formula", **given, formula=_spec("grouped", "halves")).cpu()
+    assert _first_kernel(given, size, "halves").startswith("gemv_columns") == (size == "decode")
+    out = launch("fused_experts_formula", **given, formula=_spec(size, "halves")).cpu()
     assert (out.double() - _oracle(given, "halves")).abs().max() <= 2e-5
 
 
