@@ -67,6 +67,35 @@ def gate_and_up(value, BLOCK_N: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: 
 
 
 @triton.jit
+def bias_of(
+    bias_ptr, up_bias_ptr, expert, rows, mask, stride_e, stride_n, SIZE: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """The bias of each of SIZE rows of `weight_rows`; zeros without one."""
+    bias = tl.zeros((SIZE,), ACC)
+    if bias_ptr is not None:
+        offsets = offset(expert, stride_e) + offset(rows, stride_n)
+        bias = tl.load(of_either(bias_ptr, up_bias_ptr, SIZE) + offsets, mask=mask, other=0.0).to(ACC)
+    return bias
+
+
+@triton.jit
+def activate_and_store(
+    value, out_ptr, slot, expert, first, end, features, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out[slot] = activation(value), BLOCK_N output columns from `first` on; operands are read up to `end`."""
+    gate, up = gate_and_up(value, BLOCK_N, GATED, INTERLEAVED)
+    columns = first + tl.arange(0, BLOCK_N)
+    result = activate(
+        gate, up, expert, columns, columns < end, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+    )  # fmt: skip
+    out_ptrs = out_ptr + offset(slot, features) + columns
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=columns < features)
+
+
+@triton.jit
 def multiply_and_activate(
     x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, token, slot, expert, first, features,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
@@ -87,11 +116,7 @@ def multiply_and_activate(
     row_offsets = offset(expert, weight_stride_e) + offset(weight_row, weight_stride_n)
     row_ptr = of_either(weight_ptr, up_ptr, ROWS) + row_offsets
     inner = tl.arange(0, BLOCK_K)
-    bias = tl.zeros((ROWS,), ACC)
-    if bias_ptr is not None:
-        bias_offsets = offset(expert, bias_stride_e) + offset(weight_row, bias_stride_n)
-        bias_ptrs = of_either(bias_ptr, up_bias_ptr, ROWS) + bias_offsets
-        bias = tl.load(bias_ptrs, mask=inside, other=0.0).to(ACC)
+    bias = bias_of(bias_ptr, up_bias_ptr, expert, weight_row, inside, bias_stride_e, bias_stride_n, ROWS, ACC)
     if BLOCK_K >= DEPTH:
         mask = inside[:, None] & (inner < DEPTH)[None, :]
         weight_ptrs = row_ptr[:, None] + offset(inner, weight_stride_k)[None, :]
@@ -107,15 +132,10 @@ def multiply_and_activate(
             x = tl.load(x_row_ptr + offset(k + inner, x_stride_k), mask=inner < DEPTH - k, other=0.0)
             sums += weight.to(ACC) * x.to(ACC)[None, :]
         value = tl.sum(sums, 1) + bias
-    gate, up = gate_and_up(value, BLOCK_N, GATED, INTERLEAVED)
-    columns = first + tl.arange(0, BLOCK_N)
-    result = activate(
-        gate, up, expert, columns, columns < features,
-        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+    activate_and_store(
+        value, out_ptr, slot, expert, first, features, features, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, BLOCK_N,
     )  # fmt: skip
-    out_row_ptr = out_ptr + slot.to(tl.int64) * features
-    tl.store(out_row_ptr + columns, result.to(out_ptr.dtype.element_ty), mask=columns < features)
 
 
 @triton.jit

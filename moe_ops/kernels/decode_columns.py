@@ -8,8 +8,8 @@ launches of their own, in order: of gate and up columns where the activation is 
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import activate, joined, local_expert, offset
-from moe_ops.kernels.decode import gate_and_up, of_either, weight_rows
+from moe_ops.kernels.common import joined, local_expert, offset
+from moe_ops.kernels.decode import activate_and_store, bias_of, weight_rows
 
 
 @triton.jit
@@ -104,20 +104,14 @@ def gemv_gate_kernel(
     partial_rows = offset(part * num_slots + slot, 2 * features if GATED else features)
     partial_ptrs = partial_ptr + partial_rows[:, None] + row[None, :]
     total = tl.sum(tl.load(partial_ptrs, mask=(part < PARTS)[:, None] & inside[None, :], other=0.0), 0)
-    if bias_ptr is not None:
-        _, bias_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, up_bias_ptr is not None)
-        bias_offsets = offset(expert, bias_stride_e) + offset(bias_row, bias_stride_n)
-        bias_ptrs = of_either(bias_ptr, up_bias_ptr, ROWS) + bias_offsets
-        total += tl.load(bias_ptrs, mask=column < kept, other=0.0).to(ACC)
-    gate, up = gate_and_up(total, BLOCK_N, GATED, INTERLEAVED)
-    columns = first + tl.arange(0, BLOCK_N)
-    result = activate(
-        gate, up, expert, columns, columns < kept,
-        operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+    _, bias_row = weight_rows(first, features, BLOCK_N, GATED, INTERLEAVED, up_bias_ptr is not None)
+    total += bias_of(
+        bias_ptr, up_bias_ptr, expert, bias_row, column < kept, bias_stride_e, bias_stride_n, ROWS, ACC
+    )
+    activate_and_store(
+        total, out_ptr, slot, expert, first, kept, features, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+        NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, BLOCK_N,
     )  # fmt: skip
-    out_ptrs = out_ptr + offset(slot, features) + columns
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=columns < features)
 
 
 @triton.jit
