@@ -40,11 +40,20 @@ class MultiplyFewTokens:
 
 def _router_products(graph: Graph) -> Iterator[Node]:
     for router in find(graph, *_ROUTERS):
-        logits = arguments(router).router.router_logits
-        while logits.target in _CASTS:
-            logits = logits.args[0]
-        if _is_for_few(logits):
-            yield logits
+        yield from filter(_is_for_few, products_behind(arguments(router).router.router_logits))
+
+
+def products_behind(value: Node) -> Iterator[Node]:
+    """The products that `value` is made of, seen through views, casts and what works element by element."""
+    seen: set[Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node.target in _PRODUCTS:
+            yield node
+        elif node not in seen and (node.target in _CASTS or _is_pointwise(node)):
+            seen.add(node)
+            pending.extend(node.all_input_nodes)
 
 
 def _shared_products(graph: Graph) -> Iterator[Node]:

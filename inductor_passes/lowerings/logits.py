@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from inductor_passes.base import PassLog
 from inductor_passes.graph_tools import arguments, fake_call, find, inherit_meta
+from inductor_passes.lowerings.few_tokens import products_behind
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (aten.view.default, aten.permute.default, aten.reshape.default)
@@ -31,18 +32,15 @@ class MultiplyHalves:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Rewrites the product behind the logits of every router."""
         for router in find(graph, *self.requires):
-            product = _product(arguments(router).router.router_logits)
-            if product is not None:
-                _rewrite(graph, product, log)
+            for product in dict.fromkeys(products_behind(arguments(router).router.router_logits)):
+                if _is_float32_on_a_gpu(product):
+                    _rewrite(graph, product, log)
 
 
-def _product(logits: Node) -> Node | None:
-    """The float32 product on a GPU that `logits` shows."""
-    while logits.target is aten.view.default:
-        logits = logits.args[0]  # type: ignore[assignment]
-    value = logits.meta["val"]
+def _is_float32_on_a_gpu(product: Node) -> bool:
+    value = product.meta["val"]
     is_float = value.dtype == torch.float32 and value.device.type == "cuda"
-    return logits if is_float and logits.target is aten.mm.default else None
+    return is_float and product.target is aten.mm.default
 
 
 def _rewrite(graph: Graph, product: Node, log: PassLog) -> None:

@@ -160,17 +160,23 @@ _PRODUCTS = (
 
 
 def _choices(weights: Node, ids: Node, num_experts: int) -> list[Choice]:
-    """Which of what a router reads may be its logits, and which its bias: of one token both are E numbers."""
+    """Which of what a router reads may be its logits, and which its bias: of one token both are E numbers.
+
+    Behind them come numbers [T, E] of its own: a model that scales or caps its logits, or adds noise, has a router
+    behind that.
+    """
     found = cut([weights, ids], lambda node: not _is_in_router(node))
-    leaves = [leaf for leaf in found.leaves if not is_size(leaf)]
-    tokens = ids.meta["val"].shape[0]
     choices = []
-    for logits in leaves:
-        others = [leaf for leaf in leaves if leaf is not logits]
-        if _are_logits(logits, tokens, num_experts) and len(others) <= 1 and all(map(_is_vector, others)):
-            if all(other.meta["val"].numel() == num_experts for other in others):
-                choices.append(Choice(weights, ids, logits, others[0] if others else None, found))
+    for logits in (*found.leaves, *found.nodes):
+        if _are_logits(logits, ids.meta["val"].shape[0], num_experts):
+            behind = cut(
+                [weights, ids], lambda node, logits=logits: node is logits or not _is_in_router(node)
+            )
+            others = [leaf for leaf in behind.leaves if leaf is not logits and not is_size(leaf)]
+            if not others or (len(others) == 1 and _is_vector(others[0], num_experts)):
+                choices.append(Choice(weights, ids, logits, others[0] if others else None, behind))
     if not choices:
+        leaves = (leaf for leaf in found.leaves if not is_size(leaf))
         raise Refusal(weights, f"the router reads {', '.join(map(describe, leaves))}, not logits and a bias")
     return choices
 
@@ -184,9 +190,10 @@ def _are_logits(leaf: Node, tokens: int | torch.SymInt, num_experts: int) -> boo
     return all(map(_compat.statically_known_true, same))
 
 
-def _is_vector(leaf: Node) -> bool:
+def _is_vector(leaf: Node, size: int) -> bool:
     value = leaf.meta.get("val")
-    return isinstance(value, Tensor) and value.dtype.is_floating_point and leaf.op != "call_function"
+    is_floating = isinstance(value, Tensor) and value.dtype.is_floating_point
+    return is_floating and leaf.op != "call_function" and value.numel() == size
 
 
 def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:

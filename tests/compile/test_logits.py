@@ -34,6 +34,20 @@ def test_no_copy_in_float32(dtype, tokens):
     assert not [name for name in compiled.launches if name.startswith("triton_")]
 
 
+@pytest.mark.parametrize("tokens", [9, 4])
+def test_logits_that_are_capped_afterwards(tokens):
+    """Nine tokens are a library's product of halves, four a kernel of ours."""
+
+    def capped(x, router, w13, w2):
+        logits = torch.tanh(torch.nn.functional.linear(x.float(), router.float()) / 30) * 30
+        return moe_ops.fused_moe(x, logits, w13, w2, moe_ops.RoutingConfig(TOP_K), emit="stages")
+
+    compiled = compile_for_h200(capped, _inputs, tokens=tokens)
+    code = body(compiled.code)
+    assert ("mm_dtype(" in code) == (tokens == 9) and "extern_kernels.mm(" not in code
+    assert len([name for name in compiled.launches if name.startswith("triton_")]) == 1
+
+
 def test_with_any_number_of_tokens():
     compiled = compile_for_h200(_layer, _inputs, symbolic=True)
     assert "mm_dtype(" in body(compiled.code)

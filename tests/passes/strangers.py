@@ -187,6 +187,10 @@ def capped(logits):
     return (torch.tanh(logits / 30) * 30).softmax(-1).topk(TOP_K)
 
 
+def of_squares(logits):
+    return logits.sigmoid().square().topk(TOP_K)
+
+
 def normed(gate_up):
     return F.rms_norm(swiglu(gate_up), (gate_up.shape[1] // 2,))
 
@@ -208,10 +212,11 @@ STRANGERS = {
     "gates of one's own, ReGLU": Stranger(
         of_gate(lambda x: F.relu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]), BOTH
     ),
-    "a temperature before the softmax": Stranger(
-        of_router(with_temperature), EXPERTS_ONLY, "the router is no RoutingConfig"
+    "a temperature before the softmax": Stranger(of_router(with_temperature), BOTH),
+    "logits capped by a tanh": Stranger(of_router(capped), BOTH),
+    "a router of squared scores": Stranger(
+        of_router(of_squares), EXPERTS_ONLY, "the router is no RoutingConfig"
     ),
-    "logits capped by a tanh": Stranger(of_router(capped), EXPERTS_ONLY, "the router is no RoutingConfig"),
     "a norm between the products": Stranger(of_gate(normed), "", "the gate also reads"),
     "experts that add their input": Stranger(
         residual_inside, "", "aten.add.Tensor reads what experts give, not a weighted sum"

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import moe_ops
 from inductor_passes.pipeline import RAISES
-from tests.passes.capture import rewrite
+from tests.passes.capture import computed, rewrite
 from tests.passes.stock import TOP_K
 from tests.passes.test_raise_routers import EXPERTS, args_of, deepseek_v3, logits, routed, softmax, top
 
@@ -84,19 +84,28 @@ def without_infinite_scores(x):
     return top(torch.where(x.isinf(), 0.5, scores))
 
 
+def squashed(x):
+    """Of scores between zero and one, not of what they were."""
+    return top(x.sigmoid().square())
+
+
 OTHERS = (
-    without_nan,
     even_without_a_logit,
     without_infinite_scores,
-    limited_above,
-    limited_below,
-    bent_far_out,
-    hotter,
     softmax_of_others,
     lowest,
-    other_experts_at_the_edge,
     reversed_and_scaled,
+    squashed,
 )
+BEHIND = {
+    without_nan: ("aten.where.self",),
+    limited_above: ("aten.clamp_max.default",),
+    limited_below: ("aten.clamp_min.default",),
+    bent_far_out: ("aten.where.self",),
+    hotter: ("aten.div.Tensor", "aten.where.self"),  # from torch 2.13 on Inductor rewrites it
+    other_experts_at_the_edge: ("aten.clamp_max.default",),
+}
+"""Routers of numbers that were logits before something was done to them, and what was done last."""
 SCALED_FURTHER = (squared, not_by_the_sum, of_the_token_before, almost_scaled)
 
 
@@ -106,6 +115,29 @@ def test_what_is_no_config_stays(router):
     assert not result.log.raised and result.after == result.before
     (reason,) = result.reasons
     assert reason == "the router is no RoutingConfig: none gives its weights for the logits tried"
+
+
+@pytest.mark.parametrize(
+    "router, far",
+    [*((router, far) for router in BEHIND for far in (40.0, -110.0, 7.0)), (without_nan, torch.nan)],
+)
+def test_a_router_behind_what_is_done_to_logits(router, far):
+    """One logit of each token is beyond limits: two would be a tie."""
+    x = logits().clamp(-5.0, 5.0)
+    x[:, 3] = far
+
+    def layer(x):
+        weights, ids = router(x)
+        eye = torch.eye(EXPERTS).expand(EXPERTS, -1, -1)
+        hidden = torch.ones(weights.shape[0], EXPERTS)
+        return moe_ops.fused_experts(hidden, eye, eye, weights, ids, activation="relu2_no_mul"), weights, ids
+
+    result, (_, weights, ids) = computed(layer, x, passes=RAISES)
+    (raised,) = [node for node in result.graph.nodes if str(node.target) == "moe.topk_routing.default"]
+    assert str(raised.args[0].target) in BEHIND[router]
+    wanted, wanted_ids = router(x)
+    torch.testing.assert_close(weights, wanted)
+    assert torch.equal(ids, wanted_ids)
 
 
 @pytest.mark.parametrize("dynamic", [(), (0,), (0, 1)], ids=str)
@@ -164,16 +196,34 @@ def test_two_logits_are_no_router():
 
     result = routed(router, logits(), logits(dynamic=False) + 1)
     (reason,) = result.reasons
+    assert "the router is no RoutingConfig" in reason
+
+
+def test_scores_of_two_logits_are_no_router():
+    def router(x, y):
+        weights, ids = top(x.softmax(-1))
+        return weights * y.softmax(-1).gather(1, ids), ids.flip(1)
+
+    (reason,) = routed(router, logits(), logits(dynamic=False) + 1).reasons
     assert "not logits and a bias" in reason
 
 
 def test_a_branch_is_no_logits():
     def router(x, flag):
-        more = torch.cond(flag > 0, lambda x: x + 1, lambda x: x - 1, (x[0],))
-        return top((x + more).softmax(-1))
+        more = torch.cond(flag > 0, lambda x: x + 1, lambda x: x - 1, (x[0, :TOP_K],))
+        weights, ids = top(x.softmax(-1))
+        return weights + more, ids.flip(1)
 
     (reason,) = routed(router, logits(), torch.ones(())).reasons
     assert "the router reads" in reason and "output 0 of cond" in reason and "not logits and a bias" in reason
+
+
+def test_logits_and_what_a_branch_adds():
+    def router(x, flag):
+        more = torch.cond(flag > 0, lambda x: x + 1, lambda x: x - 1, (x[0],))
+        return top((x + more).softmax(-1))
+
+    assert routed(router, logits(), torch.ones(())).log.raised
 
 
 def test_logits_out_of_a_branch():
@@ -195,9 +245,21 @@ def test_logits_of_a_padded_product():
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_noise_is_not_drawn(fallback):
+def test_logits_with_noise(fallback):
     def router(x):
         return softmax(x + torch.rand_like(x) / 100)
+
+    with torch._inductor.config.patch(fallback_random=fallback):
+        result = routed(router, logits())
+    (raised,) = [node for node in result.graph.nodes if str(node.target) == "moe.topk_routing.default"]
+    assert str(raised.args[0].target) == "aten.add.Tensor" and not result.reasons
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_weights_with_noise_are_no_router(fallback):
+    def router(x):
+        weights, ids = softmax(x)
+        return weights * torch.rand_like(weights), ids.flip(1)
 
     with torch._inductor.config.patch(fallback_random=fallback):
         (reason,) = routed(router, logits()).reasons
