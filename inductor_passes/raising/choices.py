@@ -13,8 +13,8 @@ from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
 from inductor_passes.raising.indices import Indices, is_chosen, is_integral
 from inductor_passes.raising.layer import Score, as_they_are
 from inductor_passes.raising.strays import stray_runs
-from inductor_passes.raising.views_of_rows import args, is_cast, rank
-from inductor_passes.raising.weights import are_weights
+from inductor_passes.raising.views_of_rows import rank
+from inductor_passes.raising.weights import are_weights, chosen
 
 _CLOSE = 1e-9
 
@@ -44,12 +44,12 @@ def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indi
     behind, tried = _read_by(ids), [*indices.samples, *_strays(indices)]
     found = set()
     for column, part in columns:
-        between = cut([column], lambda node: node is ids or (node not in behind and _reads_a_tensor(node)))
+        between = cut([column], lambda node: node is ids or (node not in behind and _is_whole(node, indices)))
         weights = [leaf for leaf in between.leaves if leaf is not ids and not is_size(leaf)]
         score = _score(between, (column, part), weights[0], indices, tried) if len(weights) == 1 else None
         if score is None:
             raise Refusal(column, f"{describe(column)} is not what the tokens of its experts weigh them by")
-        found.add((_uncast(weights[0]), score))
+        found.add((weights[0], score))
     topk_weights, score = found.pop()
     if found or not are_weights(topk_weights, indices):
         raise Refusal(columns[-1][0], "experts are not weighed by one tensor [T, K]")
@@ -67,9 +67,10 @@ def ids_of_weights(column: Node) -> Node | tuple[Node, ...]:
     return ids[0] if len(ids) == 1 else leaves
 
 
-def _reads_a_tensor(node: Node) -> bool:
-    """Whether `node` is a tensor that is made of others; one of those that a top-k gives is, too."""
-    return rank(node) >= 0 and not all(map(is_size, node.all_input_nodes))
+def _is_whole(node: Node, indices: Indices) -> bool:
+    """Whether `node` is a tensor that is made of others, and no other shape of one that has a number for each slot."""
+    is_made = rank(node) >= 0 and not all(map(is_size, node.all_input_nodes))
+    return is_made and chosen(node, indices) in (None, node)
 
 
 def _read_by(node: Node) -> set[Node]:
@@ -80,10 +81,6 @@ def _read_by(node: Node) -> set[Node]:
         found.update(fresh)
         pending.extend(fresh)
     return found
-
-
-def _uncast(node: Node) -> Node:
-    return _uncast(args(node)[0]) if is_cast(node) else node
 
 
 def _strays(indices: Indices) -> Iterator[Tensor]:

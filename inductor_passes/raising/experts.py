@@ -23,8 +23,10 @@ from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.tokens import tokens_of
 from inductor_passes.raising.unrouted import alone, unrouted
 from inductor_passes.raising.views_of_rows import (
+    args,
     aten,
     indexed,
+    is_cast,
     is_one,
     is_view,
     is_view_of_rows,
@@ -35,6 +37,7 @@ from inductor_passes.raising.views_of_rows import (
     unmasked,
     without_views,
 )
+from inductor_passes.raising.weights import weights_beside
 from inductor_passes.raising.writing import write
 
 
@@ -98,9 +101,14 @@ def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Expert
     if any(other != tokens for other in others):
         raise Refusal(second.node, "the products before the gate have different inputs")
     activated = _activated(second, outcomes, indices)
+    if tokens.topk_weights is None and last.bias is None:
+        activated, weights = _unweighed(activated, order, indices)
+        weighed = tokens._replace(topk_weights=weights)
+    else:
+        weighed = tokens
     gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not is_in_gate(node))
     masks = _masks(gate, outcomes, indices, second.node)
-    total = weighted_sum(last.node, order, indices, tokens)
+    total = weighted_sum(last.node, order, indices, weighed)
     layer = Experts(indices, tokens, outcomes, gate, masks, activated, last, total)
     expect_dropped(layer)
     return layer
@@ -111,6 +119,16 @@ def _activated(second: Product, outcomes: Sequence[Outcome], indices: Indices) -
     node = without_views(second.rows, indices)
     same = (each.node for each in outcomes if without_views(each.node, indices) is node)
     return next(same, node)
+
+
+def _unweighed(activated: Node, order: Order, indices: Indices) -> tuple[Node, Node | None]:
+    """What a gate gives, and the weights where a model weighs that, which is to weigh what its experts give."""
+    product = args(activated)[0] if is_cast(activated) else activated
+    for rows in product.all_input_nodes if product.target is aten.mul.Tensor else ():
+        weights = weights_beside(product, rows, order, indices)
+        if weights is not None:
+            return args(rows)[0] if is_cast(rows) else rows, weights
+    return activated, None
 
 
 def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
@@ -136,10 +154,12 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
 
 
 def _shows_rows(node: Node, indices: Indices) -> bool:
-    """Whether `node` is [S, B], [T, K, B] or [T, K, 1, B]; where ids are [B, S, K] that may stand for [T, K]."""
+    """Whether `node` is [S, B], [S, 1, B], [T, K, B] or [T, K, 1, B]; where ids are [B, S, K] that may be [T, K]."""
     if rank(node) == 2:
         return True
     shape, of_ids = node.meta["val"].shape, indices.ids.meta["val"].shape
+    if len(shape) == 3 and is_one(shape[1]) and not is_one(shape[2]):
+        return _compat.statically_known_true(shape[0] == indices.ids.meta["val"].numel())
     if len(of_ids) > 2 and same_shape(shape[: len(of_ids)], of_ids):
         shape = shape[len(of_ids) - 2 :]
     is_by_token = len(shape) in (3, 4) and not is_one(shape[1]) and not is_one(shape[-1])

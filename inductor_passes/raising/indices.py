@@ -116,14 +116,17 @@ class Indices:
         return tuple(known[node] for known in self._known)
 
     def slots_behind(self, tokens: Node) -> Node | None:
-        """[S]: the slot of each row, by expert, lowest first, from which `tokens`, that of each row, is computed."""
+        """[S]: the slot of each row, by expert, lowest first, from which `tokens`, that of each row, is computed.
+
+        `tokens` may be that slot, too.
+        """
         wanted = self.values(tokens)
         if wanted is None:
             return None
         nodes = cut([tokens], lambda each: each is self.ids).nodes
         orders = ((node, self.values(node)) for node in nodes if is_integral(node))
         known = ((node, each) for node, each in orders if each is not None and self._is_permutation(each))
-        fits = (node for node, each in known if self._tokens(each, wanted) and self._is_sorted(each))
+        fits = (node for node, each in known if self._is_sorted(each) and self._leads_to(each, wanted))
         return next(fits, None)
 
     def are_tokens(self, node: Node, order: Order) -> bool:
@@ -172,6 +175,10 @@ class Indices:
     def _tokens(self, order: Order, wanted: tuple[Tensor, ...]) -> bool:
         assert self.top_k is not None
         return _equal(wanted, tuple(rows // self.top_k for rows in order))
+
+    def _leads_to(self, order: Order, wanted: tuple[Tensor, ...]) -> bool:
+        """Whether `wanted` has the token of each row, or its slot, of tokens that are repeated for each."""
+        return self._tokens(order, wanted) or _equal(wanted, order)
 
     def _is_permutation(self, values: tuple[Tensor, ...]) -> bool:
         return all(
@@ -237,13 +244,14 @@ def _is_reshaped(node: Node) -> bool:
     value: Any = node.meta["val"]
     if value.dim() > 2:
         return node.target in (*VIEWS, aten.permute.default, aten.clone.default)
+    fewest = 2 if node.target in VIEWS else 3  # [S, 1] is no top-1 where ids are [T, K]
     chosen = (
         leaf.meta.get("val")
         for leaf in cut([node], lambda each: is_integral(each) and is_chosen(each)).leaves
     )
     return any(
         isinstance(each, Tensor)
-        and each.dim() > 2
+        and each.dim() >= fewest
         and not _compat.statically_known_true(each.shape[-1] == value.shape[-1])
         for each in chosen
     )

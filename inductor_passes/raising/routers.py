@@ -28,6 +28,7 @@ from inductor_passes.graph_tools import (
     outputs,
     pick,
 )
+from inductor_passes.raising.asserted import erase_held
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_plain, is_size, numbers
 from inductor_passes.raising.router_trials import (
     CLOSE,
@@ -85,6 +86,7 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
             bias = written(graph, torch.flatten, (bias,), dispatch)
         router = call(graph, record.TopkRouting(record.Router(logits, bias, config.spec)), choice.weights)
     log.lift("topk_routing", dispatch, choice.cut.nodes)
+    erase_held(graph, choice.ids, plan.num_experts)
     router.meta[LAYER_KEY] = layer_of(dispatch)
     for index, old in ((0, choice.weights), (1, choice.ids)):
         _replace(graph, old, pick(graph, router, index))
@@ -138,16 +140,7 @@ def _other_weights(weights: Node, ids: Node) -> list[Node]:
 
 
 def _is_in_router(node: Node) -> bool:
-    target = node.target
-    if target is aten.slice.Tensor:  # Inductor pads a product of odd sizes, and cuts the result to size
-        return _uncut(node).target not in _PRODUCTS
-    if target is operator.getitem:
-        return _is_in_router(args(node)[0])
-    return node.op == "call_function" and is_plain(node) and target not in _PRODUCTS
-
-
-def _uncut(node: Node) -> Node:
-    return _uncut(args(node)[0]) if node.target is aten.slice.Tensor else node
+    return node.op == "call_function" and is_plain(node) and node.target not in _PRODUCTS
 
 
 _PRODUCTS = (

@@ -59,6 +59,11 @@ def _brings_back(user: Node, rows: Node, order: Order, indices: Indices) -> bool
             and into.meta["val"].shape == rows.meta["val"].shape
             and indices.are_slots(where[0], order)
         )
+    if user.target is aten.scatter.src:
+        into, dim, index, put = args(user)
+        row = row_index(index)
+        is_whole = dim == 0 and put is rows and into.meta["val"].shape == rows.meta["val"].shape
+        return is_whole and row is not None and indices.are_slots(row, order)
     source = indexed(user)
     return source is not None and source[0] is rows and indices.are_rows(source[1], order)
 
@@ -72,8 +77,8 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
         into, dim, index, added = args(user)[:4]
         is_plain = dim == 0 and added is rows and not user.kwargs
         return is_plain and _is_by_token(into, rows, indices) and indices.are_tokens(index, order)
-    if user.target is aten.scatter_add.default:
-        into, dim, index, added = args(user)
+    if user.target is aten.scatter_add.default or _is_sum_by_scatter(user):
+        into, dim, index, added = args(user)[:4]
         row = row_index(index)
         return (
             dim == 0
@@ -92,6 +97,10 @@ def _sums(user: Node, rows: Node, order: Order, indices: Indices) -> bool:
             and indices.are_tokens(where[0], order)
         )
     return False
+
+
+def _is_sum_by_scatter(user: Node) -> bool:
+    return user.target is aten.scatter_reduce.two and args(user)[4:] == ("sum",) and not user.kwargs
 
 
 def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_states: Node) -> WeightedSum:

@@ -33,6 +33,8 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     if source is not None and indices.are_tokens(source[1], order):
         _expect_all_tokens(source[0], indices)
         return Tokens(source[0], weights)
+    if source is not None and order is not indices.slot_order and indices.are_slots(source[1], order):
+        rows, order = without_views(source[0], indices), indices.slot_order
     if rows.target is aten.expand.default and order is indices.slot_order:
         return Tokens(_repeated(rows, indices), weights)
     raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")

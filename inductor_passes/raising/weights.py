@@ -21,19 +21,22 @@ from inductor_passes.raising.views_of_rows import (
 
 
 def weights_of_rows(product: Node, rows: Node, order: Order, indices: Indices) -> Node:
-    """[T, K] where `product` is rows times the weights of their slots."""
-    other, found = operand(product, rows), None
-    if other is None or not _is_column(other, rows):
-        pass  # what lies along the columns is no weight, however many there are
-    elif order is indices.slot_order:
-        found = chosen(other, indices)
-    else:
-        source = indexed([*_inwards(other, indices)][-1])
-        if source is not None and indices.are_slots(source[1], order):
-            found = chosen(source[0], indices)
+    """[T, K] where `product` is rows times the weights of their slots. Raises Refusal where it is not."""
+    found = weights_beside(product, rows, order, indices)
     if found is None:
-        raise Refusal(product, f"{describe(other)} is no weight for each slot")
+        raise Refusal(product, f"{describe(operand(product, rows))} is no weight for each slot")
     return found
+
+
+def weights_beside(product: Node, rows: Node, order: Order, indices: Indices) -> Node | None:
+    """[T, K] where `product` is rows times the weights of their slots."""
+    other = operand(product, rows)
+    if other is None or not _is_column(other, rows):
+        return None  # what lies along the columns is no weight, however many there are
+    if order is indices.slot_order:
+        return chosen(other, indices)
+    source = indexed([*_inwards(other, indices)][-1])
+    return chosen(source[0], indices) if source is not None and indices.are_slots(source[1], order) else None
 
 
 def _is_column(weights: Node, rows: Node) -> bool:

@@ -1,0 +1,30 @@
+"""Assertions about expert ids that hold for whatever a router gives.
+
+`F.one_hot` has two: a layer that counts its slots so would keep its ids for them alone, and launch kernels for each.
+"""
+
+from torch.fx import Graph, Node
+
+from inductor_passes.raising.evaluation import aten
+from inductor_passes.raising.indices import Indices
+from inductor_passes.raising.views_of_rows import args
+from inductor_passes.raising.writing import erase_unread
+
+_ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
+
+
+def erase_held(graph: Graph, ids: Node, num_experts: int) -> None:
+    """Erases every assertion that follows from `ids` [T, K] of a router, which are never out of range, and holds.
+
+    Raises:
+        Refusal: ids cannot be tried out.
+    """
+    asserts = [each for target in _ASSERTS for each in graph.find_nodes(op="call_function", target=target)]
+    if not asserts:
+        return
+    indices = Indices(ids, num_experts, {})
+    for each in asserts:
+        condition = args(each)[0]
+        if indices.is_everywhere(condition, True):
+            graph.erase_node(each)
+            erase_unread(graph, condition)
