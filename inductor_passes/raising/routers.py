@@ -184,7 +184,7 @@ def _are_logits(leaf: Node, tokens: int | torch.SymInt, num_experts: int) -> boo
 
 
 def _is_vector(leaf: Node, size: int) -> bool:
-    value = leaf.meta.get("val")
+    value: Any = leaf.meta.get("val")
     is_floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     return is_floating and leaf.op != "call_function" and value.numel() == size
 
