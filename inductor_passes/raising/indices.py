@@ -236,7 +236,7 @@ def ids_behind(index: Node, num_slots: int | torch.SymInt) -> Node:
     leaves = [leaf for leaf in cut([index], is_ids).leaves if not is_size(leaf)]
     if len(leaves) != 1 or not is_ids(leaves[0]):
         raise Refusal(index, f"expert ids come from {', '.join(map(describe, leaves)) or 'nowhere'}")
-    return _uncopied(leaves[0])
+    return _innermost(leaves[0])
 
 
 def _is_reshaped(node: Node) -> bool:
@@ -257,9 +257,13 @@ def _is_reshaped(node: Node) -> bool:
     )
 
 
-def _uncopied(ids: Node) -> Node:
-    """What `ids` is a copy of: where a model shows ids in another shape twice, it may copy them twice."""
-    return _uncopied(ids.all_input_nodes[0]) if ids.target is aten.clone.default else ids
+def _innermost(ids: Node) -> Node:
+    """The innermost tensor that `ids` shows in the same shape: a model copies them twice, or flattens one token's."""
+    shown, inner = ids, ids
+    while inner.target in (*VIEWS, aten.clone.default):
+        inner = inner.all_input_nodes[0]
+        shown = inner if inner.meta["val"].shape == ids.meta["val"].shape else shown
+    return shown
 
 
 def is_chosen(node: Node) -> bool:

@@ -94,10 +94,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("tokens, dynamic", [(TOKENS, False), (TOKENS, True), (1, False)])
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form, dynamic):
-    inputs = layer(TOKENS, dynamic=dynamic)
+def test_forms(form, tokens, dynamic):
+    inputs = layer(tokens, dynamic=dynamic)
     result, out = computed(FORMS[form], *inputs, passes=(*RAISES, *FUSIONS))
     assert result.ops() == ["fused_moe"] and not result.reasons
     assert "assert" not in result.after  # that ids are in range
