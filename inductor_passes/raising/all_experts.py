@@ -40,7 +40,6 @@ from inductor_passes.raising.views_of_rows import (
     same_shape,
     seen_from,
     size,
-    without_zeros,
 )
 
 _CASTS = (prims.convert_element_type.default,)
@@ -187,9 +186,7 @@ def _bias(added: Node, spread: Spread, shape: tuple[int, int]) -> Stack | None:
 def _weighed(second: Spread) -> tuple[Node, bool, Node] | None:
     """The weights, whether they lie token by token, and the sum over experts."""
     node, user = second.node, only_user(second.node)
-    while user is not None and (
-        is_cast(user) or is_shown(user) or user.target is aten.constant_pad_nd.default
-    ):
+    while user is not None and (is_cast(user) or is_shown(user)):
         node, user = user, only_user(user)
     if user is not None and user.target in (aten.bmm.default, aten.mm.default):
         return _multiplied(second, node, user)
@@ -223,14 +220,14 @@ def _layout(shape: Sequence[int], place: int) -> tuple[Strides, tuple[int, int, 
 def _multiplied(second: Spread, node: Node, product: Node) -> tuple[Node, bool, Node] | None:
     """The sum as a product: `[T, H, E] @ weights [T, E, 1]`, or `weights [T, 1, E] @ [T, E, H]`."""
     is_left = args(product)[0] is node
-    shown = seen_from(second.node, without_zeros(node, -1 if is_left else -2), _CASTS)
+    shown = seen_from(second.node, node, _CASTS)
     shape = [concrete(each) or 0 for each in second.node.meta["val"].shape]
     (of_token, of_expert), (tokens, num_experts, columns) = _layout(shape, second.place)
     if shown is None or shown.dim() != 3:
         return None
     wanted = ((columns, 1), (num_experts, of_expert)) if is_left else ((num_experts, of_expert), (columns, 1))
     sizes, strides = zip((tokens, of_token), *wanted, strict=True)
-    weights = without_zeros(args(product)[is_left], -2 if is_left else -1)
+    weights = args(product)[is_left]
     if not has_layout(shown, sizes, strides) or not is_one(size(weights, -1 if is_left else -2)):
         return None
     return weights, True, product

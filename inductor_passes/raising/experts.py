@@ -17,6 +17,7 @@ from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Found, Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.padding import unpadded
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.sums import weighted_sum
@@ -50,28 +51,33 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
-        found: Found = {}
-        told = {each.node for each in products(graph)}
-        layers = product_layers(graph)
-        for refusal in alone(graph, {each.node for layer in layers for each in layer}):
-            log.refuse(refusal, refusal.node)
-        for *firsts, second in layers:
-            try:
-                with _compat.real_tensors():
-                    write(graph, _experts(firsts, second, found))
-                log.lift("experts", second.node, (each.node for each in (*firsts, second)))
-            except Refusal as refusal:
-                log.refuse(refusal, second.node)
-        for layer in layers_of_all(graph):
-            try:
-                with _compat.real_tensors():
-                    write(graph, layer.experts())
-                log.lift("experts", layer.nodes[-1], layer.nodes)
-            except Refusal as refusal:
-                log.refuse(refusal, layer.nodes[-1])
-            told.update(layer.nodes)
-        for refusal in unrouted(graph, told):
-            log.refuse(refusal, refusal.node)
+        with unpadded(graph):
+            _raise_all(graph, log)
+
+
+def _raise_all(graph: Graph, log: PassLog) -> None:
+    found: Found = {}
+    told = {each.node for each in products(graph)}
+    layers = product_layers(graph)
+    for refusal in alone(graph, {each.node for layer in layers for each in layer}):
+        log.refuse(refusal, refusal.node)
+    for *firsts, second in layers:
+        try:
+            with _compat.real_tensors():
+                write(graph, _experts(firsts, second, found))
+            log.lift("experts", second.node, (each.node for each in (*firsts, second)))
+        except Refusal as refusal:
+            log.refuse(refusal, second.node)
+    for layer in layers_of_all(graph):
+        try:
+            with _compat.real_tensors():
+                write(graph, layer.experts())
+            log.lift("experts", layer.nodes[-1], layer.nodes)
+        except Refusal as refusal:
+            log.refuse(refusal, layer.nodes[-1])
+        told.update(layer.nodes)
+    for refusal in unrouted(graph, told):
+        log.refuse(refusal, refusal.node)
 
 
 def layers_of_all(graph: Graph) -> list[loops.Loop | all_experts.Everyone]:

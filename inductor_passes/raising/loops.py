@@ -37,7 +37,6 @@ from inductor_passes.raising.views_of_rows import (
     rank,
     same_shape,
     size,
-    without_zeros,
 )
 
 
@@ -55,7 +54,7 @@ class Multiplied(NamedTuple):
     @property
     def rows(self) -> Node:
         """What is multiplied."""
-        return without_zeros(args(self.product)[-2], -2)
+        return args(self.product)[-2]
 
 
 class Loop(NamedTuple):
@@ -108,7 +107,7 @@ def _multiplied(product: Node) -> Multiplied | None:
     if found is None or found[0].value.dim() != 3:
         return None
     bias = args(product)[0] if product.target is aten.addmm.default else None
-    node = shown = _cut_to_size(product)
+    node = shown = product
     while (user := only_user(node)) is not None:
         added = operand(user, node) if user.target is aten.add.Tensor and bias is None else None
         if added is not None and rank(added) == 1:
@@ -118,15 +117,6 @@ def _multiplied(product: Node) -> Multiplied | None:
         node = user
         shown = node if same_shape([size(node, -1)], [size(product, -1)]) else shown
     return Multiplied(product, found[0].transposed(), found[1], shown, bias)
-
-
-def _cut_to_size(product: Node) -> Node:
-    """The rows of a product that are those of its input: Inductor pads products of odd sizes."""
-    rows, user = without_zeros(args(product)[-2], -2), only_user(product)
-    if rows is args(product)[-2] or user is None or user.target is not aten.slice.Tensor:
-        return product
-    is_whole = args(user)[1:3] == (0, 0) and same_shape([size(user, 0)], [size(rows, 0)])
-    return user if is_whole else product
 
 
 def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:

@@ -25,7 +25,6 @@ from inductor_passes.raising.views_of_rows import (
     row_index,
     seen_from,
     unmasked,
-    without_zeros,
 )
 from inductor_passes.raising.weights import chosen, weights_of_rows
 
@@ -106,21 +105,15 @@ def _is_sum_by_scatter(user: Node) -> bool:
 def _product_with_weights(user: Node, rows: Node, indices: Indices, hidden_states: Node) -> WeightedSum:
     """The sum as a product: `weights [T, 1, K] @ rows [T, K, H]`, or `rows [T, H, K] @ weights [T, K, 1]`."""
     shown, product = rows, user
-    while _is_seen(product) and (reader := only_user(product)) is not None:
+    while is_reshape(product) and (reader := only_user(product)) is not None:
         shown, product = product, reader
     is_left = args(product)[0] is shown
-    shown = without_zeros(shown, -1 if is_left else -2)
     # Of one token Inductor makes `mm`; what that gives on the left is [H, 1], not a row.
     if product.target is aten.bmm.default or (product.target is aten.mm.default and not is_left):
-        weights = chosen(without_zeros(args(product)[is_left], -2 if is_left else -1), indices)
+        weights = chosen(args(product)[is_left], indices)
         if weights is not None and _shows_slots(shown, rows, is_left, indices):
             return WeightedSum(weights, _rounded(product, hidden_states))
     raise Refusal(user, f"{describe(user)} reads what experts give, not a weighted sum")
-
-
-def _is_seen(node: Node) -> bool:
-    """Whether `node` shows a tensor in another shape, with zeros perhaps, as Inductor pads products of odd sizes."""
-    return is_reshape(node) or node.target is aten.constant_pad_nd.default
 
 
 def _shows_slots(shown: Node, rows: Node, is_left: bool, indices: Indices) -> bool:

@@ -108,16 +108,6 @@ def operand(node: Node, other: Node) -> Node | None:
     return rest[0] if len(rest) == 1 and isinstance(rest[0], Node) and not node.kwargs else None
 
 
-def without_zeros(node: Node, dim: int) -> Node:
-    """What `node` shows with zeros behind its last ones along `dim`, which counts from the end."""
-    if node.target is not aten.constant_pad_nd.default or any(args(node)[2:]):
-        return node
-    padding = list(args(node)[1])
-    behind = -2 * dim - 1
-    others = padding[:behind] + padding[behind + 1 :]
-    return node if any(others) or not len(padding) > behind else args(node)[0]
-
-
 def only_user(node: Node) -> Node | None:
     """Who reads `node`, where it is one."""
     users = readers(node)
