@@ -101,6 +101,7 @@ class FusedMoE(ExpertParameters):
         self._routes_first = _routes_first(config)
         self._routing_emit: RoutingEmit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
         self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
+        self._post_norm_eps = config.experts.post_norm_eps  # Dynamo reads no shared float in two checkpoints
 
     def set_eplb_state(
         self,
@@ -305,14 +306,14 @@ class FusedMoE(ExpertParameters):
         config = self.config
         if self.lora is not None and adapter_ids is not None:
             return self._run_adapted(args, self.lora, adapter_ids)
-        if self.post_norm_weight is not None and config.experts.post_norm_eps is not None:
-            return run_with_norm(args, self.post_norm_weight, config.experts.post_norm_eps)
+        if self.post_norm_weight is not None and self._post_norm_eps is not None:
+            return run_with_norm(args, self.post_norm_weight, self._post_norm_eps)
         return run_experts(args, emitted(config.emit, config.save_for_backward))
 
     def _run_adapted(self, args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> Tensor:
         expect_routed(args)
         rows, plan = run_with_lora(args, lora, adapter_ids)
-        eps = self.config.experts.post_norm_eps
+        eps = self._post_norm_eps
         if self.post_norm_weight is not None and eps is not None:
             rows = F.rms_norm(rows, self.post_norm_weight.shape, self.post_norm_weight, eps)
         return combine(rows, args.topk_weights, plan.inverse, args.shared)

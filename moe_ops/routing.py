@@ -24,10 +24,9 @@ from moe_ops.arguments import Router, TopkRouting, TopkRoutingBackward
 from moe_ops.errors import describe, type_error
 from moe_ops.invariant_arguments import BatchInvariantRouting
 from moe_ops.records import partial
-from moe_ops.types import RoutingConfig
+from moe_ops.types import RoutingConfig, number_in
 
 _NEG_INF = float("-inf")
-_LOWEST = -36.0  # below it log(1 + e^x) is e^x, to the last bit of float64
 
 
 def topk_routing(
@@ -83,7 +82,7 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     Example:
         >>> weights = moe_ops.routing_weights(logits, ids_of_an_earlier_run, moe_ops.RoutingConfig(top_k=8))
     """
-    routing_spec(routing)  # raises
+    spec = routing_spec(routing)
     _checks.expect_floating("router_logits", router_logits)
     _checks.expect_shape("router_logits", router_logits, ("T", "E"))
     _checks.expect_index("topk_ids", topk_ids)
@@ -91,7 +90,9 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     scores, ids = _scores(_computed(router_logits), routing), topk_ids.long()
     known = (ids >= 0) & (ids < scores.shape[1])
     picked = scores.gather(1, ids.masked_fill(~known, 0))
-    return _weigh(picked, known & picked.isfinite(), routing)
+    # From the text: Dynamo reads no float of an object that layers share in two checkpoints.
+    eps, scale = number_in(spec, "renorm_eps", default=0.0), number_in(spec, "scale", default=1.0)
+    return _weigh(picked, known & picked.isfinite(), routing, eps, scale)
 
 
 def routing_spec(routing: RoutingConfig) -> str:
@@ -137,7 +138,8 @@ def reference(router: Router, largest: Largest = largest_by_sorting) -> tuple[Te
         selection = _keep_best_groups(selection, config, largest).masked_fill(unusable, _NEG_INF)
     ids = largest(selection, config.top_k)
     valid = selection.gather(1, ids).isfinite()
-    return _weigh(scores.gather(1, ids), valid, config), ids.to(torch.int32)
+    weights = _weigh(scores.gather(1, ids), valid, config, config.renorm_eps, config.scale)
+    return weights, ids.to(torch.int32)
 
 
 def _computed(router_logits: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def _slope(logits: Tensor, score: Tensor, config: RoutingConfig) -> Tensor:
     if config.score_fn == "sigmoid":
         return score * (1 - score)
     root, decay = _root_and_decay(logits)
-    return logits.clamp(min=_LOWEST).sigmoid() * decay / (2 * root)
+    return _near_and_beyond(logits)[0].sigmoid() * decay / (2 * root)
 
 
 def _root_and_decay(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,9 +172,15 @@ def _root_and_decay(logits: Tensor) -> tuple[Tensor, Tensor]:
     So the score is positive as long as e^(x/2) is, though e^x underflows at half of that; and its slope
     sigmoid(x) / (2 sqrt(log(1 + e^x))), in the limit 0 / 0, is e^(x/2) / 2.
     """
-    near = logits.clamp(min=_LOWEST)
+    near, beyond = _near_and_beyond(logits)
     root = torch.logaddexp(near, near.new_zeros(())).sqrt()
-    return root, torch.exp(-torch.relu(_LOWEST - logits) / 2)
+    return root, torch.exp(-beyond / 2)
+
+
+def _near_and_beyond(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """x down to -36, below which log(1 + e^x) is e^x to the last bit of float64, and how far it is below that."""
+    lowest = -36.0  # no global: Dynamo reads no shared float in two checkpoints
+    return logits.clamp(min=lowest), torch.relu(lowest - logits)
 
 
 def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest) -> Tensor:
@@ -182,14 +190,14 @@ def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest
     return grouped.masked_fill(~kept.unsqueeze(-1), config.group_fill).flatten(-2)
 
 
-def _weigh(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
+def _weigh(picked: Tensor, valid: Tensor, config: RoutingConfig, renorm_eps: float, scale: float) -> Tensor:
     chosen = picked.masked_fill(~valid, 0.0)
     if config.order == "topk_then_score":
         chosen = _score_chosen(picked, valid, config)
     if config.renormalize:
-        total = chosen.sum(-1, keepdim=True) + config.renorm_eps
+        total = chosen.sum(-1, keepdim=True) + renorm_eps
         chosen = chosen / total.masked_fill(total == 0, 1.0)
-    return chosen * config.scale
+    return chosen * scale
 
 
 def _score_chosen(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
@@ -324,7 +332,7 @@ def routing_tangent(
     config, (topk_weights, topk_ids) = RoutingConfig.from_spec(router.routing), outputs
     logits = _compat.make_dual(router.router_logits, to_logits).to(topk_weights.dtype)
     picked = _scores(logits, config).gather(1, topk_ids.long())
-    return _compat.unpack_dual(_weigh(picked, topk_weights != 0, config))[1]
+    return _compat.unpack_dual(_weigh(picked, topk_weights != 0, config, config.renorm_eps, config.scale))[1]
 
 
 def _tangent(args: TopkRouting, tangents: TopkRouting) -> _autograd.Tangents:

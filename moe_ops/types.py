@@ -271,3 +271,9 @@ def is_gated_spec(spec: str) -> bool:
 def is_interleaved_spec(spec: str) -> bool:
     """Whether an activation's spec says that gate and up alternate; a compiler traces this too."""
     return "interleaved=True" in spec
+
+
+def number_in(spec: str, name: str, *, default: float) -> float:
+    """A number in the spec of options: to a compiler a constant, where a float of an object may be an input."""
+    texts = [item.removeprefix(f"{name}=") for item in spec.split(";") if item.startswith(f"{name}=")]
+    return float(texts[0]) if texts else default

@@ -25,7 +25,8 @@ class Linear:
     Attributes:
         weight: path of the [E, H] of the product, in the router.
         bias: path of what is added to it, [E], or "".
-        multiplier: of the logits.
+        multiplier: of the logits, as text: a compiler may take a float for an input, and one that routers share then
+            cannot be read in two checkpoints (torch 2.11 to 2.13, dynamic=True).
         correction: path of the selection bias, E numbers; "" where it is an argument, None where there is none.
         product_dtype: of the product; None is that of the weight.
         logits_dtype: of the logits that are returned; None is that of the product.
@@ -34,7 +35,7 @@ class Linear:
 
     weight: str
     bias: str
-    multiplier: float
+    multiplier: str
     correction: str | None
     product_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None
@@ -51,6 +52,7 @@ class Linear:
         return (self.module,) if self.module and self.product_dtype is not None else ()
 
 
+_ONE = repr(1.0)
 _LEVELS = (0.5, 0.0, -0.5)
 """Of biases, in three tries: what is filled in for groups left out shows at the last."""
 
@@ -95,7 +97,7 @@ def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
         else:
             logits = linear_in(how.product_dtype, tokens, weight, bias)
     logits = logits if how.logits_dtype is None else logits.to(how.logits_dtype)
-    return logits if how.multiplier == 1.0 else logits * how.multiplier
+    return logits if how.multiplier == _ONE else logits * float(how.multiplier)
 
 
 def _called(module: Any, tokens: Tensor) -> Tensor:
@@ -155,7 +157,7 @@ def _found(weight: str, tries: list[Tried]) -> Known | None:
     for bias, multiplier in _products(tried, weight):
         dtypes = _dtypes(tried, multiplier)
         for correction in _corrections(tried, bias):
-            how = Linear(weight, bias, multiplier, correction, *dtypes, tried.output.names)
+            how = Linear(weight, bias, repr(multiplier), correction, *dtypes, tried.output.names)
             for routing in router_trial.configs(tried, _bias(tried, correction)):
                 found = Known(forward, routing, how, how.inside)
                 if all(_is(found, each) for each in tries):

@@ -175,8 +175,6 @@ def _load_scale(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor,
         _load_single(module, param, _value_of(shard_id, expert_data), weight, shard_id)
     elif shard_id == "w2" and (kind is WeightScale.CHANNEL or getattr(param, "load_full_w2", False)):
         _copy(expert_data, weight)
-    elif kind is WeightScale.BLOCK and shard_id != "w2" and module.config.activation.interleaved:
-        raise ValueError("activation.interleaved=True: expected False, blocks would hold rows of gate and up")
     else:
         _copy(_half(module, expert_data, shard_id, dim), module.shard.of(weight, dim))
 
@@ -199,6 +197,11 @@ def _half(module: Any, expert_data: Tensor, shard_id: str, dim: int) -> Tensor:
     activation = module.config.activation
     if shard_id == "w2" or not activation.is_gated:
         return expert_data
+    size = module.shard.local_size("intermediate_size", module.config.intermediate_size)
+    if activation.interleaved and expert_data.shape[dim] < 2 * size:
+        raise ValueError(
+            "activation.interleaved=True: expected False, blocks and packed integers would hold rows of gate and up"
+        )
     return gate_or_up(expert_data, dim, is_up=shard_id == "w3", interleaved=activation.interleaved)
 
 

@@ -59,12 +59,15 @@ def add_weight_scales(
 
     Raises:
         TypeError, ValueError: `module` is no `FusedMoE`, `kind` no `WeightScale`, a size of the block is not
-            positive, or groups or blocks do not fit the sizes of the shard.
+            positive, groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded
+            the module.
     """
     from layers.fused_moe import FusedMoE  # its loader knows the kinds of scales
 
     expect_type("module", module, FusedMoE)
     expect_type("kind", kind, WeightScale)
+    if module.parallel is not None:
+        raise ValueError("module is sharded by layers.parallel: expected no scales of weights among ranks")
     if not isinstance(block, tuple) or len(block) != 2:
         raise ValueError(f"block={block!r}: expected (rows, columns)")
     for name, size in zip(("block rows", "block columns"), block):

@@ -66,7 +66,7 @@ def test_options_are_told_apart(options, routing):
     known = Recogniser().known(Router(**options))
     assert known.routing == routing
     assert known.details == Linear(
-        "weight", "", 1.0, "bias", torch.float32, None, ("logits", "weights", "ids")
+        "weight", "", "1.0", "bias", torch.float32, None, ("logits", "weights", "ids")
     )
 
 
@@ -96,14 +96,14 @@ class Flattening(Router):
     ("kind", "changed"),
     [
         (Rounding, {"product_dtype": None, "logits_dtype": torch.float32}),
-        (Multiplied, {"multiplier": 0.25}),
+        (Multiplied, {"multiplier": "0.25"}),
         (Reordered, {"returned": ("ids", "weights", "logits")}),
         (Flattening, {}),
     ],
 )
 def test_how_logits_are_computed_is_told_apart(kind, changed):
     details = Recogniser().known(kind()).details
-    expected = {"product_dtype": torch.float32, "logits_dtype": None, "multiplier": 1.0,
+    expected = {"product_dtype": torch.float32, "logits_dtype": None, "multiplier": "1.0",
                 "returned": ("logits", "weights", "ids"), **changed}  # fmt: skip
     assert {name: getattr(details, name) for name in expected} == expected
 

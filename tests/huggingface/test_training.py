@@ -37,6 +37,22 @@ def test_trainer_reaches_the_same_weights(save_for_backward, gradient_checkpoint
         torch.testing.assert_close(other, weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
+def test_checkpointed_layers_compiled_for_every_length():
+    stock, ours = pair("qwen3_moe", use_cache=False)
+    huggingface.patch(ours)
+    for model in (stock, ours):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (9, 13):
+        ids = tokens(2, length)
+        for model in (stock, compiled):
+            model(ids, labels=ids).loss.backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for (name, expected), actual in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_trainer_cannot_name_our_backend(tmp_path):
     model = tiny_model("mixtral")
     with pytest.raises(ValueError, match="MOE_INDUCTOR"):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from layers import FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
+from layers import ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
 from moe_ops import RoutingConfig
 
 H, I, E, K = 16, 24, 8, 2
@@ -174,3 +175,29 @@ def test_a_wrong_input_is_named_in_the_compile_error():
         compiled(torch.randn(5, H), torch.randn(5, E - 1))
     with pytest.raises(Exception, match=r"router_logits has shape \[4, 8\]: expected \[5, 8\]"):
         compiled(torch.randn(5, H), torch.randn(4, E))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**BLOCK, "router": RouterConfig(scale_on="output")},
+        {"experts": ExpertsConfig(post_norm_eps=1e-3)},
+    ],
+    ids=["scale", "norm"],
+)
+def test_layers_that_share_a_config_in_checkpoints_of_any_size(options):
+    """Dynamo fails at a float that it meets as one and the same object in two checkpoints."""
+    torch.manual_seed(0)
+    config = MoEConfig(E, K, H, I, **options)
+    blocks = [MoEBlock(config) for _ in range(2)]
+
+    def both(hidden_states):
+        for block in blocks:
+            hidden_states = checkpoint(block, hidden_states, use_reentrant=False)
+        return hidden_states
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (9, 5):
+        hidden_states = torch.randn(2, length, H)
+        torch.testing.assert_close(compiled(hidden_states), both(hidden_states))
+    assert unique_graphs() == 1

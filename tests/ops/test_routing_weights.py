@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from moe_ops import RoutingConfig, routing_weights, topk_routing
 from tests.helpers import RELATIVE_NORM, relative_error, weights_of
@@ -49,6 +50,24 @@ def test_gradients(routing):
     assert torch.autograd.gradcheck(lambda logits: routing_weights(logits, ids, routing), (logits,))
     (grad,) = torch.autograd.grad(routing_weights(logits, ids, routing).square().sum(), logits)
     assert (grad[1] == 0).all() and (grad[3] == 0).all() and (grad[0] != 0).any()
+
+
+@pytest.mark.parametrize(
+    "routing", [RoutingConfig(3), RoutingConfig(3, "sqrtsoftplus", renorm_eps=0.5, scale=2.5)]
+)
+def test_two_checkpoints_of_any_size(routing):
+    """Dynamo fails at a float that it meets as one and the same object in two checkpoints."""
+
+    def weights(logits, ids):
+        return routing_weights(logits, ids, routing)
+
+    def both(logits, ids):
+        return sum(checkpoint(weights, each, ids, use_reentrant=False) for each in (logits, 2 * logits))
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (5, 9):
+        logits, ids = torch.randn(tokens, 8, requires_grad=True), torch.randint(8, (tokens, 3))
+        torch.testing.assert_close(compiled(logits, ids), both(logits, ids))
 
 
 def test_errors():
