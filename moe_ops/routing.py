@@ -125,8 +125,17 @@ def largest_by_sorting(scores: Tensor, count: int) -> Tensor:
 Largest = Callable[[Tensor, int], Tensor]
 
 
-def reference(router: Router, largest: Largest = largest_by_sorting) -> tuple[Tensor, Tensor]:
-    """The definition of `topk_routing`, in plain PyTorch. No score that `largest` sees is NaN or +inf."""
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
+
+
+def reference(
+    router: Router, largest: Largest = largest_by_sorting, kept: Callable[[Tensor], Tensor] = _as_it_is
+) -> tuple[Tensor, Tensor]:
+    """The definition of `topk_routing`, in plain PyTorch. No score that `largest` sees is NaN or +inf.
+
+    `kept` returns what it is given: weights before they are divided by their sum.
+    """
     config = RoutingConfig.from_spec(router.routing)
     scores = _scores(_computed(router.router_logits), config)
     bias = router.correction_bias
@@ -137,7 +146,7 @@ def reference(router: Router, largest: Largest = largest_by_sorting) -> tuple[Te
         selection = _keep_best_groups(selection, config, largest).masked_fill(unusable, _NEG_INF)
     ids = largest(selection, config.top_k)
     valid = selection.gather(1, ids).isfinite()
-    return _weigh(scores.gather(1, ids), valid, config), ids.to(torch.int32)
+    return _weigh(scores.gather(1, ids), valid, config, kept), ids.to(torch.int32)
 
 
 def _computed(router_logits: Tensor) -> Tensor:
@@ -182,10 +191,13 @@ def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest
     return grouped.masked_fill(~kept.unsqueeze(-1), config.group_fill).flatten(-2)
 
 
-def _weigh(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
+def _weigh(
+    picked: Tensor, valid: Tensor, config: RoutingConfig, kept: Callable[[Tensor], Tensor] = _as_it_is
+) -> Tensor:
     chosen = picked.masked_fill(~valid, 0.0)
     if config.order == "topk_then_score":
         chosen = _score_chosen(picked, valid, config)
+    chosen = kept(chosen)
     if config.renormalize:
         total = chosen.sum(-1, keepdim=True) + config.renorm_eps
         chosen = chosen / total.masked_fill(total == 0, 1.0)
