@@ -104,6 +104,17 @@ def write_sources(graph: Graph, names: Sequence[str]) -> None:
 _SOURCE_KEY = "moe_source"
 
 
+def write_callables(graph: Graph) -> None:
+    """Says of each node that an operator was called, not an overload of it.
+
+    Under `descriptive_names="torch"` Inductor names kernels after the callable, and an overload's name has a dot in it.
+    """
+    for node in graph.nodes:
+        for key in ("source_fn_stack", "fwd_source_fn_stack"):  # the second is a backward's
+            if called := node.meta.get(key):
+                node.meta[key] = [(name, getattr(each, "overloadpacket", each)) for name, each in called]
+
+
 def input_name(placeholder: Node) -> str:
     """What an input of a post-grad graph is in the user's code, or its name there."""
     return placeholder.meta.get(_SOURCE_KEY) or placeholder.name

@@ -32,7 +32,7 @@ from inductor_passes.lowerings import (
     RouteInside,
     TimeProducts,
 )
-from inductor_passes.naming import LayerNames
+from inductor_passes.naming import LayerNames, write_callables
 from inductor_passes.overlap import overlap_exchanges
 from inductor_passes.raising import RaiseExperts, RaiseRouters
 from inductor_passes.raising.unrouted import unrouted
@@ -107,6 +107,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
         if log.raised or log.fused or log.lowered:
             _compat_kernels.want_together(graph)
         read_inputs_themselves(graph)
+        write_callables(graph)
 
     def uuid(self) -> Any | None:
         """A key over the tuning table in use, and source and state of every pass; None (no caching) without one."""

@@ -92,7 +92,7 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     picked = scores.gather(1, ids.masked_fill(~known, 0))
     # From the text: Dynamo reads no float of an object that layers share in two checkpoints.
     eps, scale = number_in(spec, "renorm_eps", default=0.0), number_in(spec, "scale", default=1.0)
-    return _weigh(picked, known & picked.isfinite(), routing, eps, scale)
+    return _weigh(_chosen(picked, known & picked.isfinite(), routing), routing, eps, scale)
 
 
 def routing_spec(routing: RoutingConfig) -> str:
@@ -126,8 +126,15 @@ def largest_by_sorting(scores: Tensor, count: int) -> Tensor:
 Largest = Callable[[Tensor, int], Tensor]
 
 
-def reference(router: Router, largest: Largest = largest_by_sorting) -> tuple[Tensor, Tensor]:
-    """The definition of `topk_routing`, in plain PyTorch. No score that `largest` sees is NaN or +inf."""
+def reference(
+    router: Router,
+    largest: Largest = largest_by_sorting,
+    kept: Callable[[Tensor], Tensor] = lambda values: values,
+) -> tuple[Tensor, Tensor]:
+    """The definition of `topk_routing`, in plain PyTorch. No score that `largest` sees is NaN or +inf.
+
+    `kept` returns what it is given: weights before they are divided by their sum.
+    """
     config = RoutingConfig.from_spec(router.routing)
     scores = _scores(_computed(router.router_logits), config)
     bias = router.correction_bias
@@ -138,8 +145,8 @@ def reference(router: Router, largest: Largest = largest_by_sorting) -> tuple[Te
         selection = _keep_best_groups(selection, config, largest).masked_fill(unusable, _NEG_INF)
     ids = largest(selection, config.top_k)
     valid = selection.gather(1, ids).isfinite()
-    weights = _weigh(scores.gather(1, ids), valid, config, config.renorm_eps, config.scale)
-    return weights, ids.to(torch.int32)
+    chosen = kept(_chosen(scores.gather(1, ids), valid, config))
+    return _weigh(chosen, config, config.renorm_eps, config.scale), ids.to(torch.int32)
 
 
 def _computed(router_logits: Tensor) -> Tensor:
@@ -190,28 +197,26 @@ def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest
     return grouped.masked_fill(~kept.unsqueeze(-1), config.group_fill).flatten(-2)
 
 
-def _weigh(picked: Tensor, valid: Tensor, config: RoutingConfig, renorm_eps: float, scale: float) -> Tensor:
-    chosen = picked.masked_fill(~valid, 0.0)
+def _chosen(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
+    """The scores of those that are chosen, zero where nobody is."""
     if config.order == "topk_then_score":
-        chosen = _score_chosen(picked, valid, config)
+        picked = _score(picked.masked_fill(~valid, _NEG_INF), config)
+    return picked.masked_fill(~valid, 0.0)
+
+
+def _weigh(chosen: Tensor, config: RoutingConfig, renorm_eps: float, scale: float) -> Tensor:
     if config.renormalize:
         total = chosen.sum(-1, keepdim=True) + renorm_eps
         chosen = chosen / total.masked_fill(total == 0, 1.0)
     return chosen * scale
 
 
-def _score_chosen(picked: Tensor, valid: Tensor, config: RoutingConfig) -> Tensor:
-    return _score(picked.masked_fill(~valid, _NEG_INF), config).masked_fill(~valid, 0.0)
-
-
 def _reference_backward(args: TopkRoutingBackward) -> Tensor:
     config, ids = RoutingConfig.from_spec(args.routing), args.topk_ids.long()
     logits = _computed(args.router_logits)
     scores = _scores(logits, config)
-    picked, valid = scores.gather(1, ids), args.topk_weights != 0
-    chosen = picked.masked_fill(~valid, 0.0)
-    if config.order == "topk_then_score":
-        chosen = _score_chosen(picked, valid, config)
+    valid = args.topk_weights != 0
+    chosen = _chosen(scores.gather(1, ids), valid, config)
     grad = _weigh_backward(args.grad_weights.to(logits.dtype), chosen, config).masked_fill(~valid, 0.0)
     if config.score_fn != "softmax":
         grad = grad * _slope(logits.gather(1, ids).masked_fill(~valid, 0.0), chosen, config)
@@ -332,7 +337,8 @@ def routing_tangent(
     config, (topk_weights, topk_ids) = RoutingConfig.from_spec(router.routing), outputs
     logits = _compat.make_dual(router.router_logits, to_logits).to(topk_weights.dtype)
     picked = _scores(logits, config).gather(1, topk_ids.long())
-    return _compat.unpack_dual(_weigh(picked, topk_weights != 0, config, config.renorm_eps, config.scale))[1]
+    chosen = _chosen(picked, topk_weights != 0, config)
+    return _compat.unpack_dual(_weigh(chosen, config, config.renorm_eps, config.scale))[1]
 
 
 def _tangent(args: TopkRouting, tangents: TopkRouting) -> _autograd.Tangents:

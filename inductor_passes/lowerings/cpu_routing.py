@@ -10,7 +10,8 @@ from moe_ops.dispatch import local_experts
 
 def route(args: TopkRouting) -> tuple[Tensor, Tensor]:
     """`topk_routing`."""
-    return routing.reference(args.router, largest_in_turns)
+    weights, ids = routing.reference(args.router, largest_in_turns, in_memory)
+    return in_memory(weights), ids
 
 
 def largest_in_turns(scores: Tensor, count: int) -> Tensor:
@@ -18,6 +19,7 @@ def largest_in_turns(scores: Tensor, count: int) -> Tensor:
 
     What is left for a turn is what comes after the last winner in the order of the sort.
     """
+    scores = in_memory(scores)
     columns = torch.arange(scores.shape[1], dtype=scores.dtype)  # reductions of integers are not vectorised
     is_left, winners = torch.ones_like(scores, dtype=torch.bool), []
     for _ in range(count):
@@ -26,6 +28,15 @@ def largest_in_turns(scores: Tensor, count: int) -> Tensor:
         is_left = (scores < best) | ((scores == best) & (columns > winner))
         winners.append(winner)
     return torch.cat(winners, 1).long()
+
+
+def in_memory(values: Tensor) -> Tensor:
+    """`values`, computed once.
+
+    What takes few loads Inductor computes again wherever it is read: in a router for each of K experts, behind it for
+    each column of a token. A view by strides is one of memory, so there has to be some.
+    """
+    return values.as_strided(values.shape, values.stride())
 
 
 def plan(args: BuildDispatch) -> tuple[Tensor, Tensor, Tensor]:

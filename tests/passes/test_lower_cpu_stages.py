@@ -17,7 +17,7 @@ from layers import FusedMoE, MoEConfig
 from moe_ops import RoutingConfig
 from moe_ops.routing import largest_by_sorting
 from tests.cases import ROUTINGS, Case, make
-from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed, usually
+from tests.helpers import assert_matches_oracle, assert_same, fresh_graphs, grads_of, mixed, usually
 from tests.ops.test_values import oracle
 from tests.passes.capture import rewrite
 from tests.passes.test_lower_few_slots import experts_given, layer_of
@@ -82,6 +82,24 @@ def test_routers(routing, dtype, tokens):
     expected = route(logits, bias)
     assert not left and torch.equal(ids, expected[1]) and ids.is_contiguous()
     torch.testing.assert_close(weights, expected[0])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_router_is_computed_once_whatever_reads_it(is_transposed, dynamic):
+    """Not for each of K experts again, nor in the loop over a token's columns; logits may lie in any order."""
+    written = []
+    for top_k in (2, 4):
+        torch._dynamo.reset()
+        problem = make(Case(9, 8, top_k, 32, 16), torch.float32)
+        layer, (hidden, logits, *weights) = layer_of(problem, "fused")
+        logits = logits.T.contiguous().T if is_transposed else logits
+        compiled = torch.compile(layer, options=inductor_passes.options(), dynamic=dynamic)
+        with torch.no_grad(), fresh_graphs():
+            out, (code,) = run_and_get_code(compiled, hidden, logits, *weights)
+        assert_matches_oracle(out, oracle(problem, *moe_ops.topk_routing(logits, problem.routing)))
+        written.append([len(re.findall(each, code)) for each in (r"abs\(", r" = \S+ / \S+;")])
+    assert written[0] == written[1] and all(written[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
