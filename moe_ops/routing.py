@@ -123,13 +123,11 @@ def largest_by_sorting(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-Largest = Callable[[Tensor, int], Tensor]
+Largest, Kept = Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]
 
 
 def reference(
-    router: Router,
-    largest: Largest = largest_by_sorting,
-    kept: Callable[[Tensor], Tensor] = lambda values: values,
+    router: Router, largest: Largest = largest_by_sorting, kept: Kept = lambda values: values
 ) -> tuple[Tensor, Tensor]:
     """The definition of `topk_routing`, in plain PyTorch. No score that `largest` sees is NaN or +inf.
 
