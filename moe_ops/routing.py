@@ -123,7 +123,8 @@ def largest_by_sorting(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-Largest, Kept = Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]
+Largest = Callable[[Tensor, int], Tensor]
+Kept = Callable[[Tensor], Tensor]
 
 
 def reference(
