@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import LAYER_KEY
 from inductor_passes.graph_tools import arguments, find, getitem_source, is_moe_op, is_op, outputs
+from inductor_passes.raising.as_written import as_written
 from inductor_passes.raising.experts import layers_of_all, product_layers
 
 _WHOLE_LAYERS = (
@@ -34,8 +35,9 @@ class LayerNames:
         """
         groups = [_stages_of(dispatch) for dispatch in find(graph, *_DISPATCHES)]
         groups += [_with_router(node) for node in find(graph, *_WHOLE_LAYERS)]
-        groups += [[product.node for product in layer] for layer in product_layers(graph)]
-        groups += [[*layer.nodes] for layer in layers_of_all(graph)]
+        with as_written(graph):
+            groups += [[product.node for product in layer] for layer in product_layers(graph)]
+            groups += [[*layer.nodes] for layer in layers_of_all(graph)]
         self.taken.update({node.meta[LAYER_KEY]: 1 for node in graph.nodes if LAYER_KEY in node.meta})
         for index, group in enumerate(groups):
             fresh = [node for node in group if LAYER_KEY not in node.meta]

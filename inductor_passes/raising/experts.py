@@ -12,12 +12,12 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising import all_experts, loops
+from inductor_passes.raising.as_written import as_written
 from inductor_passes.raising.dropped import expect_dropped
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Found, Indices, Order
 from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.padding import unpadded
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.sums import weighted_sum
@@ -51,7 +51,7 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
-        with unpadded(graph):
+        with as_written(graph):
             _raise_all(graph, log)
 
 

@@ -72,15 +72,13 @@ def _hide(each: _Padded) -> None:
     if cuts:
         cuts[-1].replace_all_uses_with(product)
         product.meta["val"] = cuts[-1].meta["val"]
-    for cut, before in zip(cuts[1:], cuts, strict=False):
-        cut.replace_input_with(before, product)  # so that nobody reads what nobody else does
 
 
 def _show(graph: Graph, each: _Padded) -> None:
     product, cuts = each.product, each.cuts
     if product._erased:
         pads = (node for node in each.read if node.target is aten.constant_pad_nd.default)
-        for node in (*cuts, *pads):
+        for node in (*reversed(cuts), *pads):
             if not node._erased and not node.users:
                 graph.erase_node(node)
         return
@@ -88,5 +86,3 @@ def _show(graph: Graph, each: _Padded) -> None:
     product.meta["val"] = each.value
     if cuts:
         product.replace_all_uses_with(cuts[-1], lambda user: user not in cuts)
-    for cut, before in zip(cuts[1:], cuts, strict=False):
-        cut.replace_input_with(product, before)

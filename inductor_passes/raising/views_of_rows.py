@@ -14,6 +14,7 @@ from inductor_passes.raising.indices import Indices
 prims = torch.ops.prims
 
 _COPIES = (aten.clone.default, aten.alias.default)
+_FEW = 32  # nodes that nobody reads, in one place
 
 
 def args(node: Node) -> Any:
@@ -115,8 +116,20 @@ def only_user(node: Node) -> Node | None:
 
 
 def readers(node: Node) -> list[Node]:
-    """Who reads `node` for somebody: a decomposition may leave nodes that nobody reads."""
-    return [user for user in node.users if user.users or user.op == "output" or user.is_impure()]
+    """Who reads `node` for somebody: decompositions, and we ourselves, leave a few nodes that nobody reads."""
+    return [user for user in node.users if not _is_unread(user)]
+
+
+def _is_unread(node: Node) -> bool:
+    """Whether `node` and what is computed from it is read by nobody, and that little."""
+    behind, pending = {node}, [node]
+    while pending and len(behind) <= _FEW:
+        node = pending.pop()
+        if node.op == "output" or node.is_impure():
+            return False
+        pending.extend(user for user in node.users if user not in behind)
+        behind.update(node.users)
+    return not pending
 
 
 def indexed(node: Node) -> tuple[Node, Node] | None:

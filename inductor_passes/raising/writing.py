@@ -242,6 +242,12 @@ def erase_unread(graph: Graph, node: Node) -> None:
         node = pending.pop()
         if node.op != "call_function" or node._erased or node.is_impure() or readers(node):
             continue
-        for each in (*node.users, node):
+        for each in _from_the_last(node):
             pending.extend(each.all_input_nodes)
             graph.erase_node(each)
+
+
+def _from_the_last(node: Node) -> list[Node]:
+    """`node` and everything that is computed from it, what nobody reads first."""
+    found = dict.fromkeys(each for user in node.users for each in _from_the_last(user))
+    return [*found, node]
