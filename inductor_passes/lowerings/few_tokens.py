@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import arguments, erase_dead, find, replacement, rewrite_each
+from inductor_passes.raising.written_out import multiplied
 from moe_ops.arguments import DenseGemm
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -34,8 +35,9 @@ class MultiplyFewTokens:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Rewrites the products behind logits and shared outputs on CUDA."""
-        found = [*_router_products(graph), *_shared_products(graph)]
-        rewrite_each(graph, dict.fromkeys(found), _rewrite, log, log.keep)
+        with multiplied(graph):
+            found = [*_router_products(graph), *_shared_products(graph)]
+            rewrite_each(graph, dict.fromkeys(found), _rewrite, log, log.keep)
 
 
 def _router_products(graph: Graph) -> Iterator[Node]:

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from inductor_passes.base import PassLog
 from inductor_passes.graph_tools import arguments, fake_call, find, inherit_meta
 from inductor_passes.lowerings.few_tokens import products_behind
+from inductor_passes.raising.written_out import multiplied
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (aten.view.default, aten.permute.default, aten.reshape.default)
@@ -31,10 +32,11 @@ class MultiplyHalves:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Rewrites the product behind the logits of every router."""
-        for router in find(graph, *self.requires):
-            for product in dict.fromkeys(products_behind(arguments(router).router.router_logits)):
-                if _is_float32_on_a_gpu(product):
-                    _rewrite(graph, product, log)
+        with multiplied(graph):
+            for router in find(graph, *self.requires):
+                for product in dict.fromkeys(products_behind(arguments(router).router.router_logits)):
+                    if _is_float32_on_a_gpu(product):
+                        _rewrite(graph, product, log)
 
 
 def _is_float32_on_a_gpu(product: Node) -> bool:

@@ -23,8 +23,8 @@ class _WrittenOut(NamedTuple):
     """What gives its result."""
     product: Any
     factors: tuple[Node, Node]
-    inside: tuple[Node, ...]
-    """What stands between the result and the factors."""
+    rounded: Node | None
+    """The sum, if `node` rounds it."""
     target: Any
     args: Any
     """Of `node` as it is written out."""
@@ -34,9 +34,7 @@ class _WrittenOut(NamedTuple):
 def multiplied(graph: Graph) -> Iterator[None]:
     """Every product that is written out is one, until the end."""
     products = [each for node in graph.nodes if (each := _written_out(node)) is not None]
-    rounded = {
-        node for each in products for node in each.inside
-    }  # a sum that is cast is one product, not two
+    rounded = {each.rounded for each in products}  # a sum that is cast is one product, not two
     found = [each for each in products if each.node not in rounded]
     for each in found:
         each.node.target, each.node.args = each.product, each.factors
@@ -58,12 +56,20 @@ def _written_out(node: Node) -> _WrittenOut | None:
     shown = args(scaled)
     if not all(isinstance(each, Node) and each.target is aten.unsqueeze.default for each in shown):
         return None
-    wide = [args(each)[0] for each in shown]
-    factors = tuple(args(each)[0] if is_cast(each) else each for each in wide)
     if not _is_product(total, shown):
         return None
-    inside = tuple(each for each in (total, scaled, *shown, *wide) if each not in (node, *factors))
-    return _WrittenOut(node, _PLACES[rank(wide[0])][0], factors, inside, node.target, node.args)
+    factors = _unrounded(*(args(each)[0] for each in shown))
+    rounded = total if total is not node else None
+    return _WrittenOut(node, _PLACES[rank(factors[0])][0], factors, rounded, node.target, node.args)
+
+
+def _unrounded(left: Node, right: Node) -> tuple[Node, Node]:
+    """Two factors as they were before both were cast, if they were."""
+    if is_cast(left) and is_cast(right):
+        narrow = args(left)[0], args(right)[0]
+        if narrow[0].meta["val"].dtype == narrow[1].meta["val"].dtype:
+            return narrow
+    return left, right
 
 
 def _is_product(total: Node, shown: tuple[Node, Node]) -> bool:

@@ -127,3 +127,17 @@ def test_a_product_that_is_no_part_of_a_layer_stays():
         return _layer(before, router, bias, w13, w2), _routed(before, logits, w13, w2, elsewhere)
 
     assert _products(compile_for_h200(model, _inputs, tokens=1)) == (1, 5)
+
+
+def test_products_that_are_written_out():
+    """With `coordinate_descent_tuning` those of one token are sums; of another layer they stay so."""
+
+    def model(x, router, bias, w13, w2, gate, up, down, last):
+        return _shared_layer(x, router, bias, w13, w2, gate, up, down, last), F.linear(x, last)
+
+    with torch._inductor.config.patch(coordinate_descent_tuning=True):
+        compiled = compile_for_h200(model, _inputs, tokens=1)
+        stays = compile_for_h200(model, _inputs, tokens=1, graph_pass=None)
+    assert _products(compiled) == (4, 0) and _products(stays) == (0, 0)
+    generated = [name for name in compiled.launches if name.startswith("triton_")]
+    assert len(generated) == 2, "the last product, and silu(gate) * up: no cast of the router's weight"

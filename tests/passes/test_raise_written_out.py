@@ -27,9 +27,15 @@ def _bmm(left, right):
 
 @pytest.fixture(autouse=True)
 def written_out(monkeypatch):
-    """As there, here: Inductor's own asks for the device."""
-    for target, function in ((aten.mm.default, _mm), (aten.bmm.default, _bmm)):
-        monkeypatch.setitem(decomposition.decompositions, target, decomposition.pw_cast_for_opmath(function))
+    """As there, here: Inductor's own asks for the device. It keeps its table."""
+    decomposition.fast_random_decomps.cache_clear()
+    products = ((aten.mm.default, _mm), (aten.bmm.default, _bmm))
+    table = {target: decomposition.pw_cast_for_opmath(function) for target, function in products}
+    with monkeypatch.context() as patch:
+        for target, function in table.items():
+            patch.setitem(decomposition.decompositions, target, function)
+        yield
+    decomposition.fast_random_decomps.cache_clear()
 
 
 @pytest.mark.parametrize("tokens, dynamic", [(1, False), (3, False), (3, True)])
