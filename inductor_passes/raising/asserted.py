@@ -5,6 +5,7 @@
 
 from torch.fx import Graph, Node
 
+from inductor_passes.base import Refusal
 from inductor_passes.raising.evaluation import aten
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.views_of_rows import args
@@ -16,13 +17,15 @@ _ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
 def erase_held(graph: Graph, ids: Node, num_experts: int) -> None:
     """Erases every assertion that follows from `ids` [T, K] of a router, which are never out of range, and holds.
 
-    Raises:
-        Refusal: ids cannot be tried out.
+    Where ids are too many to be tried out, all stay.
     """
     asserts = [each for target in _ASSERTS for each in graph.find_nodes(op="call_function", target=target)]
     if not asserts:
         return
-    indices = Indices(ids, num_experts, {})
+    try:
+        indices = Indices(ids, num_experts, {})
+    except Refusal:
+        return
     for each in asserts:
         condition = args(each)[0]
         if indices.is_everywhere(condition, True):

@@ -51,7 +51,7 @@ def _padded(product: Node) -> _Padded | None:
     wanted, cuts, node = (*left[:-1], right[-1]), [], product
     while not same_shape(node.meta["val"].shape, wanted):
         user = only_user(node)
-        if user is None or user.target is not aten.slice.Tensor or args(user)[2] != 0 or len(args(user)) > 4:
+        if user is None or user.target is not aten.slice.Tensor or len(args(user)) != 4 or args(user)[2] != 0:
             return None
         cuts.append(user)
         node = user

@@ -79,5 +79,5 @@ def _is_product(total: Node, shown: tuple[Node, Node]) -> bool:
         return False
     _, *places = _PLACES[rank(left)]
     found = [args(each)[1] % (rank(left) + 1) for each in shown]
-    found += [dim % (rank(left) + 1) for dim in args(total)[1]]
+    found += [dim % (rank(left) + 1) for dim in args(total)[1] or ()]
     return found == places

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import moe_ops
 from inductor_passes.pipeline import FUSIONS, RAISES
-from inductor_passes.raising import RaiseExperts
+from inductor_passes.raising import RaiseExperts, indices
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import (
     EXPERTS,
@@ -180,6 +181,20 @@ def test_what_may_fail_is_still_asserted():
     assert (
         len(result.log.raised) == 2 and result.after.count("_assert_async") == 2 and "always" in result.before
     )
+
+
+def test_ids_that_are_too_many_to_be_tried_out(monkeypatch):
+    """A layer of ours behind a router of somebody else, whose ids are asserted on: both are as they would be."""
+    monkeypatch.setattr(indices, "_MOST_SLOTS", 8)
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        torch._assert_async((ids < EXPERTS).all(), "always")
+        return moe_ops.fused_experts(x, w13, w2, weights, ids)
+
+    result = rewrite(run, *layer(TOKENS), passes=RAISES)
+    assert [each.kind for each in result.log.raised] == ["topk_routing"]
+    assert result.after.count("_assert_async") == 1 and result.after.count("topk.default") == 0
 
 
 def test_rows_of_one_with_weights_of_a_row():

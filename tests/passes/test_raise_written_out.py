@@ -105,6 +105,10 @@ OTHERS = {
     "not rounded": (_of_floats, True),
     "rounded twice": (lambda rows, weights: _of_floats(rows, weights).half().to(rows.dtype), True),
     "over columns": (lambda rows, weights: (rows.unsqueeze(-1) * weights.unsqueeze(1)).sum(3), False),
+    "over everything": (
+        lambda rows, weights: (rows.unsqueeze(-1) * weights.unsqueeze(1)).sum() * (rows @ weights),
+        False,
+    ),
     "kept dimensions": (
         lambda rows, weights: (rows.unsqueeze(-1) * weights.unsqueeze(1)).sum(2, keepdim=True).squeeze(2),
         False,
