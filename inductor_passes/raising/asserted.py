@@ -6,8 +6,8 @@
 from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
-from inductor_passes.raising.evaluation import aten
-from inductor_passes.raising.indices import Indices
+from inductor_passes.raising.evaluation import aten, cut, is_size
+from inductor_passes.raising.indices import Indices, is_integral
 from inductor_passes.raising.views_of_rows import args
 from inductor_passes.raising.writing import erase_unread
 
@@ -28,6 +28,12 @@ def erase_held(graph: Graph, ids: Node, num_experts: int) -> None:
         return
     for each in asserts:
         condition = args(each)[0]
-        if indices.is_everywhere(condition, True):
+        if _is_of(condition, ids) and indices.is_everywhere(condition, True):
             graph.erase_node(each)
             erase_unread(graph, condition)
+
+
+def _is_of(condition: Node, ids: Node) -> bool:
+    """Whether a condition is one of `ids` alone. Of another layer's it is not followed back through the model."""
+    leaves = cut([condition], lambda each: each is ids or not is_integral(each)).leaves
+    return all(leaf is ids or is_size(leaf) for leaf in leaves)

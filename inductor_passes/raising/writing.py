@@ -59,6 +59,9 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     rows = _rows(graph, layer, sorted_slots, like)
     activated = _activated(graph, layer, rows, offsets)
+    dtype = layer.second.product.rows.meta["val"].dtype
+    if activated.meta["val"].dtype != dtype:  # where a model rounds what it has weighed
+        activated = written(graph, lambda rows: rows.to(dtype), (activated,), like)
     expert_out = _product(graph, activated, offsets, (layer.second,), like)
     weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.sum.score is not as_they_are:

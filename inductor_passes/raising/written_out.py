@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Graph, Node
 
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, only_user, rank
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, rank
 
 _PLACES = {2: (aten.mm.default, 2, 0, 1), 3: (aten.bmm.default, 3, 1, 2)}
 """By the rank of factors: their product, where each of them gets a dimension, and over which the sum is."""
@@ -51,7 +51,7 @@ def _written_out(node: Node) -> _WrittenOut | None:
     if total.target is not aten.sum.dim_IntList or total.kwargs or len(args(total)) > 2:
         return None
     scaled = args(total)[0]
-    if scaled.target is not aten.mul.Tensor or any(only_user(each) is None for each in (scaled, total)):
+    if scaled.target is not aten.mul.Tensor:
         return None
     shown = args(scaled)
     if not all(isinstance(each, Node) and each.target is aten.unsqueeze.default for each in shown):

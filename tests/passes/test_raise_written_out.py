@@ -125,6 +125,23 @@ def test_sums_that_are_products_and_others(what):
     torch.testing.assert_close(out, gathered(product)(*inputs), rtol=0.03, atol=0.03)
 
 
+def test_a_gate_that_reads_a_sum_twice():
+    """In float32 nothing rounds a sum, and silu reads it twice."""
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        experts, rows = ids.flatten(), x.repeat_interleave(TOP_K, 0).unsqueeze(1)
+        w1, w3 = (each.contiguous() for each in w13.chunk(2, 1))
+        hidden = F.silu(torch.bmm(rows, w1[experts].mT)) * torch.bmm(rows, w3[experts].mT)
+        out = torch.bmm(hidden, w2[experts].mT).squeeze(1)
+        return (out.view(-1, TOP_K, out.shape[1]) * weights.unsqueeze(-1)).sum(1)
+
+    inputs = layer(3, torch.float32)
+    result, out = computed(run, *inputs, passes=(*RAISES, *FUSIONS))
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+    torch.testing.assert_close(out, run(*inputs), rtol=1e-4, atol=1e-4)
+
+
 def test_factors_of_two_dtypes_are_no_product():
     (x, router, *_), (_, _, *experts) = layer(5, torch.float32), layer(5)
     result = rewrite(gathered(_of_floats), x, router, *experts, passes=RAISES)
