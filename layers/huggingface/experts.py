@@ -111,7 +111,7 @@ def _output(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     placement = Placement(_rare(self, "moe_ops_expert_map"))
     balancing = _rare(self, "moe_ops_balancing")
     ids = top_k_index if balancing is None else balancing(top_k_index)
-    tensors = hidden_states, _weights(self, parallel), top_k_weights, ids
+    tensors = hidden_states, weights(self, parallel), top_k_weights, ids
     args = FusedExperts(*tensors, placement, None, activation or "")
     lora: ExpertLora | None = _rare(self, "moe_ops_lora")
     adapter_ids = () if lora is None else (lora.ids_of_tokens(hidden_states.shape[0]),)
@@ -134,6 +134,17 @@ def settle(
 
 def _settled_before(experts: Any, options: ExpertsOptions) -> str | None:
     return None if has_changed(experts, options.settings) else options.activation
+
+
+def are_plain(experts: Any) -> bool:
+    """Whether experts run on our operators as `patch` found them, and all there is to run are their weights."""
+    is_ours = implementation(experts.config) == NAME and not has_changed(
+        experts, experts.moe_ops_options.settings
+    )
+    return is_ours and all(_rare(experts, name) is None for name in _RARE)
+
+
+_RARE = ("moe_ops_parallel", "moe_ops_expert_map", "moe_ops_balancing", "moe_ops_lora")
 
 
 def _rare(module: nn.Module, name: str) -> Any:
@@ -200,7 +211,7 @@ def _has_gpt_oss_gate(experts: Any) -> bool:
     return type(experts)._apply_gate is GptOssExperts._apply_gate
 
 
-def _weights(experts: Any, parallel: Any) -> ExpertWeights:
+def weights(experts: Any, parallel: Any = None) -> ExpertWeights:
     """w13 [E, 2I, H], w2 [E, H, I] and their biases, as views in whatever strides the checkpoint has.
 
     With `parallel`, a `RankExperts`, the parts that are here.

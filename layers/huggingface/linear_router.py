@@ -16,6 +16,7 @@ from layers.huggingface.settled import get
 from layers.router import linear_in
 from moe_ops import topk_routing
 from moe_ops._checks import FLOATING_DTYPES
+from moe_ops.arguments import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,13 @@ def forward(self: Any, hidden_states: Tensor, *given: Tensor | None, **named: Te
 
 
 _USUAL = ("logits", "weights", "ids")
+
+
+def arguments(router: Any, tokens: Tensor, given: Tensor | None) -> Router:
+    """What `topk_routing` gets in such a forward of tokens [T, H], with the selection bias that the caller has."""
+    how: Linear = router.moe_ops_details
+    logits = logits_of(router, how, tokens)
+    return Router(logits, _correction(router, how, (given,)), router.moe_ops_routing.spec)
 
 
 def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice
 from layers.config import Emit, SaveForBackward
-from layers.huggingface import blocks, experts, forwards, routers, sharding, stacking
+from layers.huggingface import blocks, experts, forwards, routers, sharding, stacking, whole
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.finding import Found, find
 from layers.huggingface.outside import Collection
@@ -46,6 +46,7 @@ def patch(
         name: experts.settle(module, emit, save_for_backward, experts.settled_activation(module))
         for name, module in found.experts.items()
     }
+    wholes = whole.find(model, found, options) if mesh is None else {}
     _use_our_experts(model, found)
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
@@ -57,6 +58,8 @@ def patch(
         routers.install(router.module, router.known, router.experts)
     for name, block in found.blocks.items():
         blocks.install(model.get_submodule(name), block, emit, save_for_backward)
+    for name, parts in wholes.items():
+        whole.install(model.get_submodule(name), parts)
     if mesh is not None:
         sharding.shard(model, found, mesh, style)
     computed = {name: each.activation for name, each in options.items() if each.activation}
@@ -86,6 +89,7 @@ def unpatch(model: nn.Module) -> None:
         if vars(module).pop("moe_ops_options", None) is not None:
             forwards.restore(module)
         blocks.uninstall(module)
+        whole.uninstall(module)
         stacking.unstack(module)
         module._modules.pop("moe_ops_lora", None)
         routers.uninstall(module)

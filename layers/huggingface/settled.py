@@ -63,7 +63,12 @@ def is_watched(module: Any) -> bool:
     """Whether a call of the module would do more than its class says: it has hooks, or a forward of its own."""
     if not isinstance(module, nn.Module):
         return False
-    if "forward" in module.__dict__ or module._forward_pre_hooks or module._forward_hooks:
+    return "forward" in module.__dict__ or has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module would run hooks."""
+    if module._forward_pre_hooks or module._forward_hooks:
         return True
     return bool(module._backward_pre_hooks or module._backward_hooks)
 

@@ -101,16 +101,16 @@ def test_inference_runs_what_it_ran(choice, overrides):
 @pytest.mark.parametrize(
     ("emit", "eager", "compiled"),
     [
-        ("auto", "fused_experts", "grouped_gemm"),
+        ("auto", "fused_moe", "grouped_gemm"),
         ("stages", *["grouped_gemm"] * 2),
-        ("fused", *["fused_experts"] * 2),
+        ("fused", "fused_moe", "fused_experts"),
     ],
 )
 @torch.no_grad()
 def test_emit(emit, eager, compiled):
     block = patched_block({"emit": emit})
     expected = patched_block({})(hidden())
-    with Calls("moe.grouped_gemm", "moe.fused_experts") as calls:
+    with Calls("moe.grouped_gemm", "moe.fused_experts", "moe.fused_moe") as calls:
         torch.testing.assert_close(block(hidden()), expected)
     assert set(calls.names) == {f"moe.{eager}"}
     traced = []

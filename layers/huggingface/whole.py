@@ -1,0 +1,181 @@
+"""Whole blocks in as few calls as they need, eagerly and without gradients: the router's product, then `fused_moe`.
+
+Between a block's modules lie calls, checks and operators that take the host longer than the launches do. So what a
+block's own code makes of its router, its experts and what every token visits is tried on a twin of small sizes in
+float64, and where it is one of a few sums a patched block computes that sum itself. It runs its own code with
+gradients, in training, in autocast and compiled, where passes find more to fuse, and once anything inside has changed.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from layers.config import emitted
+from layers.huggingface import experts, forwards, linear_router, routers, trial
+from layers.huggingface.experts import ExpertsOptions, is_dispatched
+from layers.huggingface.finding import Found, FoundRouter
+from layers.huggingface.outside import TOKENS, are_close, run, twin_of
+from layers.huggingface.recognise import form
+from layers.huggingface.settled import Settings, has_changed, has_hooks, settings_of
+from moe_ops import _library
+from moe_ops.arguments import FusedMoe, Placement, TopkRouting
+from moe_ops.fused_experts import run as run_experts
+from moe_ops.fused_moe import run as run_moe
+
+Returned = Literal["", "logits", "weights"]
+
+_EXPERTS = "experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a block is the sum of, beside its `experts`.
+
+    Attributes:
+        router: name of the module that routes to them.
+        shared: names of the module that every token visits, and of one whose sigmoid weighs its output; each may be
+            missing.
+        correction: name of the block's tensor that the router is given for its selection, or "".
+        returned: what a block returns beside its output.
+    """
+
+    router: str
+    shared: tuple[str, ...]
+    correction: str
+    returned: Returned
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What `patch` settles for a block, as its attribute `moe_ops_whole`."""
+
+    parts: Parts
+    settings: Settings
+
+
+def find(model: nn.Module, found: Found, options: dict[str, ExpertsOptions]) -> dict[str, Parts]:
+    """By name, the blocks that are such a sum of parts. Changes nothing."""
+    tried: dict[Any, Parts | None] = {}
+    wholes: dict[str, Parts] = {}
+    for name, settled in options.items():
+        block_name, _, last = name.rpartition(".")
+        block = model.get_submodule(block_name)
+        beside = {each: found.routers.get(f"{block_name}.{each}".lstrip(".")) for each in block._modules}
+        router = [(each, known) for each, known in beside.items() if known is not None]
+        if last != _EXPERTS or len(router) != 1 or not _are_plain(block, settled):
+            continue
+        key = form(block)
+        if key not in tried:
+            tried[key] = _known(block, *router[0], settled)
+        if (parts := tried[key]) is not None:
+            wholes[block_name] = parts
+    return wholes
+
+
+def install(block: Any, parts: Parts) -> None:
+    """Replaces the forward of this one block."""
+    block.moe_ops_whole = Whole(parts, settings_of(block))
+    forwards.replace(block, forward)
+
+
+def uninstall(block: nn.Module) -> None:
+    """Undoes `install`; other modules are left as they are."""
+    if vars(block).pop("moe_ops_whole", None) is not None:
+        forwards.restore(block)
+
+
+def forward(self: Any, *args: Any, **named: Any) -> Any:
+    """The forward of such blocks."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or named or len(args) != 1:
+        return type(self).forward(self, *args, **named)
+    how: Whole = self.moe_ops_whole
+    if _library.autocasts(args[0]) or not _is_as_found(self, how):
+        return type(self).forward(self, *args)
+    return total(self, how.parts, args[0])
+
+
+def total(block: Any, parts: Parts, hidden_states: Tensor) -> Any:
+    """The block's output, and what else it returns."""
+    modules = block._modules
+    router, own = modules[parts.router], modules[_EXPERTS]
+    options: ExpertsOptions = own.moe_ops_options
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    given = getattr(block, parts.correction) if parts.correction else None
+    routed = linear_router.arguments(router, tokens, given)
+    args = FusedMoe(tokens, routed, experts.weights(own), Placement(), options.activation or "")
+    shared = _shared([modules[name] for name in parts.shared], tokens)
+    emit = emitted(options.emit, options.save_for_backward)
+    if parts.returned == "weights":
+        weights, ids = _library.call(TopkRouting(routed))
+        output = run_experts(args.routed(weights, ids)._replace(shared=shared), emit)
+        return output.view(hidden_states.shape), weights
+    output = run_moe(args, shared, emit).view(hidden_states.shape)
+    return (output, routed.router_logits) if parts.returned else output
+
+
+def _shared(modules: list[Any], tokens: Tensor) -> Tensor | None:
+    if not modules:
+        return None
+    output, *gates = [each(tokens) for each in modules]
+    return gates[0].sigmoid() * output if gates else output
+
+
+def _is_as_found(block: Any, how: Whole) -> bool:
+    modules = block._modules
+    router, own = modules.get(how.parts.router), modules.get(_EXPERTS)
+    if not (_runs(router, routers.forward) and _runs(own, experts.forward)) or has_changed(
+        block, how.settings
+    ):
+        return False
+    return not has_changed(router, router.moe_ops_settings) and experts.are_plain(own)
+
+
+def _runs(module: Any, function: Any) -> bool:
+    """Whether a call of the module is one of its replaced forward, and nothing else."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is function and not has_hooks(module)
+
+
+def _are_plain(block: Any, options: ExpertsOptions) -> bool:
+    is_own = not forwards.is_replaced(block) or forwards.current(block) is forward
+    return is_own and bool(options.activation) and is_dispatched(block.experts)
+
+
+def _known(block: Any, name: str, router: FoundRouter, options: ExpertsOptions) -> Parts | None:
+    """What the block is the sum of; None where it is no such sum."""
+    if router.known.forward is not linear_router.forward:
+        return None
+    with trial.trial_mode():
+        twin, generator = twin_of(block, experts.weights(block.experts).w13.weight.shape[0])
+        linear_router.settled(twin._modules[name], router.known)
+        twin.experts.moe_ops_options = options
+        twin.experts.config = copy.copy(twin.experts.config)
+        twin.experts.config._experts_implementation_internal = "eager"  # others may not take float64
+        hidden_size = experts.weights(twin.experts).w13.weight.shape[2]
+        tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
+        inputs = tokens, tokens[:1, :1]  # one token may go another way
+        own = [run(type(twin).forward, twin, each) for each in inputs]
+        return next(
+            (parts for parts in _sums(twin, name, router.known.details) if _is(parts, twin, inputs, own)),
+            None,
+        )
+
+
+def _sums(block: Any, router: str, how: linear_router.Linear) -> Iterator[Parts]:
+    others = [each for each in block._modules if each not in (router, _EXPERTS)]
+    shared = [each for length in range(3) for each in permutations(others, length)]
+    tensors = [*block._parameters, *block._buffers] if how.correction == "" else [""]
+    for names, correction, returned in product(shared, tensors, get_args(Returned)):
+        yield Parts(router, names, correction, returned)
+
+
+def _is(parts: Parts, twin: Any, inputs: Sequence[Tensor], own: list[list[Tensor]]) -> bool:
+    def summed(block: Any, hidden_states: Tensor) -> Any:
+        return total(block, parts, hidden_states)
+
+    return all(are_close(found, run(summed, twin, each)) for found, each in zip(own, inputs, strict=True))
