@@ -138,10 +138,9 @@ def _settled_before(experts: Any, options: ExpertsOptions) -> str | None:
 
 def are_plain(experts: Any) -> bool:
     """Whether experts run on our operators as `patch` found them, and all there is to run are their weights."""
-    is_ours = implementation(experts.config) == NAME and not has_changed(
-        experts, experts.moe_ops_options.settings
-    )
-    return is_ours and all(_rare(experts, name) is None for name in _RARE)
+    if implementation(experts.config) != NAME or has_changed(experts, experts.moe_ops_options.settings):
+        return False
+    return all(_rare(experts, name) is None for name in _RARE)
 
 
 _RARE = ("moe_ops_parallel", "moe_ops_expert_map", "moe_ops_balancing", "moe_ops_lora")
