@@ -128,11 +128,10 @@ def _shared(modules: list[Any], tokens: Tensor) -> Tensor | None:
 def _is_as_found(block: Any, how: Whole) -> bool:
     modules = block._modules
     router, own = modules.get(how.parts.router), modules.get(_EXPERTS)
-    if not (_runs(router, routers.forward) and _runs(own, experts.forward)) or has_changed(
-        block, how.settings
-    ):
+    if not (_runs(router, routers.forward) and _runs(own, experts.forward)):
         return False
-    return not has_changed(router, router.moe_ops_settings) and experts.are_plain(own)
+    has_others = has_changed(block, how.settings) or has_changed(router, router.moe_ops_settings)
+    return not has_others and experts.are_plain(own)
 
 
 def _runs(module: Any, function: Any) -> bool:
