@@ -295,3 +295,26 @@ def test_unpatch_and_another_patch():
     output, operators = ran(ours, hidden(2, 5, HIDDEN))
     assert operators == {}
     assert torch.equal(output, stock(hidden(2, 5, HIDDEN)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", EXPECTED)
+@torch.no_grad()
+def test_on_a_gpu(family):
+    """It gives what the block's own code gives on our operators, and is captured with other contents later."""
+    ours = blocks.block(family, "eager").to("cuda", torch.bfloat16)
+    parts = copy.deepcopy(ours)
+    huggingface.patch(ours)
+    huggingface.patch(parts)
+    whole.uninstall(parts)
+    for tokens in (1, 7, 33, 300):
+        static = hidden(1, tokens, blocks.HIDDEN).to("cuda", torch.bfloat16)
+        expected, output = parts(static), ours(static)
+        assert expected.abs().max() > 0
+        assert relative_error(output, expected) < 1e-2
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = ours(static)
+        static.copy_(static.flip(1))
+        graph.replay()
+        assert torch.equal(captured, ours(static))
