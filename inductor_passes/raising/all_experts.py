@@ -239,7 +239,7 @@ def _experts(layer: Everyone) -> Experts:
     def part(weights: Tensor) -> Tensor:
         return weights if layer.is_by_token else weights.T
 
-    indices, topk_weights, score = choice([(layer.column, part)], second.num_experts)
+    indices, topk_weights, score = choice(layer.column, part, second.num_experts)
     _expect_gate(layer)
     tokens = [_tokens(each, indices) for each in layer.firsts]
     if any(each is not tokens[0] for each in tokens):

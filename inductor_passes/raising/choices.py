@@ -1,6 +1,6 @@
 """Which experts the weights of all experts choose: those that are not zero are weights of a top-k, scattered."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,44 +27,48 @@ def _softmax(numbers: Tensor) -> Tensor:
     return numbers.softmax(-1)
 
 
-def choice(columns: Sequence[tuple[Node, Part]], num_experts: int) -> tuple[Indices, Node, Score]:
-    """The ids [T, K], and the weights of which each column has what is its part of all, and zeros.
+SCORES = (as_they_are, _softmax)
+"""What may make weights of numbers."""
+
+
+def choice(column: Node, part: Part, num_experts: int) -> tuple[Indices, Node, Score]:
+    """The ids [T, K], and the weights of which `column` has what is its part of all, and zeros.
 
     Weights are a score of numbers [T, K].
 
     Raises:
-        Refusal: no ids choose what a column has, it has something else, or columns have other weights.
+        Refusal: no ids choose what the column has, or it has something else.
     """
-    ids = ids_of_weights(columns[0][0])
-    if isinstance(ids, tuple):
-        raise Refusal(
-            columns[0][0], f"the weights of an expert come from {', '.join(map(describe, ids)) or 'nowhere'}"
-        )
-    indices = Indices(ids, num_experts, {})
-    behind, tried = _read_by(ids), [*indices.samples, *_strays(indices)]
-    found = set()
-    for column, part in columns:
-        between = cut([column], lambda node: node is ids or (node not in behind and _is_whole(node, indices)))
-        weights = [leaf for leaf in between.leaves if leaf is not ids and not is_size(leaf)]
-        score = _score(between, (column, part), weights[0], indices, tried) if len(weights) == 1 else None
-        if score is None:
-            raise Refusal(column, f"{describe(column)} is not what the tokens of its experts weigh them by")
-        found.add((weights[0], score))
-    topk_weights, score = found.pop()
-    if found or not are_weights(topk_weights, indices):
-        raise Refusal(columns[-1][0], "experts are not weighed by one tensor [T, K]")
-    return indices, topk_weights, score
+    indices = Indices(chosen_ids([column]), num_experts, {})
+    ids, tried = indices.ids, [*indices.samples, *stray_ids(indices)]
+    behind = _read_by(ids)
+    between = cut([column], lambda node: node is ids or (node not in behind and _is_whole(node, indices)))
+    weights = [leaf for leaf in between.leaves if leaf is not ids and not is_size(leaf)]
+    score = _score(between, (column, part), weights[0], indices, tried) if len(weights) == 1 else None
+    if score is None or not are_weights(weights[0], indices):
+        raise Refusal(column, f"{describe(column)} is not what the tokens of its experts weigh them by")
+    return indices, weights[0], score
 
 
-def ids_of_weights(column: Node) -> Node | tuple[Node, ...]:
-    """The ids that weights are computed from; where it is not one, all that they are."""
+def chosen_ids(columns: Iterable[Node], rows: Collection[Node] = ()) -> Node:
+    """The ids of the first column that has some, as `ids_of_weights` finds them. Raises Refusal where none has."""
+    column, ids = None, ()
+    for column in columns:
+        ids = ids_of_weights(column, rows)
+        if isinstance(ids, Node):
+            return ids
+    raise Refusal(column, f"the weights of an expert come from {', '.join(map(describe, ids)) or 'nowhere'}")
+
+
+def ids_of_weights(column: Node, rows: Collection[Node] = ()) -> Node | tuple[Node, ...]:
+    """The ids that weights are computed from, but for `rows`; where it is not one, all that they are."""
 
     def is_ids(node: Node) -> bool:
         return is_integral(node) and node.meta["val"].dtype != torch.bool and rank(node) > 1
 
-    leaves = cut([column], lambda node: is_ids(node) and is_chosen(node)).leaves
+    leaves = cut([column], lambda node: node in rows or (is_ids(node) and is_chosen(node))).leaves
     ids = [leaf for leaf in leaves if is_ids(leaf)]
-    return ids[0] if len(ids) == 1 else leaves
+    return ids[0] if len(ids) == 1 else tuple(leaf for leaf in leaves if leaf not in rows)
 
 
 def _is_whole(node: Node, indices: Indices) -> bool:
@@ -83,7 +87,7 @@ def _read_by(node: Node) -> set[Node]:
     return found
 
 
-def _strays(indices: Indices) -> Iterator[Tensor]:
+def stray_ids(indices: Indices) -> Iterator[Tensor]:
     """Ids [T, K] that are out of range, if there may be any."""
     return (run.ids.flatten(0, -2) for run in stray_runs(indices))
 
@@ -92,8 +96,7 @@ def _score(
     between: Cut, column: tuple[Node, Part], numbers: Node, indices: Indices, tried: Sequence[Tensor]
 ) -> Score | None:
     """What makes of `numbers` the weights of which a column has its part; None where it has anything else."""
-    scores = (as_they_are, _softmax)
-    return next((each for each in scores if _has_part(between, column, numbers, each, indices, tried)), None)
+    return next((each for each in SCORES if _has_part(between, column, numbers, each, indices, tried)), None)
 
 
 def _has_part(

@@ -15,7 +15,7 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.layer import Experts
-from inductor_passes.raising.products import Product, sorted_slots
+from inductor_passes.raising.products import Product, sorted_places
 from inductor_passes.raising.strays import Run, stray_runs
 from inductor_passes.raising.sums import is_zero
 from inductor_passes.raising.views_of_rows import args, aten, indexed, is_cast, is_view
@@ -51,11 +51,11 @@ def expect_dropped(layer: Experts) -> None:
 
 
 def _slots(layer: Experts, run: Run) -> Tensor | None:
-    """[S]: the slot of each row."""
+    """[S]: the slot of each row: slots that lie by choice have been refused with their sum."""
     first, num_slots = layer.firsts[0].product, run.ids.numel()
     if first.kind != "grouped":
         return torch.arange(num_slots)
-    slots = run.value(sorted_slots(first, layer.indices))
+    slots = run.value(sorted_places(first, layer.indices)[0])
     is_whole = slots is not None and bool(((slots >= 0) & (slots < num_slots)).all())
     return slots if is_whole else None
 

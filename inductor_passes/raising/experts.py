@@ -4,42 +4,22 @@ The two products of a layer are found by what they multiply, everything around t
 where, which gate stands between, how the rows of a token are summed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
-from inductor_passes.graph_tools import describe
-from inductor_passes.raising import all_experts, loops
+from inductor_passes.raising import all_experts, loops, turns
 from inductor_passes.raising.as_written import as_written
 from inductor_passes.raising.dropped import expect_dropped
-from inductor_passes.raising.evaluation import Cut, cut, is_size
-from inductor_passes.raising.gates import is_in_gate
-from inductor_passes.raising.indices import Found, Indices, Order
-from inductor_passes.raising.layer import Experts, Outcome
+from inductor_passes.raising.indices import Found
+from inductor_passes.raising.layer import Experts
+from inductor_passes.raising.parts import parts_of
 from inductor_passes.raising.products import Product, ids_of, order_of, products
-from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.sums import weighted_sum
-from inductor_passes.raising.tokens import tokens_of
 from inductor_passes.raising.unrouted import alone, unrouted
-from inductor_passes.raising.views_of_rows import (
-    args,
-    aten,
-    indexed,
-    is_cast,
-    is_one,
-    is_view,
-    is_view_of_rows,
-    only_user,
-    operand,
-    rank,
-    same_shape,
-    unmasked,
-    without_views,
-)
-from inductor_passes.raising.weights import weights_beside
-from inductor_passes.raising.writing import write
+from inductor_passes.raising.writing import write, write_out_glu
 
 
 class RaiseExperts:
@@ -51,6 +31,7 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
+        write_out_glu(graph)
         with as_written(graph):
             _raise_all(graph, log)
 
@@ -59,7 +40,7 @@ def _raise_all(graph: Graph, log: PassLog) -> None:
     found: Found = {}
     told = {each.node for each in products(graph)}
     layers = product_layers(graph)
-    for refusal in alone(graph, {each.node for layer in layers for each in layer}):
+    for refusal in alone(graph, {each.node for layer in turns.chains(graph) for each in layer}):
         log.refuse(refusal, refusal.node)
     for *firsts, second in layers:
         try:
@@ -80,125 +61,24 @@ def _raise_all(graph: Graph, log: PassLog) -> None:
         log.refuse(refusal, refusal.node)
 
 
-def layers_of_all(graph: Graph) -> list[loops.Loop | all_experts.Everyone]:
-    """Every layer that multiplies all tokens with all experts."""
-    return [*loops.loops(graph), *all_experts.everyone(graph)]
+def layers_of_all(graph: Graph) -> list[turns.Turns | loops.Loop | all_experts.Everyone]:
+    """Every layer that takes its experts in turn, or multiplies all tokens with all of them."""
+    return [*turns.turns(graph), *loops.loops(graph), *all_experts.everyone(graph)]
 
 
 def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
-    """The products of each layer, its last one at the end."""
-    found = {each.node: each for each in products(graph)}
-    layers = ((*_firsts(second, found), second) for second in found.values())
-    return [layer for layer in layers if len(layer) > 1]
-
-
-def _firsts(second: Product, found: Mapping[Node, Product]) -> list[Product]:
-    """The products that go through a gate into `second`; none when it is one of these itself."""
-    between = cut([second.rows], lambda node: node in found or not is_in_gate(node))
-    return [found[leaf] for leaf in between.leaves if leaf in found]
+    """The products of each layer that has one for all choices of a token, its last one at the end."""
+    in_turns = {node for each in turns.turns(graph) for node in each.nodes}
+    return [layer for layer in turns.chains(graph) if layer[-1].node not in in_turns]
 
 
 def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Experts:
     indices = ids_of(second, found)
     order = order_of(firsts[0], indices)
-    outcomes = tuple(_outcome(first, order, indices) for first in firsts)
-    last = _outcome(second, order, indices)
-    tokens, *others = (tokens_of(first, order, indices) for first in firsts)
-    if any(other != tokens for other in others):
-        raise Refusal(second.node, "the products before the gate have different inputs")
-    activated = _activated(second, outcomes, indices)
-    if tokens.topk_weights is None and last.bias is None:
-        activated, weights = _unweighed(activated, order, indices)
-        weighed = tokens._replace(topk_weights=weights)
-    else:
-        weighed = tokens
-    gate = cut([activated], lambda node: any(node is o.node for o in outcomes) or not is_in_gate(node))
-    masks = _masks(gate, outcomes, indices, second.node)
-    total = weighted_sum(last.node, order, indices, weighed)
-    layer = Experts(indices, tokens, outcomes, gate, masks, activated, last, total)
+    parts = parts_of(firsts, second, order, indices)
+    weighed = parts.tokens._replace(topk_weights=parts.topk_weights)
+    total = weighted_sum(parts.second.node, order, indices, weighed)
+    gate, masks, activated = parts.gate, parts.masks, parts.activated
+    layer = Experts(indices, parts.tokens, parts.firsts, gate, masks, activated, parts.second, total)
     expect_dropped(layer)
     return layer
-
-
-def _activated(second: Product, outcomes: Sequence[Outcome], indices: Indices) -> Node:
-    """What the gate gives; where nothing is between the products, as in LoRA, that is what the first one gives."""
-    node = without_views(second.rows, indices)
-    same = (each.node for each in outcomes if without_views(each.node, indices) is node)
-    return next(same, node)
-
-
-def _unweighed(activated: Node, order: Order, indices: Indices) -> tuple[Node, Node | None]:
-    """What a gate gives, and the weights where a model weighs that, which is to weigh what its experts give."""
-    product = args(activated)[0] if is_cast(activated) else activated
-    for rows in product.all_input_nodes if product.target is aten.mul.Tensor else ():
-        weights = weights_beside(product, rows, order, indices)
-        if weights is not None:
-            return args(rows)[0] if is_cast(rows) else rows, weights
-    return activated, None
-
-
-def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
-    """Follows a product past its bias and masks, as far as it is [S, B] or else [T, K, B]."""
-    _expect_order(product, order, indices)
-    node, bias, found = product.node, None, None
-    while node is not None:
-        user = only_user(node)
-        if _shows_rows(node, indices):
-            found = Outcome(product, bias, node)
-        if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
-            bias = added
-        elif user is None or not (
-            (is_view(user) and is_view_of_rows(user)) or unmasked(user, indices) is node
-        ):
-            break
-        node = user
-    if found is None:
-        raise Refusal(
-            node, f"the product with experts has shape {list(node.meta['val'].shape)}, not [rows, columns]"
-        )
-    return found
-
-
-def _shows_rows(node: Node, indices: Indices) -> bool:
-    """Whether `node` is [S, B], [S, 1, B], [T, K, B] or [T, K, 1, B]; where ids are [B, S, K] that may be [T, K]."""
-    if rank(node) == 2:
-        return True
-    shape, of_ids = node.meta["val"].shape, indices.ids.meta["val"].shape
-    if len(shape) == 3 and is_one(shape[1]) and not is_one(shape[2]):
-        return _compat.statically_known_true(shape[0] == indices.ids.meta["val"].numel())
-    if len(of_ids) > 2 and same_shape(shape[: len(of_ids)], of_ids):
-        shape = shape[len(of_ids) - 2 :]
-    is_by_token = len(shape) in (3, 4) and not is_one(shape[1]) and not is_one(shape[-1])
-    return is_by_token and (len(shape) == 3 or is_one(shape[2]))
-
-
-def _expect_order(product: Product, order: Order, indices: Indices) -> None:
-    index = product.experts
-    fits = indices.are_offsets(index) if product.kind == "grouped" else indices.are_experts(index, order)
-    if not fits:
-        raise Refusal(
-            product.node, f"{describe(index)} gives rows to other experts than the ids of the layer"
-        )
-
-
-def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Stack | None:
-    """`bias` [E, B] where `sum` is `product + bias[experts of the rows]`."""
-    if sum.target is not aten.add.Tensor or (added := operand(sum, product)) is None:
-        return None
-    source = indexed(without_views(added, indices))
-    if source is None or rank(source[0]) != 2 or not indices.are_experts(source[1], order):
-        return None
-    return Stack(source[0])
-
-
-def _masks(gate: Cut, outcomes: tuple[Outcome, ...], indices: Indices, second: Node) -> dict[Node, bool]:
-    """The leaves of a gate besides its products. Raises Refusal for what is not a mask."""
-    masks: dict[Node, bool] = {}
-    for leaf in gate.leaves:
-        if is_size(leaf) or any(leaf is outcome.node for outcome in outcomes):
-            continue
-        value = next((v for v in (False, True) if indices.is_everywhere(leaf, v)), None)
-        if value is None:
-            raise Refusal(second, f"the gate also reads {describe(leaf)}")
-        masks[leaf] = value
-    return masks

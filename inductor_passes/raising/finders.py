@@ -29,8 +29,14 @@ def num_found_among(ids: Node) -> int | None:
 
 def may_repeat(ids: Node) -> bool:
     """Whether a row of `ids` may have one of them twice."""
+    finder, _ = _finder(ids)
+    return finder is None or finder.target not in _OF_EACH or not is_found_in_rows(ids)
+
+
+def is_found_in_rows(ids: Node) -> bool:
+    """Whether `ids` were found along their last dimension, each row by itself."""
     finder, dim = _finder(ids)
-    return finder is None or finder.target not in _OF_EACH or dim not in (-1, ids.meta["val"].dim() - 1)
+    return finder is not None and dim in (-1, ids.meta["val"].dim() - 1)
 
 
 def _finder(ids: Node) -> tuple[Node | None, int]:

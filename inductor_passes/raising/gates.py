@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from inductor_passes.raising.evaluation import Cut, evaluate, is_size, numbers
 from inductor_passes.raising.views_of_rows import aten, is_view, prims
@@ -46,10 +47,17 @@ _SHAPES = frozenset(
         aten.split_with_sizes.default,
         aten.select.int,
         aten.clone.default,
+        aten.glu.default,
         prims.convert_element_type.default,
         operator.getitem,
     )
 )
+
+
+def written_as(gate: Cut) -> str:
+    """How a gate is written, whatever it reads: two gates that are written alike are the same."""
+    names = {node: f"%{index}" for index, node in enumerate((*gate.leaves, *gate.nodes))}
+    return str([(node.target, map_arg((node.args, node.kwargs), names.__getitem__)) for node in gate.nodes])
 
 
 def recognised(

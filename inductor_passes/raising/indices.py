@@ -17,7 +17,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
 from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size, numbers
-from inductor_passes.raising.finders import may_repeat
+from inductor_passes.raising.finders import is_found_in_rows, may_repeat
 from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
@@ -86,9 +86,18 @@ class Indices:
         """Row by row the slots as they come."""
         return tuple(torch.arange(sample.numel()) for sample in self.samples)
 
+    @cached_property
+    def by_choice(self) -> Order:
+        """The first choices of all tokens, then the second ones, and so on."""
+        return tuple(torch.arange(sample.numel()).view(sample.shape).T.flatten() for sample in self.samples)
+
+    def of_choice(self, place: int) -> Order:
+        """Row by row the slots of one choice of each token."""
+        return tuple(torch.arange(len(sample)) * sample.shape[1] + place for sample in self.samples)
+
     def in_shape(self, given: Tensor) -> Tensor:
         """What has a number for each slot [T, K], or for each token [T, 1], in the shape that the ids have."""
-        sizes = [self._given(size, len(given)) or 0 for size in self.ids.meta["val"].shape[:-1]]
+        sizes = [self.given(size, len(given)) or 0 for size in self.ids.meta["val"].shape[:-1]]
         return given.view(*sizes, given.shape[1])
 
     def values(self, node: Node) -> tuple[Tensor, ...] | None:
@@ -115,24 +124,45 @@ class Indices:
             return None
         return tuple(known[node] for known in self._known)
 
-    def slots_behind(self, tokens: Node) -> Node | None:
-        """[S]: the slot of each row, by expert, lowest first, from which `tokens`, that of each row, is computed.
+    def slots_behind(self, tokens: Node) -> tuple[Node, Order] | None:
+        """[S]: the place of each row, by expert, lowest first, from which `tokens`, that of each row, is computed.
 
-        `tokens` may be that slot, too.
+        `tokens` may be that place, too. Places are in the order that is given with them.
         """
         wanted = self.values(tokens)
         if wanted is None:
             return None
         nodes = cut([tokens], lambda each: each is self.ids).nodes
-        orders = ((node, self.values(node)) for node in nodes if is_integral(node))
-        known = ((node, each) for node, each in orders if each is not None and self._is_permutation(each))
-        fits = (node for node, each in known if self._is_sorted(each) and self._leads_to(each, wanted))
+        found = ((node, self.values(node)) for node in nodes if is_integral(node))
+        known = [(node, each) for node, each in found if each is not None and self._is_permutation(each)]
+        for node, places in known:
+            for order in (self.slot_order, self.by_choice):
+                slots = taken(order, places)
+                if self._is_sorted(slots) and self._leads_to(places, slots, wanted):
+                    return node, order
+        return None
+
+    def order_of_places(self, node: Node, order: Order) -> Order | None:
+        """In which order the rows lie of which `node` [S] picks those in `order`."""
+        places = self.values(node)
+        if places is None or not self._is_permutation(places):
+            return None
+        fits = (each for each in (self.slot_order, self.by_choice) if _equal(taken(each, places), order))
         return next(fits, None)
 
     def are_tokens(self, node: Node, order: Order) -> bool:
         """Whether `node` [S] is the token of each row."""
         values = self.values(node)
         return values is not None and self._tokens(order, values)
+
+    def has_each_token(self, order: Order) -> bool:
+        """Whether the rows are those of the tokens as they come, each once."""
+        every = tuple(torch.arange(len(sample)) for sample in self.samples)
+        return all(map(torch.equal, every, (rows // self.top_k for rows in order)))
+
+    def lies_by_choice(self, order: Order) -> bool:
+        """Whether rows are those of the first choices of all tokens, then of the second ones, and so on."""
+        return all(map(torch.equal, self.by_choice, order))
 
     def are_slots(self, node: Node, order: Order) -> bool:
         """Whether `node` [S] is the slot of each row."""
@@ -161,9 +191,10 @@ class Indices:
 
     def size(self, leaf: Node, tokens: int) -> int | None:
         """A size with so many tokens; None for one that does not follow from T: it may differ from what was traced."""
-        return self._given(leaf.meta["val"], tokens) if is_size(leaf) else None
+        return self.given(leaf.meta["val"], tokens) if is_size(leaf) else None
 
-    def _given(self, size: int | torch.SymInt, tokens: int) -> int | None:
+    def given(self, size: int | torch.SymInt, tokens: int) -> int | None:
+        """What a size is with so many tokens; None as above."""
         return size_given(size, self.num_tokens, tokens)
 
     def _is_sorted(self, order: Order) -> bool:
@@ -176,9 +207,9 @@ class Indices:
         assert self.top_k is not None
         return _equal(wanted, tuple(rows // self.top_k for rows in order))
 
-    def _leads_to(self, order: Order, wanted: tuple[Tensor, ...]) -> bool:
-        """Whether `wanted` has the token of each row, or its slot, of tokens that are repeated for each."""
-        return self._tokens(order, wanted) or _equal(wanted, order)
+    def _leads_to(self, places: Order, order: Order, wanted: tuple[Tensor, ...]) -> bool:
+        """Whether `wanted` has the token of each row, or its place among tokens that are repeated for each."""
+        return self._tokens(order, wanted) or _equal(wanted, places)
 
     def _is_permutation(self, values: tuple[Tensor, ...]) -> bool:
         return all(
@@ -215,6 +246,11 @@ def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, batches: i
     return [*samples, samples[0][:1].repeat(batches * tokens, 1)]
 
 
+def taken(order: Order, places: Order) -> Order:
+    """The slots at some places of an order."""
+    return tuple(slots[place] for slots, place in zip(order, places, strict=True))
+
+
 def _equal(values: tuple[Tensor, ...] | None, wanted: tuple[Tensor, ...]) -> bool:
     """Whether the numbers are the same, row by row; [T, K] and [S] may stand for each other."""
     return values is not None and all(
@@ -244,17 +280,23 @@ def _is_reshaped(node: Node) -> bool:
     value: Any = node.meta["val"]
     if value.dim() > 2:
         return node.target in (*VIEWS, aten.permute.default, aten.clone.default)
-    fewest = 2 if node.target in VIEWS else 3  # [S, 1] is no top-1 where ids are [T, K]
-    chosen = (
-        leaf.meta.get("val")
-        for leaf in cut([node], lambda each: is_integral(each) and is_chosen(each)).leaves
-    )
+    leaves = cut([node], lambda each: is_integral(each) and is_chosen(each)).leaves
+    is_shown = node.target in VIEWS or (_is_turned(node) and all(map(is_found_in_rows, leaves)))
+    fewest = 2 if is_shown else 3  # [S, 1] is no top-1 where ids are [T, K], nor is [K, T]
+    chosen = (leaf.meta.get("val") for leaf in leaves)
     return any(
         isinstance(each, Tensor)
         and each.dim() >= fewest
         and not _compat.statically_known_true(each.shape[-1] == value.shape[-1])
         for each in chosen
     )
+
+
+def _is_turned(node: Node) -> bool:
+    """Whether `node` exchanges dimensions, copied perhaps."""
+    while node.target is aten.clone.default:
+        node = node.all_input_nodes[0]
+    return node.target is aten.permute.default
 
 
 def _innermost(ids: Node) -> Node:

@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.choices import choice
-from inductor_passes.raising.evaluation import Cut, cut, evaluate, is_size
-from inductor_passes.raising.gates import is_in_gate
+from inductor_passes.raising.choices import chosen_ids, stray_ids
+from inductor_passes.raising.evaluation import Cut, cut, is_size
+from inductor_passes.raising.gates import is_in_gate, written_as
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Experts, Outcome, Tokens, WeightedSum
+from inductor_passes.raising.layer import Experts, Outcome, Tokens
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack, of_expert
 from inductor_passes.raising.tokens import flat
+from inductor_passes.raising.totals import Given, Part, ends, of_experts, total
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -58,10 +58,10 @@ class Multiplied(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """The products of one layer, by expert."""
+    """The products of one layer: for each turn those of one expert, which may have several."""
 
     firsts: tuple[tuple[Multiplied, ...], ...]
-    """Of each expert one for gate and up, or one for each."""
+    """Of each turn one for gate and up, or one for each."""
     seconds: tuple[Multiplied, ...]
 
     @property
@@ -76,23 +76,31 @@ class Loop(NamedTuple):
 
 def loops(graph: Graph) -> list[Loop]:
     """Every layer in `graph` that is written as a loop over its experts."""
-    stacks: dict[Stack, dict[int, Multiplied]] = {}
+    stacks: dict[Stack, list[Multiplied]] = {}
     for node in graph.nodes:
         if (found := _multiplied(node)) is not None:
-            stacks.setdefault(found.stack, {})[found.expert] = found
-    whole = [
-        tuple(products[expert] for expert in range(len(products)))
-        for stack, products in stacks.items()
-        if sorted(products) == [*range(len(products))] and stack.holds(len(products)) and len(products) > 1
-    ]
-    known = {each.node: each for products in stacks.values() for each in products.values()}
-    of_first = {products[0].node: products for products in whole}
+            stacks.setdefault(found.stack, []).append(found)
+    whole = [products for stack, products in stacks.items() if _are_all(stack, products)]
+    known = {each.node: each for products in stacks.values() for each in products}
+    firsts = {each.node for products in whole for each in products}
     layers = []
     for seconds in whole:
-        read = [leaf for leaf in _gate(seconds[0], known).leaves if leaf in known or _is_product(leaf)]
-        if read and all(leaf in of_first and len(of_first[leaf]) == len(seconds) for leaf in read):
-            layers.append(Loop(tuple(zip(*map(of_first.__getitem__, read), strict=True)), seconds))
+        read = [_read(each, known) for each in seconds]
+        if read[0] and all(leaf in firsts for leaf in read[0]):
+            of_turns = (tuple(known[leaf] for leaf in leaves if leaf in known) for leaves in read)
+            layers.append(Loop(tuple(of_turns), tuple(seconds)))
     return layers
+
+
+def _are_all(stack: Stack, products: Sequence[Multiplied]) -> bool:
+    """Whether every expert of a stack is multiplied with."""
+    experts = {each.expert for each in products}
+    return experts == {*range(len(experts))} and stack.holds(len(experts)) and len(experts) > 1
+
+
+def _read(second: Multiplied, known: Mapping[Node, Multiplied]) -> list[Node]:
+    """The products in front of a second one."""
+    return [leaf for leaf in _gate(second, known).leaves if leaf in known or _is_product(leaf)]
 
 
 def _is_product(node: Node) -> bool:
@@ -130,21 +138,25 @@ def _unseen(rows: Node) -> Node:
 
 
 def _experts(loop: Loop) -> Experts:
-    gate = _gate_of_all(loop)
-    terms, columns = zip(*map(_weighed, loop.seconds), strict=True)
-    parts = (lambda weights, expert=expert: weights[:, expert] for expert in range(len(columns)))
-    indices, topk_weights, score = choice([*zip(columns, parts, strict=True)], len(columns))
+    gate, number = _gate_of_all(loop), loop.seconds[0].stack.value.shape[0]
+    rows = Given({each.node: _part(each.expert) for each in loop.seconds}, number, of_experts)
+    graph = loop.seconds[0].node.graph
+    indices = Indices(chosen_ids(ends(graph, rows.parts), rows.parts), number, {})
+    weighted_sum = total(graph, rows, indices, [*indices.samples, *stray_ids(indices)])
     *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
     activated = _unseen(loop.seconds[0].rows)
-    weighted_sum = WeightedSum(topk_weights, _sum_of(terms), score)
     others = tuple(each.product for each in chain(*loop.firsts[1:]))
     return Experts(indices, tokens, tuple(firsts), gate, {}, activated, last, weighted_sum, others)
 
 
+def _part(expert: int) -> Part:
+    return lambda rows, place: rows[:, expert]
+
+
 def _outcome(products: Sequence[Multiplied], indices: Indices) -> Outcome:
     """What one product of all experts gives, with its bias."""
-    biases = {_bias(each, len(products)) for each in products}
+    biases = {_bias(each, indices.num_experts) for each in products}
     if len(biases) > 1:
         raise Refusal(products[-1].product, "the experts of the loop have biases out of different tensors")
     first = products[0]
@@ -170,16 +182,18 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
 
 
 def _gate_of_all(loop: Loop) -> Cut:
-    tokens = _tokens(loop.firsts[0][0])
+    tokens, stacks = _tokens(loop.firsts[0][0]), [each.stack for each in loop.firsts[0]]
     known = {each.node: each for each in chain(*loop.firsts)}
     gates = []
     for firsts, second in zip(loop.firsts, loop.seconds, strict=True):
         gate = _gate(second, known)
         read = [leaf for leaf in gate.leaves if not is_size(leaf)]
-        if read != [each.node for each in firsts] or any(_tokens(each) != tokens for each in firsts):
+        is_alike = read == [each.node for each in firsts] and stacks == [each.stack for each in firsts]
+        is_own = all(each.expert == second.expert and _tokens(each) == tokens for each in firsts)
+        if not is_alike or not is_own:
             raise Refusal(second.product, "an expert of the loop reads something else than the others")
         gates.append(gate)
-    if len({_written(gate) for gate in gates}) > 1:
+    if len({written_as(gate) for gate in gates}) > 1:
         raise Refusal(loop.seconds[-1].product, "the experts of the loop have different gates")
     first = loop.firsts[0]
     num_tokens = math.prod(first[0].node.meta["val"].shape[:-1])
@@ -191,50 +205,3 @@ def _tokens(first: Multiplied) -> tuple[Node, torch.dtype]:
     """What an expert reads, and the dtype in which: autocast rounds it for each expert anew."""
     rows = _unseen(first.rows)
     return (_unseen(args(rows)[0]) if is_cast(rows) else rows), first.rows.meta["val"].dtype
-
-
-def _written(gate: Cut) -> str:
-    """How a gate is written, whatever it reads."""
-    names = {node: f"%{index}" for index, node in enumerate((*gate.leaves, *gate.nodes))}
-    return str([(node.target, map_arg((node.args, node.kwargs), names.__getitem__)) for node in gate.nodes])
-
-
-def _weighed(second: Multiplied) -> tuple[Node, Node]:
-    """The product times its weights, and the weights [T, 1]."""
-    node, user = second.node, only_user(second.node)
-    while user is not None and is_view_of_rows(user):
-        node, user = user, only_user(user)
-    column = operand(user, node) if user is not None and user.target is aten.mul.Tensor else None
-    leading = node.meta["val"].shape[:-1]
-    if user is None or column is None or not same_shape(column.meta["val"].shape, (*leading, 1)):
-        raise Refusal(second.product, "the expert's output is not weighed by a number for each token")
-    return user, column
-
-
-def _sum_of(terms: Sequence[Node]) -> Node:
-    """Where all terms have been added up, each once, and nothing else."""
-    wanted, node = set(terms), terms[-1]
-    while True:
-        tree = cut([node], lambda each: each in wanted or not _is_added(each))
-        if wanted <= {*tree.leaves}:
-            break
-        user = only_user(node)
-        if user is None:
-            raise Refusal(node, f"{describe(node)} is not the sum of all experts")
-        node = user
-    for leaf in tree.leaves:
-        if leaf not in wanted and not _is_zero(leaf):
-            raise Refusal(node, f"{describe(leaf)} is added among the experts")
-    numbers = {leaf: torch.tensor(1.0 + power) for power, leaf in enumerate(terms)}
-    zeros = {leaf: torch.tensor(0.0) for leaf in tree.leaves if leaf not in wanted}
-    if evaluate(tree.nodes, {**numbers, **zeros})[node] != sum(range(1, len(terms) + 1)):
-        raise Refusal(node, f"{describe(node)} adds up an expert twice")
-    return node
-
-
-def _is_added(node: Node) -> bool:
-    return is_cast(node) or (node.target is aten.add.Tensor and not node.kwargs)
-
-
-def _is_zero(node: Node) -> bool:
-    return node.target is aten.full.default and args(node)[1] == 0

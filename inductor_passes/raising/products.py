@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import concrete
-from inductor_passes.raising.indices import Found, Indices, Order, ids_behind, is_integral
+from inductor_passes.raising.indices import Found, Indices, Order, ids_behind, is_integral, taken
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.views_of_rows import (
     args,
@@ -148,28 +148,29 @@ def _stored(weight: Node, is_transposed: bool) -> Stack:
 def order_of(product: Product, indices: Indices) -> Order:
     """The order of the rows of a product. Raises Refusal where it is none that experts can own rows in."""
     if product.kind == "grouped":
-        return _sorted_order(product, indices)
-    if indices.are_experts(product.experts, indices.slot_order):
-        return indices.slot_order
+        node, order = sorted_places(product, indices)
+        places = indices.values(node)
+        assert places is not None
+        return taken(order, places)
+    for order in (indices.slot_order, indices.by_choice):
+        if indices.are_experts(product.experts, order):
+            return order
     raise Refusal(product.node, f"{describe(product.experts)} is not the expert of each slot")
 
 
-def _sorted_order(product: Product, indices: Indices) -> Order:
-    order = indices.values(sorted_slots(product, indices))
-    assert order is not None
-    return order
+def sorted_places(product: Product, indices: Indices) -> tuple[Node, Order]:
+    """[S]: the place of each row of a grouped product, in the order that is given with them.
 
-
-def sorted_slots(product: Product, indices: Indices) -> Node:
-    """[S]: the slot of each row of a grouped product. Raises Refusal where rows lie in another order."""
+    Raises Refusal where rows lie in another order than that of experts.
+    """
     gathered = gathered_rows(product.rows, indices)
     source = None if gathered is None else indexed(gathered)
-    slots = None if source is None else indices.slots_behind(source[1])
-    if slots is None:
+    places = None if source is None else indices.slots_behind(source[1])
+    if places is None:
         raise Refusal(
             product.node, f"rows come from {describe(product.rows)}, not from tokens in expert order"
         )
-    return slots
+    return places
 
 
 def ids_of(product: Product, found: Found) -> Indices:

@@ -1,8 +1,10 @@
 """How the outputs of experts become one row for each token: weighted, brought back into the order of slots, summed."""
 
+import contextlib
 import operator
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes import _compat
@@ -11,6 +13,8 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens, WeightedSum
+from inductor_passes.raising.strays import stray_runs
+from inductor_passes.raising.totals import Given, of_choices, total
 from inductor_passes.raising.views_of_rows import (
     VIEWS,
     args,
@@ -30,7 +34,30 @@ from inductor_passes.raising.weights import chosen, weights_of_rows
 
 
 def weighted_sum(expert_out: Node, order: Order, indices: Indices, tokens: Tokens) -> WeightedSum:
-    """Follows `expert_out` [S, H], rows in `order`, to the sum. Raises Refusal where it is read in another way."""
+    """The sum of `expert_out` [S, H], rows in `order`. Raises Refusal where it is read in another way."""
+    try:
+        return _followed(expert_out, order, indices, tokens)
+    except Refusal:
+        if tokens.topk_weights is not None or stray_runs(indices):
+            raise
+        with contextlib.suppress(Refusal):
+            return _computed(expert_out, order, indices, tokens.hidden_states)
+        raise
+
+
+def _computed(expert_out: Node, order: Order, indices: Indices, hidden_states: Node) -> WeightedSum:
+    """The sum, where rows are added in any other way."""
+
+    def part(rows: Tensor, place: int) -> Tensor:
+        return rows.flatten(0, 1)[order[place]]
+
+    given = Given({expert_out: part}, indices.samples[0].shape[1], of_choices)
+    found = total(expert_out.graph, given, indices, indices.samples)
+    return found._replace(root=_rounded(found.root, hidden_states))
+
+
+def _followed(expert_out: Node, order: Order, indices: Indices, tokens: Tokens) -> WeightedSum:
+    """Follows rows to where they are added, one operator after another."""
     node, weights, hidden_states = expert_out, tokens.topk_weights, tokens.hidden_states
     while (user := only_user(node)) is not None:
         if is_view_of_rows(user) or unmasked(user, indices) is node:

@@ -33,10 +33,15 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     if source is not None and indices.are_tokens(source[1], order):
         _expect_all_tokens(source[0], indices)
         return Tokens(source[0], weights)
-    if source is not None and order is not indices.slot_order and indices.are_slots(source[1], order):
-        rows, order = without_views(source[0], indices), indices.slot_order
+    repeated = None if source is None else indices.order_of_places(source[1], order)
+    if source is not None and repeated is not None and order is not repeated:
+        rows, order = without_views(source[0], indices), repeated
     if rows.target is aten.expand.default and order is indices.slot_order:
         return Tokens(_repeated(rows, indices), weights)
+    if indices.lies_by_choice(order) and (every := _repeated_by_choice(rows, indices)) is not None:
+        return Tokens(flat(every, indices), weights)
+    if indices.has_each_token(order):
+        return Tokens(flat(rows, indices), weights)
     raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")
 
 
@@ -72,6 +77,17 @@ def _weighed(product: Node, order: Order, indices: Indices) -> tuple[Node, Node]
         if (source := indexed(_unrounded(rows))) is not None and source[0].meta["val"].dim() == 2:
             return _unrounded(rows), weights_of_rows(product, rows, order, indices)
     raise Refusal(product, f"rows come from {describe(product)}, not from tokens")
+
+
+def _repeated_by_choice(rows: Node, indices: Indices) -> Node | None:
+    """The tokens of which `rows` is [K * T, H] or [K, T, H], all of them K times."""
+    if rows.target is aten.repeat.default:
+        return args(rows)[0] if args(rows)[1] == [indices.top_k, 1] else None
+    if rows.target is not aten.expand.default:
+        return None
+    shape = args(rows)[0].meta["val"].shape
+    inner = shape[1:] if is_one(shape[0]) else shape
+    return args(rows)[0] if same_shape(rows.meta["val"].shape, (indices.top_k, *inner)) else None
 
 
 def _repeated(rows: Node, indices: Indices) -> Node:

@@ -120,6 +120,11 @@ def readers(node: Node) -> list[Node]:
     return [user for user in node.users if not _is_unread(user)]
 
 
+def is_read(node: Node) -> bool:
+    """Whether somebody reads `node`, as `readers` has it: of thousands, as a loop makes them, the first will do."""
+    return any(not _is_unread(user) for user in node.users)
+
+
 def _is_unread(node: Node) -> bool:
     """Whether `node` and what is computed from it is read by nobody, and that little."""
     behind, pending = {node}, [node]

@@ -16,7 +16,7 @@ from inductor_passes.raising.gates import fill, of_rank, recognised
 from inductor_passes.raising.layer import Experts, Outcome, as_they_are
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import aten, is_one, is_view, readers, same_shape
+from inductor_passes.raising.views_of_rows import aten, is_one, is_read, is_view, readers, same_shape
 from moe_ops import arguments
 
 record: Any = arguments
@@ -238,12 +238,30 @@ def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node],
     return write_out(graph, function, args, like)[0]
 
 
+def write_out_glu(graph: Graph) -> None:
+    """Writes every `aten.glu` as the product that it is, as Inductor's lowering does: gates are made of operators."""
+    for node in graph.find_nodes(op="call_function", target=aten.glu.default):
+        source, *dim = node.args
+        with graph.inserting_before(node):
+            result = written(graph, _glu(*dim), (source,), node)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _glu(dim: int = -1) -> Callable[[Tensor], Tensor]:
+    def run(rows: Tensor) -> Tensor:
+        left, right = rows.chunk(2, dim)
+        return left * right.sigmoid()
+
+    return run
+
+
 def erase_unread(graph: Graph, node: Node) -> None:
     """Erases `node` and what only it read, unless somebody reads it for somebody."""
     pending = [node]
     while pending:
         node = pending.pop()
-        if node.op != "call_function" or node._erased or node.is_impure() or readers(node):
+        if node.op != "call_function" or node._erased or node.is_impure() or is_read(node):
             continue
         for each in _from_the_last(node):
             pending.extend(each.all_input_nodes)

@@ -89,13 +89,25 @@ def with_integers(x, router, w13, w2):
     return total
 
 
+def with_integers_of_all(x, router, w13, w2):
+    """As `of_all`, with integers for weights."""
+    values, ids = stock.softmax_router(F.linear(x, router))
+    dense = (F.one_hot(ids, EXPERTS) * (8 * values).int().unsqueeze(-1)).sum(1)
+    given = torch.einsum("tei,ehi->teh", swiglu(torch.einsum("th,eih->tei", x, w13)), w2)
+    return (given * dense.unsqueeze(-1)).sum(1)
+
+
 NO_SUM = "reads what experts give, not a weighted sum"
 LEFT = {
     "float8 of what experts give": (gathered(out=float8), NO_SUM),
     "integers of what experts give": (gathered(out=lambda each: each.int().to(each.dtype)), NO_SUM),
     "float8 of what is weighed": (gathered(weighed=float8), NO_SUM),
     "integers for weights": (gathered(weights=lambda each: (8 * each).int()), "is no weight for each slot"),
-    "integers for weights in a loop": (with_integers, "experts are not weighed by one tensor [T, K]"),
+    "integers for weights in a loop": (with_integers, "is not the sum of what experts give"),
+    "integers for weights of all": (
+        with_integers_of_all,
+        "is not what the tokens of its experts weigh them by",
+    ),
     "bits of what experts give": (gathered(out=bits), "aten.view.dtype reads what experts give"),
     "bits between the products": (gathered(activated=bits), "no gate leads to another"),
     "float8 of the weights of all": (
@@ -110,14 +122,14 @@ LEFT = {
     "integers of what all experts give": (of_all(out=integers), "all experts at once"),
     "float8 of the weights of a loop": (
         in_turn(column=float8),
-        "is not what the tokens of its experts weigh",
+        "is not the sum of what experts give",
     ),
     "float8 of what an expert of a loop gives": (
         in_turn(out=float8),
-        "not weighed by a number for each token",
+        NO_SUM,
     ),
-    "float8 of the terms of a loop": (in_turn(weighed=float8), "is not the sum of all experts"),
-    "float8 of the sum in a loop": (in_turn(total=float8), "is not the sum of all experts"),
+    "float8 of the terms of a loop": (in_turn(weighed=float8), NO_SUM),
+    "float8 of the sum in a loop": (in_turn(total=float8), NO_SUM),
 }
 KEPT = {
     "float8 of weights": gathered(weights=float8),

@@ -1,6 +1,7 @@
 """Ids that a token has twice: our operators add up both slots, so a layer must do so too, or its ids never repeat."""
 
 import operator
+import re
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def compared(x, router, w13, w2):
 def test_one_weight_of_an_id_that_a_token_has_twice_stays(combine):
     run = check(of_all(combine, best_of_heads, scattered), float32())
     assert not run.raised
-    assert "is not what the tokens of its experts weigh them by" in run.refused[0]
+    assert re.search("not what the tokens of its experts weigh them by|not the sum", run.refused[0])
 
 
 ALL_OF_THEM = {

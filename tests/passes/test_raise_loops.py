@@ -118,6 +118,7 @@ def test_gate_and_up_in_tensors_of_their_own(dynamic):
     assert_matches_oracle(out, oracle(inputs, stock.looped))
 
 
+NOT_THE_SUM = "aten.add.Tensor is not the sum of what experts give, weighed by one tensor"
 OTHER = {
     "one expert has another gate": (
         {"gate": lambda gate_up, expert: swiglu(gate_up if expert != 7 else -gate_up)},
@@ -141,24 +142,24 @@ OTHER = {
     ),
     "nothing weighs them": (
         {"term": lambda out, weight: out + weight},
-        "the expert's output is not weighed by a number for each token",
+        NOT_THE_SUM,
     ),
     "a weight for each column": (
         {"term": lambda out, weight: out * weight.expand_as(out).relu()},
-        "the expert's output is not weighed by a number for each token",
+        NOT_THE_SUM,
     ),
-    "one is subtracted": ({"add": torch.sub}, "is not the sum of all experts"),
+    "one is subtracted": ({"add": torch.sub}, "aten.sub.Tensor is not the sum of what experts give"),
     "weighed by the next expert's": (
         {"weight": lambda weights, ids, expert: weigh(weights, ids, (expert + 1) % EXPERTS)},
-        "what the tokens of its experts weigh them by",
+        NOT_THE_SUM,
     ),
     "weighed twice as much": (
         {"weight": lambda weights, ids, expert: 2 * weigh(weights, ids, expert)},
-        "what the tokens of its experts weigh them by",
+        NOT_THE_SUM,
     ),
     "weighed by other weights": (
         {"weight": lambda weights, ids, expert: weigh(weights + (expert == 7), ids, expert)},
-        "not weighed by one tensor",
+        NOT_THE_SUM,
     ),
     "weights that no ids choose": (
         {"weight": lambda weights, ids, expert: weights[:, :1] + expert},
@@ -166,31 +167,31 @@ OTHER = {
     ),
     "something else is added": (
         {"start": lambda x: x},
-        "is added among the experts",
+        NOT_THE_SUM,
     ),
     "something beside zero is added": (
         {"start": torch.ones_like},
-        "is added among the experts",
+        NOT_THE_SUM,
     ),
     "one is left out": (
         {"result": lambda total, terms, firsts: total - terms[3]},
-        "is also read by aten.sub.Tensor",
+        "aten.sub.Tensor is not the sum of what experts give",
     ),
     "one is read by another": (
         {"result": lambda total, terms, firsts: (total, terms[3])},
-        "is also read by output",
+        "output reads what experts give, not a weighted sum",
     ),
     "one counts twice": (
         {"term": lambda out, weight: out * weight, "result": lambda total, terms, firsts: total + terms[0]},
-        "is also read by",
+        NOT_THE_SUM,
     ),
     "each counts twice": (
         {"term": lambda out, weight: (term := out * weight) + term},
-        "adds up an expert twice",
+        NOT_THE_SUM,
     ),
     "the sum is multiplied on its way": (
         {"term": lambda out, weight: (out * weight).relu()},
-        "is not the sum of all experts",
+        "aten.relu reads what experts give, not a weighted sum",
     ),
 }
 

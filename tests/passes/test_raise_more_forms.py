@@ -103,6 +103,8 @@ FORMS = {
     "masks": of_masks,
     "products with masks": of_mask_products,
     "rows [S, 1, H]": rows_of_one,
+    "glu": grouped_with(gate=lambda gate_up, rows: F.glu(gate_up)),
+    "glu of columns": gathered_with(activate=lambda gate_up: F.glu(gate_up.squeeze(2), 1).unsqueeze(2)),
 }
 
 

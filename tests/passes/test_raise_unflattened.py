@@ -163,8 +163,8 @@ OTHER = {
     rows_of_other_tokens: "rows come from",
     ids_of_other_tokens: "not from tokens in expert order",
     a_sum_over_tokens: "reads what experts give, not a weighted sum",
-    columns_of_other_tokens: "what the tokens of its experts weigh them by",
-    columns_of_the_first_batch: "not weighed by a number for each token",
+    columns_of_other_tokens: "is not the sum of what experts give",
+    columns_of_the_first_batch: "is not the sum of what experts give",
 }
 
 

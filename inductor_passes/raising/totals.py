@@ -1,0 +1,240 @@
+"""The sum over a token's experts, each weighed, where it is written in any way out of what experts give.
+
+Between what experts give and their sum stand operators that add and multiply, and some that move rows. What those make
+is a quotient of polynomials in rows and weights: one that is ours at random numbers is ours. None of them lets two
+columns of a row meet, so few columns tell of all.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes.base import Refusal
+from inductor_passes.graph_tools import describe
+from inductor_passes.raising.choices import SCORES
+from inductor_passes.raising.evaluation import VIEWS, Cut, cut, evaluate, is_size
+from inductor_passes.raising.indices import Indices
+from inductor_passes.raising.layer import Score, WeightedSum
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, rank, readers, same_shape, size
+from inductor_passes.raising.weights import are_weights, chosen
+
+_COLUMNS, _CLOSE = 2, 1e-9
+_ALIGNED = (
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.where.self,
+    aten.addcmul.default,
+    aten.gather.default,
+    aten.scatter_add.default,
+)
+"""Each column of what they give is made of the same column of what they read."""
+_UNDERSTOOD = (
+    *_ALIGNED,
+    *VIEWS,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.cat.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.unbind.int,
+    aten.permute.default,
+    aten.clone.default,
+    aten.index.Tensor,
+    aten.index_select.default,
+    aten.index_put.default,
+    aten.index_add.default,
+    aten.bmm.default,
+    aten.mm.default,
+    operator.getitem,
+)
+
+Part = Callable[[Tensor, int], Tensor]
+"""What a node holds of rows [T, N, C], where ids are the sample of this number."""
+
+
+class Given(NamedTuple):
+    """What experts give for tokens, rows [T, N, C]: of all N experts, or of the N choices of each token."""
+
+    parts: Mapping[Node, Part]
+    number: int
+    of_slots: Callable[[Tensor, Tensor], Tensor]
+    """[T, K, C]: of these rows, and of ids [T, K] in range, those of the slots."""
+
+
+def of_experts(rows: Tensor, ids: Tensor) -> Tensor:
+    """The rows of slots, of those of all experts."""
+    return rows.gather(1, ids.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
+
+
+def of_choices(rows: Tensor, ids: Tensor) -> Tensor:
+    """The rows of slots, which are all."""
+    return rows
+
+
+def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor]) -> WeightedSum:
+    """The sum, which is ours for all ids `tried`: the samples of `indices`, and some out of range, which weigh nothing.
+
+    Raises:
+        Refusal: what experts give is not added up, weighed by one tensor [T, K], or something else reads it.
+    """
+    found = list(ends(graph, given.parts))
+    for root in found:
+        for numbers in _candidates(root, given, indices):
+            between = cut([root], {numbers, indices.ids, *given.parts}.__contains__)
+            for score in SCORES:
+                if all(_agrees(between, numbers, score, given, indices, each) for each in enumerate(tried)):
+                    return WeightedSum(numbers, root, score)
+    raise Refusal(
+        found[0], f"{describe(found[0])} is not the sum of what experts give, weighed by one tensor"
+    )
+
+
+def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
+    """Every node that all `parts` lead to, through what is understood here, while they lead to nothing else.
+
+    Raises:
+        Refusal: there is none: something else reads what experts give.
+    """
+    missing, is_found = {*parts}, False
+    unread: dict[Node, int] = {}
+    for node in graph.nodes:
+        read = [each for each in node.all_input_nodes if each in unread and node in readers(each)]
+        if node not in missing and not read:
+            continue
+        if node not in missing and not _is_understood(node, _columns(parts)):
+            break
+        missing.discard(node)
+        for each in read:
+            unread[each] -= 1
+        unread[node] = len(readers(node))
+        is_end = isinstance(node.meta["val"], Tensor) and not missing
+        if is_end and [each for each, count in unread.items() if count] == [node]:
+            is_found = True
+            yield node
+    if not is_found:
+        raise Refusal(node, f"{describe(node)} reads what experts give, not a weighted sum")
+
+
+def _columns(parts: Iterable[Node]) -> Any:
+    return size(next(iter(parts)), -1)
+
+
+def _is_understood(node: Node, columns: Any) -> bool:
+    """Whether `node` adds, multiplies or moves whole rows, one or several in a row of its own."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    sizes = [each.shape[-1] if isinstance(each, Tensor) and each.dim() > 1 else 1 for each in values]
+    is_whole = all(isinstance(each, int) and each % columns == 0 for each in (columns, *sizes))
+    return is_whole and (is_cast(node) or node.target in _UNDERSTOOD)
+
+
+def _candidates(root: Node, given: Given, indices: Indices) -> Iterator[Node]:
+    """What may be the weights, before they were rounded; nearer the router first."""
+    region = cut([root], {indices.ids, *given.parts}.__contains__)
+    for node in (*region.leaves, *region.nodes):
+        if rank(node) > 1 and are_weights(node, indices) and chosen(node, indices) is node:
+            yield node
+
+
+def _agrees(
+    between: Cut, numbers: Node, score: Score, given: Given, indices: Indices, sample: tuple[int, Tensor]
+) -> bool:
+    """Whether the sum is ours for ids [T, K]: of numbers large, small and negative.
+
+    With ids out of range it is ours, or these are none that PyTorch takes.
+    """
+    place, ids = sample
+    generator = torch.Generator().manual_seed(0)
+    weights, power = torch.randn(2, *ids.shape, generator=generator, dtype=torch.float64)
+    weights = weights * 10 ** (2 * power)
+    rows = torch.randn(len(ids), given.number, _COLUMNS, generator=generator, dtype=torch.float64)
+    in_range = (ids >= 0) & (ids < indices.num_experts)
+    known: dict[Node, Any] = {leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)}
+    known |= {indices.ids: indices.in_shape(ids), numbers: indices.in_shape(weights)}
+    parts = {node: part(rows, place) for node, part in given.parts.items()}
+    columns = _columns(given.parts)
+    try:
+        ours = _computed(between, known, parts, lambda node: _shape(node, columns, indices, len(ids)))
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
+        return not bool(in_range.all())
+    kept = score(weights).where(in_range, 0.0).unsqueeze(-1)
+    terms = kept * given.of_slots(rows, ids.where(in_range, 0))
+    ours, wanted = ours.reshape(-1, ours.shape[-1]), terms.sum(1)
+    is_alike = ours.shape == wanted.shape
+    return is_alike and bool(((ours - wanted).abs() <= _CLOSE * terms.abs().sum(1)).all())
+
+
+def _shape(node: Node, columns: int, indices: Indices, tokens: int) -> list[int]:
+    """The shape of rows, of so many tokens, with few columns. Raises ValueError where that is not known."""
+    *leading, last = node.meta["val"].shape
+    sizes = [indices.given(each, tokens) for each in leading]
+    if None in sizes:
+        raise ValueError(f"{describe(node)} has a size that does not follow from the number of tokens")
+    return [*(each or 0 for each in sizes), last // columns * _COLUMNS]
+
+
+def _computed(
+    between: Cut,
+    known: Mapping[Node, Any],
+    parts: Mapping[Node, Tensor],
+    shape: Callable[[Node], list[int]],
+) -> Tensor:
+    """What is at the end: weights are computed first, then rows, of few columns."""
+    rows = {node: part.reshape(shape(node)) for node, part in parts.items()}
+    behind = {*parts}
+    for node in between.nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    others = [node for node in between.nodes if node not in behind]
+    filled = {node: _filled(node, shape) for node in others if _is_constant(node, behind)}
+    values = evaluate([node for node in others if node not in filled], known) | filled | rows
+    for node in between.nodes:
+        if node in behind:
+            values[node] = _row(node, values, behind, shape)
+    return values[between.nodes[-1]]
+
+
+def _is_constant(node: Node, behind: set[Node]) -> bool:
+    """Whether rows alone meet what is filled, or holds anything yet."""
+    return node.target in (aten.full.default, aten.empty.memory_format) and behind.issuperset(readers(node))
+
+
+def _filled(node: Node, shape: Callable[[Node], list[int]]) -> Tensor:
+    """One number, as many times as there are rows; NaN where there may be any."""
+    number = args(node)[1] if node.target is aten.full.default else math.nan
+    value = torch.tensor(number, dtype=torch.float64)
+    return value.expand(shape(node)) if rank(node) > 1 else value
+
+
+def _row(node: Node, known: Mapping[Node, Any], behind: set[Node], shape: Callable[[Node], list[int]]) -> Any:
+    if isinstance(node.meta["val"], tuple | list):
+        return evaluate([node], known)[node]
+    wanted = shape(node)
+    if node.target in VIEWS:
+        source = known[args(node)[0]]
+        return source.expand(wanted) if node.target is aten.expand.default else source.reshape(wanted)
+    given = {each: known[each] for each in node.all_input_nodes}
+    if node.target in _ALIGNED:
+        others = (each for each in given if each not in behind and rank(each) > 0)
+        wide = [each for each in others if same_shape([size(each, -1)], [size(node, -1)])]
+        given |= {each: _narrowed(given[each], wanted[-1]) for each in wide}
+    value = evaluate([node], given)[node]
+    if list(value.shape) != wanted:
+        raise ValueError(f"{describe(node)} takes some columns from others")
+    return value
+
+
+def _narrowed(value: Tensor, columns: int) -> Tensor:
+    """So many columns of a tensor that has the same in all. Raises ValueError where it has not."""
+    column = value[..., :1]
+    if not bool((value == column).all()):
+        raise ValueError("columns are weighed differently")
+    return column.expand(*value.shape[:-1], columns)

@@ -1,0 +1,199 @@
+"""RaiseExperts on loops over the choices of a token: what means the same is raised, what does something else stays."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.helpers import assert_matches_oracle, mixed
+from tests.passes import stock
+from tests.passes.capture import computed, rewrite
+from tests.passes.stock import EXPERTS, TOP_K, layer, oracle, softmax_router, swiglu
+
+PIPELINE = (*RAISES, *FUSIONS)
+SIZES = ((5, torch.float32, True), (7, torch.bfloat16, False), (1, torch.float32, False))
+
+
+def of_einsums(x, w13, w2, gate):
+    return torch.einsum("ti,thi->th", gate(torch.einsum("th,tih->ti", x, w13)), w2)
+
+
+def of_products(x, w13, w2, gate):
+    """`bmm`, rows on the left."""
+    return torch.bmm(gate(torch.bmm(x.unsqueeze(1), w13.mT)), w2.mT).squeeze(1)
+
+
+def of_columns(x, w13, w2, gate):
+    """Rows on the right, gate and up cut out of what was gathered."""
+    gate_up = [(each @ x.unsqueeze(-1)).squeeze(-1) for each in w13.chunk(2, 1)]
+    return (w2 @ gate(torch.cat(gate_up, -1)).unsqueeze(-1)).squeeze(-1)
+
+
+def added(terms, x):
+    total = torch.zeros_like(x)
+    for term in terms:
+        total = total + term
+    return total
+
+
+def in_turn(**parts):
+    """A loop over choices, with some parts written differently."""
+    part = {
+        "choices": range(TOP_K),
+        "router": softmax_router,
+        "tokens": lambda x, k: x,
+        "expert": of_einsums,
+        "gate": lambda gate_up, k: swiglu(gate_up),
+        "experts": lambda ids, k: (ids[:, k], ids[:, k]),
+        "bias": lambda out, expert, k: out,
+        "weight": lambda weights, ids, k: weights[:, k, None],
+        "term": lambda out, weight: weight * out,
+        "sum": added,
+        **parts,
+    }
+
+    def run(x, router, w13, w2):
+        weights, ids = part["router"](F.linear(x, router))
+        weights, terms = weights.to(x.dtype), []
+        for k in part["choices"]:
+            first, second = part["experts"](ids, k)
+            rows = part["tokens"](x, k)
+            out = part["expert"](rows, w13[first], w2[second], lambda gate_up, k=k: part["gate"](gate_up, k))
+            terms.append(part["term"](part["bias"](out, second, k), part["weight"](weights, ids, k)))
+        return part["sum"](terms, x)
+
+    return run
+
+
+def apart(x, router, w13, w2):
+    """Gate and up in tensors of their own, choices unbound, all summed at the end."""
+    weights, ids = softmax_router(F.linear(x, router))
+    w1, w3 = w13.chunk(2, 1)
+    outs = []
+    for e in ids.unbind(-1):
+        hidden = F.silu(torch.einsum("th,tih->ti", x, w1[e])) * torch.einsum("th,tih->ti", x, w3[e])
+        outs.append(torch.einsum("ti,thi->th", hidden, w2[e]))
+    return (torch.stack(outs, 1) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+
+
+def addcmul(terms, x):
+    total = torch.zeros_like(x)
+    for out, weight in terms:
+        total = total.addcmul(out, weight)
+    return total
+
+
+LOOPS = {
+    "einsums": in_turn(),
+    "products": in_turn(expert=of_products),
+    "backwards": in_turn(choices=range(TOP_K)[::-1]),
+    "gate and up apart": apart,
+    "added in float32": in_turn(
+        term=lambda out, weight: out.float() * weight.float(),
+        sum=lambda terms, x: sum(terms).to(x.dtype),
+    ),
+    "stacked": in_turn(sum=lambda terms, x: torch.stack(terms).sum(0)),
+    "addcmul": in_turn(term=lambda out, weight: (out, weight), sum=addcmul),
+    "weights selected by a mask": in_turn(
+        weight=lambda weights, ids, k: (weights * (torch.arange(TOP_K) == k)).sum(-1, keepdim=True)
+    ),
+}
+
+
+@pytest.mark.parametrize(("what", "sizes"), mixed(LOOPS, SIZES), ids=str)
+def test_loops_over_choices(what, sizes):
+    inputs = layer(*sizes)
+    result, out = computed(LOOPS[what], *inputs, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"] and not result.reasons
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.looped))
+
+
+BIASES = torch.randn(EXPERTS, stock.HIDDEN)
+
+
+def test_biases_and_a_gate_of_ones_own():
+    function = in_turn(
+        bias=lambda out, expert, k: out + BIASES.to(out.dtype)[expert],
+        gate=lambda gate_up, k: gate_up[:, ::2].relu() * gate_up[:, 1::2],
+    )
+    inputs = layer(7, torch.float32)
+    result, out = computed(function, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe_formula"]
+    torch.testing.assert_close(out, function(*inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_one_choice_of_each_token():
+    """Top-1, whose only choice is picked."""
+
+    def run(x, router, w13, w2):
+        weights, ids = F.linear(x, router).float().softmax(-1).topk(1)
+        return weights.to(x.dtype) * of_einsums(x, w13[ids[:, 0]], w2[ids[:, 0]], swiglu)
+
+    inputs = layer(7)
+    result, out = computed(run, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    torch.testing.assert_close(out, run(*inputs), rtol=0.03, atol=0.03)
+
+
+def counted_from_logits(logits):
+    """Python takes some below zero for those of the last experts."""
+    return logits.float().softmax(-1)[:, :TOP_K], (logits[:, :TOP_K] * 3).long()
+
+
+SUM = "is not the sum of what experts give"
+OTHER = {
+    "a choice is left out": ({"choices": range(TOP_K - 1)}, "is not the expert of each slot"),
+    "a choice is taken twice": ({"choices": [0, 1, 1]}, "a choice of a token is taken twice"),
+    "the second product has another choice's": (
+        {"experts": lambda ids, k: (ids[:, k], ids[:, (k + 1) % TOP_K])},
+        "gives rows to other experts than the ids of the layer",
+    ),
+    "experts of other tokens": (
+        {"experts": lambda ids, k: (ids[:, k].flip(0), ids[:, k].flip(0))},
+        "is not one choice of each token",
+    ),
+    "other tokens for one choice": ({"tokens": lambda x, k: x if k else x + 1}, "treated differently"),
+    "another gate for one choice": (
+        {"gate": lambda gate_up, k: swiglu(gate_up if k else -gate_up)},
+        "treated differently",
+    ),
+    "biases of one choice": (
+        {"bias": lambda out, expert, k: out if k else out + BIASES.to(out.dtype)[expert]},
+        "treated differently",
+    ),
+    "a gate that tells tokens apart": (
+        {"gate": lambda gate_up, k: swiglu(gate_up) * torch.arange(len(gate_up)).unsqueeze(1)},
+        "tells rows apart by where they lie",
+    ),
+    "ids that may be out of range": (
+        {"router": counted_from_logits},
+        "expert ids of a choice may be out of range",
+    ),
+    "weights of another choice": ({"weight": lambda weights, ids, k: weights[:, k - 1, None]}, SUM),
+    "weights of other tokens": ({"weight": lambda weights, ids, k: weights[:, k, None].flip(0)}, SUM),
+    "weights are added": ({"term": torch.add}, SUM),
+    "something else is added": ({"sum": lambda terms, x: terms[0] + x + terms[1] + terms[2]}, SUM),
+    "the largest": ({"sum": lambda terms, x: torch.stack(terms).amax(0)}, SUM),
+    "one is read by another": ({"sum": lambda terms, x: (sum(terms), terms[0])}, "output reads"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_treats_choices_differently_stays(what):
+    parts, reason = OTHER[what]
+    result = rewrite(in_turn(**parts), *layer(5), passes=PIPELINE)
+    assert all(each.kind != "experts" for each in result.log.raised)
+    assert any(reason in each for each in result.reasons), result.reasons
+
+
+def test_a_layer_that_runs_again_is_no_choice():
+    """Two layers share their weights."""
+
+    def run(x, router, w13, w2):
+        for _ in range(2):
+            x = stock.batched(x, router, w13, w2)
+        return x
+
+    result = rewrite(run, *layer(5), passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts"] * 2 + ["topk_routing"] * 2
