@@ -52,12 +52,16 @@ def choice(column: Node, part: Part, num_experts: int) -> tuple[Indices, Node, S
 
 def chosen_ids(columns: Iterable[Node], rows: Collection[Node] = ()) -> Node:
     """The ids of the first column that has some, as `ids_of_weights` finds them. Raises Refusal where none has."""
-    column, ids = None, ()
-    for column in columns:
+    column, *others = columns
+    ids = ids_of_weights(column, rows)
+    while isinstance(ids, tuple) and others:
+        column, *others = others
         ids = ids_of_weights(column, rows)
-        if isinstance(ids, Node):
-            return ids
-    raise Refusal(column, f"the weights of an expert come from {', '.join(map(describe, ids)) or 'nowhere'}")
+    if isinstance(ids, tuple):
+        raise Refusal(
+            column, f"the weights of an expert come from {', '.join(map(describe, ids)) or 'nowhere'}"
+        )
+    return ids
 
 
 def ids_of_weights(column: Node, rows: Collection[Node] = ()) -> Node | tuple[Node, ...]:

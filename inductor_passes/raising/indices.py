@@ -157,8 +157,7 @@ class Indices:
 
     def has_each_token(self, order: Order) -> bool:
         """Whether the rows are those of the tokens as they come, each once."""
-        every = tuple(torch.arange(len(sample)) for sample in self.samples)
-        return all(map(torch.equal, every, (rows // self.top_k for rows in order)))
+        return self._tokens(order, tuple(torch.arange(len(sample)) for sample in self.samples))
 
     def lies_by_choice(self, order: Order) -> bool:
         """Whether rows are those of the first choices of all tokens, then of the second ones, and so on."""

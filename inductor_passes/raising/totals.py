@@ -20,10 +20,10 @@ from inductor_passes.raising.choices import SCORES
 from inductor_passes.raising.evaluation import VIEWS, Cut, cut, evaluate, is_size
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Score, WeightedSum
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, rank, readers, same_shape, size
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, rank, readers, size
 from inductor_passes.raising.weights import are_weights, chosen
 
-_COLUMNS, _CLOSE = 2, 1e-9
+_COLUMNS, _CLOSE = 5, 1e-9
 _ALIGNED = (
     aten.add.Tensor,
     aten.sub.Tensor,
@@ -103,7 +103,7 @@ def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
     Raises:
         Refusal: there is none: something else reads what experts give.
     """
-    missing, is_found = {*parts}, False
+    node, missing, is_found = next(iter(parts)), {*parts}, False
     unread: dict[Node, int] = {}
     for node in graph.nodes:
         read = [each for each in node.all_input_nodes if each in unread and node in readers(each)]
@@ -115,7 +115,7 @@ def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
         for each in read:
             unread[each] -= 1
         unread[node] = len(readers(node))
-        is_end = isinstance(node.meta["val"], Tensor) and not missing
+        is_end = not missing and _is_of_rows(node, _columns(parts))
         if is_end and [each for each, count in unread.items() if count] == [node]:
             is_found = True
             yield node
@@ -128,12 +128,29 @@ def _columns(parts: Iterable[Node]) -> Any:
 
 
 def _is_understood(node: Node, columns: Any) -> bool:
-    """Whether `node` adds, multiplies or moves whole rows, one or several in a row of its own."""
+    """Whether `node` adds, multiplies or moves whole rows."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
-    sizes = [each.shape[-1] if isinstance(each, Tensor) and each.dim() > 1 else 1 for each in values]
-    is_whole = all(isinstance(each, int) and each % columns == 0 for each in (columns, *sizes))
+    is_whole = all(isinstance(each, Tensor) and _place(each.shape, columns) is not None for each in values)
     return is_whole and (is_cast(node) or node.target in _UNDERSTOOD)
+
+
+def _is_of_rows(node: Node, columns: Any) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and _place(value.shape, columns) == -1
+
+
+def _place(shape: Sequence[Any], columns: Any) -> int | None:
+    """Which dimension, counted from the end, is that of columns: the last, of several rows perhaps, or the only other.
+
+    None where that cannot be told.
+    """
+    if len(shape) < 2 or not isinstance(columns, int):
+        return None
+    sizes = [each if isinstance(each, int) else -1 for each in shape]
+    if sizes[-1] > 0 and sizes[-1] % columns == 0:
+        return -1
+    return sizes.index(columns) - len(sizes) if sizes.count(columns) == 1 else None
 
 
 def _candidates(root: Node, given: Given, indices: Indices) -> Iterator[Node]:
@@ -160,9 +177,8 @@ def _agrees(
     known: dict[Node, Any] = {leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)}
     known |= {indices.ids: indices.in_shape(ids), numbers: indices.in_shape(weights)}
     parts = {node: part(rows, place) for node, part in given.parts.items()}
-    columns = _columns(given.parts)
     try:
-        ours = _computed(between, known, parts, lambda node: _shape(node, columns, indices, len(ids)))
+        ours = _computed(between, known, parts, _Few(_columns(given.parts), indices, len(ids)))
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
         return not bool(in_range.all())
     kept = score(weights).where(in_range, 0.0).unsqueeze(-1)
@@ -172,33 +188,49 @@ def _agrees(
     return is_alike and bool(((ours - wanted).abs() <= _CLOSE * terms.abs().sum(1)).all())
 
 
-def _shape(node: Node, columns: int, indices: Indices, tokens: int) -> list[int]:
-    """The shape of rows, of so many tokens, with few columns. Raises ValueError where that is not known."""
-    *leading, last = node.meta["val"].shape
-    sizes = [indices.given(each, tokens) for each in leading]
-    if None in sizes:
-        raise ValueError(f"{describe(node)} has a size that does not follow from the number of tokens")
-    return [*(each or 0 for each in sizes), last // columns * _COLUMNS]
+class _Few(NamedTuple):
+    """How rows are tried: with few of their `columns`, of so many tokens."""
+
+    columns: int
+    indices: Indices
+    tokens: int
+
+    def shape(self, node: Node) -> list[int]:
+        """The shape that rows have then. Raises ValueError where that is not known."""
+        shape = node.meta["val"].shape
+        sizes, place = [self.indices.given(each, self.tokens) for each in shape], _place(shape, self.columns)
+        if place is None or None in sizes:
+            raise ValueError(f"{describe(node)} has a size that does not follow from the number of tokens")
+        sizes[place] = shape[place] // self.columns * _COLUMNS
+        return [each or 0 for each in sizes]
+
+    def narrowed(self, value: Tensor, node: Node) -> Tensor:
+        """What meets the rows that `node` gives. Raises ValueError where it differs along their columns."""
+        shape = node.meta["val"].shape
+        place = _place(shape, self.columns) or 0
+        if value.dim() < -place or value.shape[place] != shape[place]:
+            return value
+        column = value.narrow(place, 0, 1)
+        if not bool((value == column).all()):
+            raise ValueError("columns are weighed differently")
+        few = [-1] * value.dim()
+        few[place] = self.shape(node)[place]
+        return column.expand(few)
 
 
-def _computed(
-    between: Cut,
-    known: Mapping[Node, Any],
-    parts: Mapping[Node, Tensor],
-    shape: Callable[[Node], list[int]],
-) -> Tensor:
+def _computed(between: Cut, known: Mapping[Node, Any], parts: Mapping[Node, Tensor], few: _Few) -> Tensor:
     """What is at the end: weights are computed first, then rows, of few columns."""
-    rows = {node: part.reshape(shape(node)) for node, part in parts.items()}
+    rows = {node: part.reshape(few.shape(node)) for node, part in parts.items()}
     behind = {*parts}
     for node in between.nodes:
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
     others = [node for node in between.nodes if node not in behind]
-    filled = {node: _filled(node, shape) for node in others if _is_constant(node, behind)}
+    filled = {node: _filled(node, few) for node in others if _is_constant(node, behind)}
     values = evaluate([node for node in others if node not in filled], known) | filled | rows
     for node in between.nodes:
         if node in behind:
-            values[node] = _row(node, values, behind, shape)
+            values[node] = _row(node, values, behind, few)
     return values[between.nodes[-1]]
 
 
@@ -207,34 +239,25 @@ def _is_constant(node: Node, behind: set[Node]) -> bool:
     return node.target in (aten.full.default, aten.empty.memory_format) and behind.issuperset(readers(node))
 
 
-def _filled(node: Node, shape: Callable[[Node], list[int]]) -> Tensor:
+def _filled(node: Node, few: _Few) -> Tensor:
     """One number, as many times as there are rows; NaN where there may be any."""
     number = args(node)[1] if node.target is aten.full.default else math.nan
     value = torch.tensor(number, dtype=torch.float64)
-    return value.expand(shape(node)) if rank(node) > 1 else value
+    return value.expand(few.shape(node)) if rank(node) > 1 else value
 
 
-def _row(node: Node, known: Mapping[Node, Any], behind: set[Node], shape: Callable[[Node], list[int]]) -> Any:
+def _row(node: Node, known: Mapping[Node, Any], behind: set[Node], few: _Few) -> Any:
     if isinstance(node.meta["val"], tuple | list):
         return evaluate([node], known)[node]
-    wanted = shape(node)
+    wanted = few.shape(node)
     if node.target in VIEWS:
         source = known[args(node)[0]]
         return source.expand(wanted) if node.target is aten.expand.default else source.reshape(wanted)
     given = {each: known[each] for each in node.all_input_nodes}
     if node.target in _ALIGNED:
-        others = (each for each in given if each not in behind and rank(each) > 0)
-        wide = [each for each in others if same_shape([size(each, -1)], [size(node, -1)])]
-        given |= {each: _narrowed(given[each], wanted[-1]) for each in wide}
+        others = [each for each in given if each not in behind and isinstance(given[each], Tensor)]
+        given |= {each: few.narrowed(given[each], node) for each in others}
     value = evaluate([node], given)[node]
     if list(value.shape) != wanted:
         raise ValueError(f"{describe(node)} takes some columns from others")
     return value
-
-
-def _narrowed(value: Tensor, columns: int) -> Tensor:
-    """So many columns of a tensor that has the same in all. Raises ValueError where it has not."""
-    column = value[..., :1]
-    if not bool((value == column).all()):
-        raise ValueError("columns are weighed differently")
-    return column.expand(*value.shape[:-1], columns)

@@ -195,12 +195,46 @@ def normed(gate_up):
     return F.rms_norm(swiglu(gate_up), (gate_up.shape[1] // 2,))
 
 
+def in_turn(x, weight, w13, w2):
+    """The choices of a token, one after another."""
+    weights, ids = softmax_router(F.linear(x, weight))
+    total = torch.zeros_like(x)
+    for k in range(TOP_K):
+        hidden = swiglu(torch.einsum("th,tih->ti", x, w13[ids[:, k]]))
+        total = total + weights[:, k, None].to(x.dtype) * torch.einsum("ti,thi->th", hidden, w2[ids[:, k]])
+    return total
+
+
+def with_masks(x, weight, w13, w2):
+    """Every token through every expert, once for each choice."""
+    weights, ids = softmax_router(F.linear(x, weight))
+    total = torch.zeros_like(x)
+    for k in range(TOP_K):
+        for expert in range(EXPERTS):
+            out = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert])
+            mask = (ids[:, k] == expert).unsqueeze(1)
+            total = total + torch.where(mask, weights[:, k, None].to(x.dtype) * out, 0.0)
+    return total
+
+
+def by_choice(x, weight, w13, w2):
+    """Slots [K, T]."""
+    weights, ids = softmax_router(F.linear(x, weight))
+    order, offsets = sorted_slots(ids.T)
+    rows = swiglu(torch._grouped_mm(x.repeat(TOP_K, 1)[order], w13.mT, offsets))
+    out = torch._grouped_mm(rows, w2.mT, offsets)[order.argsort()].view(TOP_K, -1, HIDDEN)
+    return (out * weights.T.unsqueeze(-1).to(x.dtype)).sum(0)
+
+
 STRANGERS = {
     "a loop over `w1[e]`, `w3[e]`, `w2[e]`, every token through every expert": Stranger(
         of_weights(by_expert), BOTH
     ),
     "a loop that cuts gate and up out of `w13[e]`": Stranger(of_weights(looped), BOTH),
     "a loop with biases": Stranger(of_weights(with_biases), BOTH),
+    "a loop over choices, which gathers weights for each": Stranger(in_turn, BOTH),
+    "a loop over choices and experts, with masks": Stranger(with_masks, BOTH),
+    "slots by choice, tokens repeated in turns": Stranger(by_choice, BOTH),
     "einsums over all experts, weights scattered": Stranger(of_weights(dense), BOTH),
     "two products with nothing between, as in LoRA": Stranger(adapters, BOTH),
     "a softmax over logits scattered into minus infinity": Stranger(softmax_of_the_best, BOTH),

@@ -88,6 +88,16 @@ def gathered(out, ids):
     return out.gather(1, ids.unsqueeze(-1).expand(-1, -1, HIDDEN))
 
 
+def stacked(finish, dim):
+    """All that experts give in one tensor, weights [T, E] in another."""
+
+    def run(x, weights, ids, w13, w2):
+        dense = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, ids, weights)
+        return finish(torch.stack([expert(x, w13, w2, e) for e in range(EXPERTS)], dim), dense)
+
+    return run
+
+
 LOOPS = {
     "masks by choice": by_choice_and_expert(lambda total, mask, weight, out: total + mask * weight * out),
     "where, by choice": by_choice_and_expert(
@@ -100,6 +110,9 @@ LOOPS = {
     "weighed behind": weighed_behind,
     "where any chose": where_any_chose,
     "picked out of all": picked(gathered),
+    "stacked, weighed from the left": stacked(lambda out, dense: torch.einsum("te,teh->th", dense, out), 1),
+    "stacked, weighed from the right": stacked(lambda out, dense: torch.einsum("eth,te->th", out, dense), 0),
+    "stacked behind the columns": stacked(lambda out, dense: (out * dense.unsqueeze(1)).sum(-1), -1),
 }
 
 
@@ -154,6 +167,16 @@ OTHER = {
         "reads what experts give, not a weighted sum",
     ),
     "other experts are picked": (picked(columns_in_a_row), NOT_THE_SUM),
+    "columns of others, stacked behind them": (
+        stacked(lambda out, dense: (out.reshape(len(out), EXPERTS, HIDDEN) * dense.unsqueeze(-1)).sum(1), -1),
+        "is not the sum of what experts give",
+    ),
+    "a sum over columns": (
+        stacked(
+            lambda out, dense: (out * dense.unsqueeze(1)).sum(1, keepdim=True).expand_as(out).sum(-1), -1
+        ),
+        "",
+    ),
     "other tokens are picked": (picked(lambda out, ids: gathered(out.flip(0), ids)), "come from nowhere"),
     "the product of what two give": (
         by_choice_and_expert(lambda total, mask, weight, out: (total + 1) * (1 + mask * weight * out) - 1),
