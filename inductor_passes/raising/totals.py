@@ -8,6 +8,7 @@ columns of a row meet, so few columns tell of all.
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -87,11 +88,10 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
     """
     found = list(ends(graph, given.parts))
     for root in found:
-        for numbers in _candidates(root, given, indices):
+        for score, numbers in product(SCORES, _candidates(root, given, indices)):
             between = cut([root], {numbers, indices.ids, *given.parts}.__contains__)
-            for score in SCORES:
-                if all(_agrees(between, numbers, score, given, indices, each) for each in enumerate(tried)):
-                    return WeightedSum(numbers, root, score)
+            if all(_agrees(between, numbers, score, given, indices, each) for each in enumerate(tried)):
+                return WeightedSum(numbers, root, score)
     raise Refusal(
         found[0], f"{describe(found[0])} is not the sum of what experts give, weighed by one tensor"
     )

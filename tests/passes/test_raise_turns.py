@@ -136,6 +136,18 @@ def test_one_choice_of_each_token():
     torch.testing.assert_close(out, run(*inputs), rtol=0.03, atol=0.03)
 
 
+def test_weights_in_float32_stay_so():
+    """A softmax of the best logits, which are bfloat16: weights are not those of a softmax in bfloat16."""
+
+    def best_first(logits):
+        best, ids = logits.topk(TOP_K)
+        return best.float().softmax(-1), ids
+
+    result = rewrite(in_turn(router=best_first), *layer(5), passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+    assert result.ops() == ["fused_moe"]
+
+
 def counted_from_logits(logits):
     """Python takes some below zero for those of the last experts."""
     return logits.float().softmax(-1)[:, :TOP_K], (logits[:, :TOP_K] * 3).long()
