@@ -36,10 +36,10 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     repeated = None if source is None else indices.order_of_places(source[1], order)
     if source is not None and repeated is not None and order is not repeated:
         rows, order = without_views(source[0], indices), repeated
-    if rows.target is aten.expand.default and order is indices.slot_order:
-        return Tokens(_repeated(rows, indices), weights)
     if indices.lies_by_choice(order) and (every := _repeated_by_choice(rows, indices)) is not None:
         return Tokens(flat(every, indices), weights)
+    if rows.target is aten.expand.default and order is indices.slot_order:
+        return Tokens(_repeated(rows, indices), weights)
     if indices.has_each_token(order):
         return Tokens(flat(rows, indices), weights)
     raise Refusal(first.node, f"rows come from {describe(rows)}, not from the tokens of their slots")

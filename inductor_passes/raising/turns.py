@@ -123,10 +123,8 @@ def _one_of(parts: Collection[Parts], second: Node) -> Parts:
 
 def _written(parts: Parts) -> tuple[Any, ...]:
     """What is done with a row, whichever choice it is."""
-    nodes = [each.node for each in parts.firsts]
-    read = [nodes.index(leaf) for leaf in parts.gate.leaves if leaf in nodes]
     biases = [each.bias for each in (*parts.firsts, parts.second)]
-    return parts.tokens, written_as(parts.gate), *read, *biases
+    return parts.tokens, written_as(parts.gate), *biases
 
 
 def _part(place: int) -> Part:

@@ -4,10 +4,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from inductor_passes.pipeline import FUSIONS, RAISES
+from inductor_passes.base import PassLog
+from inductor_passes.graph_tools import arguments, find
+from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
+from inductor_passes.raising import RaiseExperts
+from inductor_passes.raising.views_of_rows import aten
 from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
-from tests.passes.capture import computed, rewrite
+from tests.passes.capture import computed, post_grad, rewrite
 from tests.passes.stock import EXPERTS, TOP_K, layer, oracle, softmax_router, swiglu
 
 PIPELINE = (*RAISES, *FUSIONS)
@@ -143,9 +147,9 @@ def test_weights_in_float32_stay_so():
         best, ids = logits.topk(TOP_K)
         return best.float().softmax(-1), ids
 
-    result = rewrite(in_turn(router=best_first), *layer(5), passes=PIPELINE)
-    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
-    assert result.ops() == ["fused_moe"]
+    graph = rewrite(in_turn(router=best_first), *layer(5), passes=(RaiseExperts(),)).graph
+    (combine,) = find(graph, "combine")
+    assert arguments(combine).topk_weights.meta["val"].dtype == torch.float32
 
 
 def counted_from_logits(logits):
@@ -199,13 +203,57 @@ def test_what_treats_choices_differently_stays(what):
     assert any(reason in each for each in result.reasons), result.reasons
 
 
-def test_a_layer_that_runs_again_is_no_choice():
-    """Two layers share their weights."""
+def test_layers_of_the_same_choice_are_no_choices_of_one():
+    """As many as a token has choices, with the same weights and ids."""
 
     def run(x, router, w13, w2):
-        for _ in range(2):
-            x = stock.batched(x, router, w13, w2)
-        return x
+        weights, ids = softmax_router(F.linear(x, router))
+        return [stock.batched_experts(x + k, weights, ids, w13, w2) for k in range(TOP_K)]
 
     result = rewrite(run, *layer(5), passes=PIPELINE)
-    assert [each.kind for each in result.log.raised] == ["experts"] * 2 + ["topk_routing"] * 2
+    assert [each.kind for each in result.log.raised] == ["experts"] * TOP_K + ["topk_routing"]
+
+
+def looped(gate, result):
+    """As `in_turn()`, with a gate that sees ids, and what is read besides."""
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        total, seen = torch.zeros_like(x), []
+        for k in range(TOP_K):
+            seen.append(torch.einsum("th,tih->ti", x, w13[ids[:, k]]))
+            out = torch.einsum("ti,thi->th", gate(seen[-1], ids[:, k, None]), w2[ids[:, k]])
+            total = total + weights[:, k, None].to(x.dtype) * out
+        return result(total, seen)
+
+    return run
+
+
+def test_a_gate_with_a_mask_of_ids_stays():
+    def gate(rows, ids):
+        gate, up = rows.chunk(2, 1)
+        return F.silu(gate).masked_fill(ids >= EXPERTS, 0.0) * up
+
+    function = looped(gate, lambda total, seen: total)
+    (reason, *_) = rewrite(function, *layer(5), passes=PIPELINE).reasons
+    assert reason == "the gate of a choice reads ids or weights"
+
+
+def test_a_product_that_something_else_reads_stays():
+    function = looped(lambda rows, ids: swiglu(rows), lambda total, seen: (total, seen[1]))
+    result = rewrite(function, *layer(5), passes=PIPELINE)
+    assert all(each.kind != "experts" for each in result.log.raised)
+    assert "is also read by" in result.reasons[0]
+
+
+def test_what_nobody_reads_is_no_reader():
+    """Decompositions leave such nodes."""
+    with torch.no_grad():
+        (module,) = post_grad(in_turn(), *layer(5))
+    graph = module.graph
+    term = next(node for node in reversed(graph.nodes) if node.target is aten.mul.Tensor)
+    with graph.inserting_after(term):
+        graph.call_function(aten.neg.default, (term,)).meta = dict(term.meta)
+    log = PassLog()
+    run_passes(graph, RAISES, log)
+    assert [each.kind for each in log.raised] == ["experts", "topk_routing"]
