@@ -85,9 +85,9 @@ def _repeated_by_choice(rows: Node, indices: Indices) -> Node | None:
         return args(rows)[0] if args(rows)[1] == [indices.top_k, 1] else None
     if rows.target is not aten.expand.default:
         return None
-    shape = args(rows)[0].meta["val"].shape
-    inner = shape[1:] if is_one(shape[0]) else shape
-    return args(rows)[0] if same_shape(rows.meta["val"].shape, (indices.top_k, *inner)) else None
+    shape, repeated = args(rows)[0].meta["val"].shape, rows.meta["val"].shape
+    inner = shape[1:] if len(shape) == len(repeated) and is_one(shape[0]) else shape
+    return args(rows)[0] if same_shape(repeated, (indices.top_k, *inner)) else None
 
 
 def _repeated(rows: Node, indices: Indices) -> Node:
