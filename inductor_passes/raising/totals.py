@@ -115,7 +115,7 @@ def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
         for each in read:
             unread[each] -= 1
         unread[node] = len(readers(node))
-        is_end = not missing and _is_of_rows(node, _columns(parts))
+        is_end = not missing and isinstance(node.meta["val"], Tensor)
         if is_end and [each for each, count in unread.items() if count] == [node]:
             is_found = True
             yield node
@@ -133,11 +133,6 @@ def _is_understood(node: Node, columns: Any) -> bool:
     values = value if isinstance(value, tuple | list) else [value]
     is_whole = all(isinstance(each, Tensor) and _place(each.shape, columns) is not None for each in values)
     return is_whole and (is_cast(node) or node.target in _UNDERSTOOD)
-
-
-def _is_of_rows(node: Node, columns: Any) -> bool:
-    value = node.meta["val"]
-    return isinstance(value, Tensor) and _place(value.shape, columns) == -1
 
 
 def _place(shape: Sequence[Any], columns: Any) -> int | None:
