@@ -1,8 +1,8 @@
 """Every private torch API the passes use, in one place, but for those of `_compat_options.py`.
 
 Nothing else in the three packages may import `torch._inductor`, `torch._dynamo`, `torch._functorch` or
-`torch._higher_order_ops`: when a torch release moves a name, this file is what changes. Tested on torch 2.11 and
-2.13; differences between them are noted where they matter.
+`torch._higher_order_ops`: when a torch release moves a name, this file is what changes. Tested on torch 2.11,
+2.13 and 2.14; differences between them are noted where they matter.
 """
 
 import contextlib
@@ -93,15 +93,10 @@ def slot_and_covered(slot: str) -> tuple[Any, ...]:
     return (getattr(inductor_config, slot), *reversed(_COVERED[slot].get()))
 
 
-def call_with_is_inference(
-    graph_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool
-) -> None:
+def call_with_is_inference(run: Callable[..., None], graph: torch.fx.Graph, is_inference: bool) -> None:
     """Runs a user's pass as Inductor would: 2.13's inference-aware ones also take `is_inference`."""
-    is_told = InferenceAwareGraphPass is not CustomGraphPass and isinstance(
-        graph_pass, InferenceAwareGraphPass
-    )
-    given: tuple[Any, ...] = (graph, is_inference) if is_told else (graph,)
-    graph_pass(*given)
+    is_told = InferenceAwareGraphPass is not CustomGraphPass and isinstance(run, InferenceAwareGraphPass)
+    run(*((graph, is_inference) if is_told else (graph,)))
 
 
 def trace(function: Callable[..., Any], values: Sequence[Any], kept: Any = ()) -> torch.fx.GraphModule:
@@ -199,8 +194,14 @@ def grouped_mm() -> Callable[..., Any]:
         with inductor_config.patch(max_autotune_gemm_backends="ATEN"):
             return lowerings[torch.ops.aten._grouped_mm.default](x, weight, offsets)
 
-    setattr(grouped_mm, "_inductor_lowering_function", True)  # noqa: B010 (what Inductor looks for)
-    return grouped_mm
+    return _called_by_lowering(grouped_mm)
+
+
+def _called_by_lowering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Has Inductor call `function` where it lowers a node, wherever inputs lie by then (torch 2.14 asks)."""
+    for told in ("_inductor_lowering_function", "_inductor_lowering_output_metadata_ignores_input_storage"):
+        setattr(function, told, True)
+    return function
 
 
 # Functions in generated code
@@ -224,6 +225,7 @@ def finish_region(region: torch.fx.GraphModule) -> None:
         _recursive_post_grad_passes(region, is_inference=True)
 
 
+@_called_by_lowering
 def call_region(region: Any, name: str, *operands: Any) -> Any:
     """What a node calls that stands for a function in the generated code, whose body is lowered at its first call.
 
@@ -232,9 +234,6 @@ def call_region(region: Any, name: str, *operands: Any) -> Any:
     from torch._inductor.lowering import lowerings
 
     return lowerings[torch.ops.higher_order.invoke_subgraph](region, name, *operands)
-
-
-setattr(call_region, "_inductor_lowering_function", True)  # noqa: B010 (what Inductor looks for)
 
 
 # Order
@@ -326,8 +325,7 @@ def uncompiled(function: Any) -> Any:
 def graph_breaks() -> list[tuple[str, Sequence[Any]]]:
     """Reason and user's stack of every graph break, once for each frame it ended. No stack where Dynamo kept none."""
     kept = [(each.reason, each.user_stack) for each in graph_break_reasons]
-    counted: list[tuple[str, Sequence[Any]]] = [(reason, ()) for reason in counters["graph_break"]]
-    return [*kept, *counted]
+    return [*kept, *((reason, ()) for reason in counters["graph_break"])]
 
 
 @contextlib.contextmanager
