@@ -45,6 +45,12 @@ def find(graph: Graph, *names: str) -> list[Node]:
     return [node for node in graph.nodes if is_op(node, *names)]
 
 
+def is_training(graph: Graph) -> bool:
+    """Whether AOTAutograd split this graph into forward and backward: it names their inputs so, and no others."""
+    names = (node.name for node in graph.nodes if node.op == "placeholder")
+    return any(name.startswith(("primals_", "tangents_")) for name in names)
+
+
 class Part(NamedTuple):
     """A graph or one of its subgraphs."""
 

@@ -20,7 +20,7 @@ from inductor_passes.fuse_formula import FuseFormula
 from inductor_passes.fuse_gather import FuseGatherGemmActivation
 from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.fuse_routing import FuseRoutingDispatch
-from inductor_passes.graph_tools import drop_assertions, find, is_moe_op
+from inductor_passes.graph_tools import drop_assertions, find, is_moe_op, is_training
 from inductor_passes.lowerings import (
     ExpandFewSlots,
     ExpandOnCpu,
@@ -210,12 +210,6 @@ def run_passes(graph: Graph, passes: Iterable[MoEPass], log: PassLog | None = No
             each.run(graph, log)
     graph.lint()
     return log
-
-
-def is_training(graph: Graph) -> bool:
-    """Whether AOTAutograd split this graph into forward and backward: it names their inputs so, and no others."""
-    names = (node.name for node in graph.nodes if node.op == "placeholder")
-    return any(name.startswith(("primals_", "tangents_")) for name in names)
 
 
 def _refuse_training(graph: Graph, log: PassLog) -> None:

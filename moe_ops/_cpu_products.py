@@ -5,6 +5,7 @@ for each other; a core that is busy elsewhere holds up each of them. So small pr
 each padded to the rows of the fullest, where that costs less than it spares. Large float32 ones go through oneDNN.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -73,7 +74,7 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     """
     weight, bias = linear
     offsets = read_offsets(expert_offsets, x.shape[0])
-    if (most := _rows_to_pad_to(offsets, weight)) is not None:
+    if (most := _rows_to_pad_to(offsets, x.dtype, weight.shape[1:])) is not None:
         out = _all_at_once(x, linear, expert_offsets, most)
     elif _suits_torch_grouped_mm(x, linear):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=expert_offsets[1:])
@@ -88,6 +89,31 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     return out
 
 
+def grouped_outer_product(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Tensor:
+    """[E, B, A]: grad [m, B].T @ x [m, A] over the rows of each expert, zeros where it has none."""
+    offsets = read_offsets(expert_offsets, x.shape[0])
+    out_shape = (len(offsets) - 1, grad.shape[1], x.shape[1])
+    if (most := _rows_to_pad_to(offsets, x.dtype, out_shape[1:])) is not None:
+        return _outer_all_at_once(grad, x, expert_offsets, most)
+    if _suits_torch_grouped_outer(grad, x):
+        return F.grouped_mm(grad.t(), x, offs=expert_offsets[1:])
+    out = x.new_empty(out_shape)
+    for expert_out, (start, end) in zip(out.unbind(0), pairwise(offsets), strict=True):
+        if start < end:
+            _outer(grad[start:end], x[start:end], expert_out)
+        else:
+            expert_out.zero_()
+    return out
+
+
+def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    """out [B, A] = grad [m, B].T @ x [m, A]."""
+    if x.dtype == torch.float16:
+        out.copy_(torch.mm(grad.t().float(), x.float()))
+    else:
+        torch.mm(grad.t(), x, out=out)
+
+
 def read_offsets(expert_offsets: Tensor, num_rows: int) -> list[int]:
     """The offsets as numbers. Raises ValueError for some that are no plan of so many rows."""
     offsets = expert_offsets.tolist()
@@ -96,9 +122,10 @@ def read_offsets(expert_offsets: Tensor, num_rows: int) -> list[int]:
     return offsets
 
 
-def _rows_to_pad_to(offsets: list[int], weight: Tensor) -> int | None:
+def _rows_to_pad_to(offsets: list[int], dtype: torch.dtype, features: Sequence[int]) -> int | None:
     """Rows of the fullest expert where one `bmm` of all experts beats a call for each, else None."""
-    dtype, numel, cores = weight.dtype, weight.shape[1] * weight.shape[2], torch.get_num_threads()
+    (columns, depth), cores = features, torch.get_num_threads()
+    numel = columns * depth
     sizes = [end - start for start, end in pairwise(offsets)]
     most, busy = max(sizes, default=0), len(sizes) - sizes.count(0)
     if dtype == torch.float32:  # calls are as good on one core
@@ -106,7 +133,7 @@ def _rows_to_pad_to(offsets: list[int], weight: Tensor) -> int | None:
         busy = busy if busy >= _MANY_EXPERTS else 0
     if dtype not in _CALL or busy == 0:
         return None
-    rows, (columns, depth) = most * len(sizes), weight.shape[1:]
+    rows = most * len(sizes)
     added = (rows - offsets[-1]) * numel
     copied = rows * (columns + depth) * _COPY[dtype]
     read = sizes.count(0) * numel * _READ
@@ -117,11 +144,9 @@ def _rows_to_pad_to(offsets: list[int], weight: Tensor) -> int | None:
 def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most: int) -> Tensor:
     """One `bmm` of all experts, each padded to `most` rows."""
     weight, bias = linear
-    num_experts, starts = weight.shape[0], expert_offsets[:-1]
-    kept = int(expert_offsets[-1])
+    num_experts, padded = weight.shape[0], _padded_rows(expert_offsets, most)
+    kept = padded.shape[0]
     rows = torch.arange(kept)
-    shift = torch.arange(0, most * num_experts, most) - starts
-    padded = rows + shift.repeat_interleave(expert_offsets.diff(), output_size=kept)  # where each row goes
     source = rows.new_zeros(most * num_experts).index_copy_(
         0, padded, rows
     )  # padding reads a row that is there
@@ -135,6 +160,32 @@ def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most:
     out = x.new_empty((x.shape[0], weight.shape[1]))
     torch.index_select(products.flatten(0, 1), 0, padded, out=out[:kept])
     return out
+
+
+def _outer_all_at_once(grad: Tensor, x: Tensor, expert_offsets: Tensor, most: int) -> Tensor:
+    """`grouped_outer_product` as one `bmm`; padding is zeros, for no other row may be part of a sum."""
+    num_experts, padded = expert_offsets.shape[0] - 1, _padded_rows(expert_offsets, most)
+    kept = padded.shape[0]
+
+    def pad(rows: Tensor) -> Tensor:
+        filled = rows.new_zeros((most * num_experts, rows.shape[1])).index_copy_(0, padded, rows[:kept])
+        return filled.unflatten(0, (num_experts, most))
+
+    return torch.bmm(pad(grad).transpose(1, 2), pad(x))
+
+
+def _padded_rows(expert_offsets: Tensor, most: int) -> Tensor:
+    """Where each row of an expert goes when each expert has `most`."""
+    kept, num_experts = int(expert_offsets[-1]), expert_offsets.shape[0] - 1
+    shift = torch.arange(0, most * num_experts, most) - expert_offsets[:-1]
+    return torch.arange(kept) + shift.repeat_interleave(expert_offsets.diff(), output_size=kept)
+
+
+def _suits_torch_grouped_outer(grad: Tensor, x: Tensor) -> bool:
+    """A loop over experts in C++, with the strides of `_suits_torch_grouped_mm`."""
+    lanes = 16 // x.element_size()
+    aligned = x.dtype in _CALL and grad.shape[1] % lanes == 0 and x.shape[1] % lanes == 0
+    return aligned and all(rows.is_contiguous() and rows.numel() > 0 for rows in (grad, x))
 
 
 def _suits_torch_grouped_mm(x: Tensor, linear: GroupedLinear) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library, records
-from moe_ops._cpu_products import grouped_products
+from moe_ops._cpu_products import grouped_outer_product, grouped_products
 from moe_ops.arguments import GroupedGemm, GroupedGemmWeightBackward, GroupedLinear, PairedLinear
 from moe_ops.paired import Weight, expect_pair, linear_of
 from moe_ops.records import partial
@@ -94,12 +94,6 @@ def check_offsets(expert_offsets: Tensor, linear: GroupedLinear | PairedLinear, 
     _checks.expect_same_device(x.device, like, expert_offsets=expert_offsets)
 
 
-def _group_sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
-    """Rows of each expert, then the rows no expert has. CPU only: it reads the offsets."""
-    ends = [*expert_offsets.tolist(), num_rows]
-    return [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
-
-
 def reference(args: GroupedGemm) -> Tensor:
     """The definition of `grouped_gemm`, in plain PyTorch."""
     return grouped_products(args.x, args.weight, args.expert_offsets)
@@ -125,23 +119,7 @@ def _check_weight_backward(args: GroupedGemmWeightBackward) -> None:
 
 
 def _reference_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
-    grad, x, expert_offsets = args
-    out = _fake_weight_backward(args)
-    sizes = _group_sizes(expert_offsets, x.shape[0])
-    for rows, grad_rows, expert_out in zip(x.split(sizes), grad.split(sizes), out.unbind(0), strict=False):
-        if rows.shape[0]:
-            _outer(grad_rows, rows, expert_out)
-        else:
-            expert_out.zero_()
-    return out
-
-
-def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:
-    """out [B, A] = grad [m, B].T @ x [m, A]."""
-    if x.dtype == torch.float16:
-        out.copy_(torch.mm(grad.t().float(), x.float()))
-    else:
-        torch.mm(grad.t(), x, out=out)
+    return grouped_outer_product(*args)
 
 
 def _cuda_weight_backward(args: GroupedGemmWeightBackward) -> Tensor:
@@ -162,6 +140,7 @@ _library.define(
     cuda=_cuda_weight_backward,
     fake=_fake_weight_backward,
 )
+_library.define_compiled(GroupedGemmWeightBackward, _reference_weight_backward, _fake_weight_backward)
 
 
 def gradients(grad: Tensor, args: GroupedGemm, needs: GroupedGemm) -> GroupedGemm:

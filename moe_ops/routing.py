@@ -210,10 +210,10 @@ def _weigh(chosen: Tensor, config: RoutingConfig, renorm_eps: float, scale: floa
     return chosen * scale
 
 
-def _reference_backward(args: TopkRoutingBackward) -> Tensor:
+def reference_backward(args: TopkRoutingBackward) -> Tensor:
+    """The gradient of `topk_routing`, in plain PyTorch."""
     config, ids = RoutingConfig.from_spec(args.routing), args.topk_ids.long()
-    logits = _computed(args.router_logits)
-    scores = _scores(logits, config)
+    scores = _scores(logits := _computed(args.router_logits), config)
     valid = args.topk_weights != 0
     chosen = _chosen(scores.gather(1, ids), valid, config)
     grad = _weigh_backward(args.grad_weights.to(logits.dtype), chosen, config).masked_fill(~valid, 0.0)
@@ -262,8 +262,8 @@ def fake(router: Router) -> tuple[Tensor, Tensor]:
     return weights, logits.new_empty(shape, dtype=torch.int32)
 
 
-def _shape(router_logits: Tensor, routing: str) -> tuple[int, int]:
-    return router_logits.shape[0], RoutingConfig.from_spec(routing).top_k
+def _shape(logits: Tensor, routing: str) -> tuple[int, int]:
+    return logits.shape[0], RoutingConfig.from_spec(routing).top_k
 
 
 def _check_backward(args: TopkRoutingBackward) -> None:
@@ -301,7 +301,7 @@ _library.define(
     TopkRoutingBackward,
     "Tensor",
     check=_check_backward,
-    cpu=_reference_backward,
+    cpu=reference_backward,
     cuda=_cuda_backward,
     fake=_fake_backward,
 )
@@ -345,6 +345,6 @@ def _tangent(args: TopkRouting, tangents: TopkRouting) -> _autograd.Tangents:
 
 
 _autograd.define_gradient(TopkRouting, _save, _backward, _tangent)
-_autograd.define_gradient_of_formula(TopkRoutingBackward, _reference_backward)
+_autograd.define_gradient_of_formula(TopkRoutingBackward, reference_backward)
 _library.define_vmap_over_tokens(TopkRouting)
 _library.define_vmap_over_tokens(TopkRoutingBackward)

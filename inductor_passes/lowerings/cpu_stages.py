@@ -1,8 +1,10 @@
-"""ExpandOnCpu: on a CPU all of a layer but its two products becomes ATen, which Inductor turns into C++ loops.
+"""ExpandOnCpu: on a CPU all of a layer but its products becomes ATen, which Inductor turns into C++ loops.
 
 An operator call is a Python function there, and what it does besides products is many small ATen calls. Written out,
-routing, dispatch, gathers, gates and weighted sums melt into loops; `grouped_gemm` stays a call, since how many rows
-an expert has is known at run time only. Any number of tokens, also a symbolic one.
+routing, dispatch, gathers, gates, weighted sums and their gradients melt into loops; `grouped_gemm` and the gradient to
+its weight stay calls, since how many rows an expert has is known at run time only. In training graphs those of few
+rows become loops as well; where nothing is trained `ExpandFewSlots` has seen to them. Any number of tokens, also a
+symbolic one.
 """
 
 from collections.abc import Callable
@@ -15,11 +17,26 @@ from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
-from inductor_passes.graph_tools import arguments, erase_dead, find, operator_name, pick, rewrite_each
-from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan
-from inductor_passes.lowerings.pointwise import MAX_UNROLLED_EXPERTS, gather_rows, weighted_sum
+from inductor_passes.graph_tools import (
+    arguments,
+    erase_dead,
+    find,
+    is_training,
+    operator_name,
+    pick,
+    rewrite_each,
+)
+from inductor_passes.lowerings import few_rows
+from inductor_passes.lowerings.cpu_routing import plan, route, route_and_plan, routing_gradient
+from inductor_passes.lowerings.pointwise import (
+    MAX_UNROLLED_EXPERTS,
+    gather_rows,
+    slots_per_token,
+    weighted_sum,
+)
 from inductor_passes.lowerings.written import Written
 from moe_ops import records
+from moe_ops._checks import compute_dtype
 from moe_ops.activation import activate_halves, reference as gated_activation
 from moe_ops.arguments import (
     ActGemmCombine,
@@ -36,6 +53,7 @@ from moe_ops.arguments import (
     GemmCombine,
     GroupedGemm,
     Permute,
+    PermuteBackward,
     TopkRouting,
 )
 from moe_ops.dense_gemm import reference as dense_gemm
@@ -65,6 +83,9 @@ class ExpandOnCpu:
         "act_gemm_combine",
         "dense_gemm",
         "weighted_activation_backward",
+        "topk_routing_backward",
+        "permute_backward",
+        "grouped_gemm_weight_backward",
     )
     inference_only = False
 
@@ -73,8 +94,11 @@ class ExpandOnCpu:
         pairs = [node for node in _on_cpu(graph, "grouped_gemm") if arguments(node).weight.up is not None]
         rewrite = partial(_rewrite, Written())
         rewrite_each(graph, [*_on_cpu(graph, *_FORMULAS), *pairs], rewrite, log, log.keep)
-        for node in () if _compat.is_packaging() else _on_cpu(graph, "grouped_gemm"):
-            node.target = torch.ops.moe.grouped_gemm.compiled
+        products = _on_cpu(graph, *few_rows.FORMULAS) if is_training(graph) else ()
+        few = [node for node in products if few_rows.has_few_rows(node)]
+        rewrite_each(graph, few, partial(_rewrite_few, Written()), log, log.keep)
+        for node in () if _compat.is_packaging() else _on_cpu(graph, *few_rows.FORMULAS):
+            node.target = getattr(torch.ops.moe, operator_name(node)).compiled
 
 
 def _on_cpu(graph: Graph, *names: str) -> list[Node]:
@@ -97,10 +121,17 @@ def _rewrite(written: Written, graph: Graph, stage: Node, log: PassLog) -> None:
     log.lower("ATen", stage)
 
 
+def _rewrite_few(written: Written, graph: Graph, product: Node, _: PassLog) -> None:
+    expand(written, graph, product, arguments(product), few_rows.FORMULAS[operator_name(product)])
+
+
 def _top_k(args: Any) -> int | torch.SymInt:
     """Experts per token, 1 where they do not matter."""
     if hasattr(args, "router"):
         return RoutingConfig.from_spec(args.router.routing).top_k
+    if isinstance(args, PermuteBackward):
+        tokens = getattr(args.num_tokens, "meta", {}).get("val", args.num_tokens)
+        return slots_per_token(args.sorted_slots.meta["val"].shape[0], tokens)
     return args.topk_weights.meta["val"].shape[1] if hasattr(args, "topk_weights") else 1
 
 
@@ -132,6 +163,17 @@ def _first_half(args: GatherGemmAct | GatherGemmFormula) -> Tensor:
 def _gathered_product(args: GatherGemm) -> Tensor:
     rows = gather_rows(Permute(args.hidden_states, args.sorted_slots))
     return _product_of_parts(GroupedGemm(rows, args.w13, args.expert_offsets))
+
+
+def _gathered_gradient(args: PermuteBackward) -> Tensor:
+    """[T, H]: the sum of each token's rows, in slot order."""
+    grad, slots, num_tokens = args
+    rows = torch.arange(slots.shape[0], dtype=slots.dtype)
+    inverse = torch.empty_like(slots).scatter(0, slots.long(), rows)
+    total = grad.new_zeros((num_tokens, grad.shape[1]), dtype=compute_dtype(grad.dtype))
+    for row in inverse.view(num_tokens, slots_per_token(slots.shape[0], num_tokens)).unbind(1):
+        total = total + grad.index_select(0, row).to(total.dtype)
+    return total.to(grad.dtype)
 
 
 def _product_of_parts(args: GroupedGemm) -> Tensor:
@@ -179,4 +221,6 @@ _FORMULAS: dict[str, Callable[[Any], Any]] = {
     "act_gemm_combine": _from_gate_up,
     "dense_gemm": dense_gemm,
     "weighted_activation_backward": weighted_activation_backward,
+    "topk_routing_backward": routing_gradient,
+    "permute_backward": _gathered_gradient,
 }

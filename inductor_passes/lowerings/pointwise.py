@@ -67,7 +67,7 @@ def _expect_static(stage: Node, args: Any) -> None:
     if "topk_weights" in values:
         top_k = values["topk_weights"].shape[1]
     elif "sorted_slots" in values:
-        top_k = slots_per_token(values["sorted_slots"], values["hidden_states"])
+        top_k = slots_per_token(values["sorted_slots"].shape[0], values["hidden_states"].shape[0])
     else:
         return
     if not isinstance(top_k, int):
@@ -78,9 +78,8 @@ def _expect_static(stage: Node, args: Any) -> None:
         )
 
 
-def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.SymInt:
+def slots_per_token(slots: int | torch.SymInt, tokens: int | torch.SymInt) -> int | torch.SymInt:
     """K, a plain int wherever S = K*T is known symbolically; any K is right for no tokens."""
-    slots, tokens = sorted_slots.shape[0], hidden_states.shape[0]
     for top_k in range(1, MAX_UNROLLED_EXPERTS + 1):
         if _compat.statically_known_true(slots == top_k * tokens):
             return top_k
@@ -89,7 +88,7 @@ def slots_per_token(sorted_slots: Tensor, hidden_states: Tensor) -> int | torch.
 
 def gather_rows(args: Permute) -> Tensor:
     """`permute`."""
-    top_k = slots_per_token(args.sorted_slots, args.hidden_states)
+    top_k = slots_per_token(args.sorted_slots.shape[0], args.hidden_states.shape[0])
     return torch.ops.aten.index.Tensor(args.hidden_states, [args.sorted_slots // top_k])
 
 

@@ -153,7 +153,8 @@ CALLS = {
 
 def test_every_operator_with_a_derivative_is_listed():
     names = {name[5:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe::")}
-    without = {"build_dispatch", "map_replicas", "map_and_record", "plan_exchange", "grouped_gemm.compiled"}
+    without = {"build_dispatch", "map_replicas", "map_and_record", "plan_exchange"}
+    without |= {"grouped_gemm.compiled", "grouped_gemm_weight_backward.compiled"}
     assert names == {*CALLS, *without}
 
 

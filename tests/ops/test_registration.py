@@ -62,14 +62,15 @@ def test_real_and_fake_outputs_agree(name, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_compiled_code_calls_computes_the_same(layout, dtype):
+@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_weight_backward"])
+def test_what_compiled_code_calls_computes_the_same(name, layout, dtype):
     """And its fake has the strides of the real one; it has no gradient, for there is nothing left to differentiate."""
-    default, compiled = OPS.grouped_gemm.default, OPS.grouped_gemm.compiled
-    assert str(compiled._schema).removeprefix("moe::grouped_gemm.compiled") == str(
-        default._schema
-    ).removeprefix("moe::grouped_gemm")
+    default, compiled = getattr(OPS, name).default, getattr(OPS, name).compiled
+    assert str(compiled._schema).removeprefix(f"moe::{name}.compiled") == str(default._schema).removeprefix(
+        f"moe::{name}"
+    )
     assert compiled.tags == default.tags
-    for args in samples()["grouped_gemm"]:
+    for args in samples()[name]:
         given = [
             arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in laid_out(args, layout, dtype)
         ]
