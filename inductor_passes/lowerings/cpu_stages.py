@@ -129,7 +129,7 @@ def _top_k(args: Any) -> int | torch.SymInt:
     """Experts per token, 1 where they do not matter."""
     if hasattr(args, "router"):
         return RoutingConfig.from_spec(args.router.routing).top_k
-    if isinstance(args, PermuteBackward):
+    if hasattr(args, "num_tokens"):
         tokens = getattr(args.num_tokens, "meta", {}).get("val", args.num_tokens)
         return slots_per_token(args.sorted_slots.meta["val"].shape[0], tokens)
     return args.topk_weights.meta["val"].shape[1] if hasattr(args, "topk_weights") else 1

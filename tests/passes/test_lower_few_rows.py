@@ -78,6 +78,17 @@ def test_experts_that_several_rows_have_and_rows_of_none():
     assert not left and all(each.isfinite().all() for each in actual)
 
 
+def test_rows_of_none_leave_the_gradient_of_the_first_expert():
+    problem = make(Case(4, 8, 2, 16, 8), torch.float64)
+    ids, weights = torch.tensor([[0, 3], [0, -1], [2, 9], [5, 0]]), torch.rand(4, 2, dtype=torch.float64)
+    leaves = [each.detach().requires_grad_() for each in (problem.hidden_states, problem.w13, problem.w2)]
+    actual, expected, left = trained(
+        lambda x, w13, w2: moe_ops.fused_experts(x, w13, w2, weights, ids), leaves
+    )
+    assert_same(actual, expected)
+    assert not left and actual[1][0].any()
+
+
 def test_a_row_that_is_not_finite_stays_its_experts():
     problem = make(Case(2, 8, 2, 16, 8), torch.float64)
     ids = torch.tensor([[0, 1], [2, 3]])
