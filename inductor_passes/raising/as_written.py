@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 from torch.fx import Graph
 
+from inductor_passes.raising.glu import multiplied_glu
 from inductor_passes.raising.padding import unpadded
 from inductor_passes.raising.written_out import multiplied
 
 
 @contextmanager
 def as_written(graph: Graph) -> Iterator[None]:
-    """Products are products, without padding. Those that are left get back what Inductor made of them."""
-    with multiplied(graph), unpadded(graph):
+    """Products are products, without padding, and `glu` one of halves. What is left gets back what it was."""
+    with multiplied(graph), unpadded(graph), multiplied_glu(graph):
         yield

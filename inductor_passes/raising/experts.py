@@ -19,7 +19,7 @@ from inductor_passes.raising.parts import parts_of
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.unrouted import alone, unrouted
-from inductor_passes.raising.writing import write, write_out_glu
+from inductor_passes.raising.writing import write
 
 
 class RaiseExperts:
@@ -31,7 +31,6 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
-        write_out_glu(graph)
         with as_written(graph):
             _raise_all(graph, log)
 

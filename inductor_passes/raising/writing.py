@@ -238,24 +238,6 @@ def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node],
     return write_out(graph, function, args, like)[0]
 
 
-def write_out_glu(graph: Graph) -> None:
-    """Writes every `aten.glu` as the product that it is, as Inductor's lowering does: gates are made of operators."""
-    for node in graph.find_nodes(op="call_function", target=aten.glu.default):
-        source, *dim = node.args
-        with graph.inserting_before(node):
-            result = written(graph, _glu(*dim), (source,), node)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-
-
-def _glu(dim: int = -1) -> Callable[[Tensor], Tensor]:
-    def run(rows: Tensor) -> Tensor:
-        left, right = rows.chunk(2, dim)
-        return left * right.sigmoid()
-
-    return run
-
-
 def erase_unread(graph: Graph, node: Node) -> None:
     """Erases `node` and what only it read, unless somebody reads it for somebody."""
     pending = [node]

@@ -127,9 +127,23 @@ def test_autocast():
 
 def test_one_expert_that_reads_other_casts_stays():
     def rounded(x, w13, expert):
-        return F.linear(x if expert != 7 else x.int().float(), w13[expert])
+        return F.linear(x if expert != 7 else x.bfloat16().float(), w13[expert])
 
     (reason,) = rewrite(looped_with(first=rounded), *layer(5, torch.float32), passes=PIPELINE).reasons
+    assert "reads something else than the others" in reason
+
+
+def test_one_expert_whose_gate_is_the_others_up_projection_stays():
+    def swapped(x, router, w13, w2):
+        (weights, ids), total = stock.softmax_router(F.linear(x, router)), torch.zeros_like(x)
+        for expert in range(len(w2)):
+            gate, up = w13.chunk(2, 1) if expert != 2 else reversed(w13.chunk(2, 1))
+            hidden = F.silu(F.linear(x, gate[expert])) * F.linear(x, up[expert])
+            weight = (weights * (ids == expert)).sum(-1, keepdim=True)
+            total = total + F.linear(hidden, w2[expert]) * weight
+        return total
+
+    (reason,) = rewrite(swapped, *layer(5, torch.float32), passes=PIPELINE).reasons
     assert "reads something else than the others" in reason
 
 

@@ -141,7 +141,24 @@ def of_numbers_outside(x, router, w13, w2):
     return dense(x, (masks * weights.unsqueeze(-1)).sum(1).to(x.dtype), w13, w2)
 
 
+def of_numbers_by_choice(x, router, w13, w2, numbers):
+    """Weights that are those of no token."""
+    _, ids = softmax_router(F.linear(x, router))
+    kept = torch.where(ids >= 0, numbers, 0.0)
+    return dense(x, x.new_zeros(len(x), EXPERTS).scatter(1, ids, kept), w13, w2)
+
+
+def put_to_rows(out, inverse, x, order):
+    return torch.zeros_like(out).index_put((inverse,), out).view(len(x), TOP_K, -1).sum(1).to(x.dtype)
+
+
 OTHERS = {
+    "put to rows": (grouped_with(finish=put_to_rows), None, "aten.index_put reads"),
+    "numbers by choice": (
+        of_numbers_by_choice,
+        torch.ones(1, TOP_K, dtype=torch.bfloat16),
+        "is not what the tokens of its experts weigh them by",
+    ),
     "rows of something else": (
         of_other_rows,
         torch.ones(TOKENS * TOP_K, HIDDEN, dtype=torch.bfloat16),
@@ -217,3 +234,12 @@ def test_rows_of_one_with_weights_of_a_row():
     result, out = computed(function, *inputs, passes=RAISES)
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
     torch.testing.assert_close(out, function(*inputs), rtol=0.03, atol=0.03)
+
+
+def test_glu_of_no_layer_stays_glu():
+    def glu(x, router, w13, w2):
+        return F.linear(F.glu(F.linear(x, w13[0]), -1), w2[0]) + F.glu(x, 1).sum()
+
+    result = rewrite(glu, *layer(5), passes=(RaiseExperts(),))
+    assert result.before.count("aten.glu") == 2
+    assert result.after == result.before

@@ -182,6 +182,7 @@ def test_the_first_rows_of_more_stay():
 LIMITED = {
     "far out": lambda gate, up: F.silu(gate).clamp(max=1e4) * up,
     "at the largest float16": lambda gate, up: (F.silu(gate) * up).clamp(-65504.0, 65504.0),
+    "twice far out": lambda gate, up: F.silu(torch.where(gate > 1e4, 2 * gate, gate)) * up,
     "no NaN": lambda gate, up: torch.where(torch.isnan(gate), 0.0, F.silu(gate)) * up,
     "no inf": lambda gate, up: torch.where(torch.isinf(gate), 0.0, F.silu(gate)) * up,
     "no -inf": lambda gate, up: F.silu(gate) * up.masked_fill(up == -torch.inf, 0.0),

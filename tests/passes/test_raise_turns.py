@@ -12,7 +12,7 @@ from inductor_passes.raising.views_of_rows import aten
 from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
 from tests.passes.capture import computed, post_grad, rewrite
-from tests.passes.stock import EXPERTS, TOP_K, layer, oracle, softmax_router, swiglu
+from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, layer, oracle, softmax_router, swiglu
 
 PIPELINE = (*RAISES, *FUSIONS)
 SIZES = ((5, torch.float32, True), (7, torch.bfloat16, False), (1, torch.float32, False))
@@ -158,7 +158,21 @@ def counted_from_logits(logits):
 
 
 SUM = "is not the sum of what experts give"
+
+
+def rotated(terms, x):
+    """Every weight meets what another choice gives."""
+    given, weights = zip(*terms, strict=True)
+    columns = torch.cat(given, 1)
+    columns = torch.cat([columns[:, HIDDEN:], columns[:, :HIDDEN]], 1)
+    return (columns.view(len(x), TOP_K, HIDDEN) * torch.stack(weights, 1)).sum(1)
+
+
 OTHER = {
+    "choices change places": (
+        {"term": lambda out, weight: (out, weight), "sum": rotated},
+        "is not the sum of what experts give",
+    ),
     "a choice is left out": ({"choices": range(TOP_K - 1)}, "is not the expert of each slot"),
     "a choice is taken twice": ({"choices": [0, 1, 1]}, "a choice of a token is taken twice"),
     "the second product has another choice's": (
