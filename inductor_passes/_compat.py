@@ -96,7 +96,8 @@ def slot_and_covered(slot: str) -> tuple[Any, ...]:
 def call_with_is_inference(run: Callable[..., None], graph: torch.fx.Graph, is_inference: bool) -> None:
     """Runs a user's pass as Inductor would: 2.13's inference-aware ones also take `is_inference`."""
     is_told = InferenceAwareGraphPass is not CustomGraphPass and isinstance(run, InferenceAwareGraphPass)
-    run(*((graph, is_inference) if is_told else (graph,)))
+    given: tuple[Any, ...] = (graph, is_inference) if is_told else (graph,)
+    run(*given)
 
 
 def trace(function: Callable[..., Any], values: Sequence[Any], kept: Any = ()) -> torch.fx.GraphModule:
