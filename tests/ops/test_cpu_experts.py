@@ -29,7 +29,7 @@ def offsets_of(sizes):
 def rows_to_pad_to(sizes, shape=SMALL, dtype=torch.bfloat16, threads=2, monkeypatch=None):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weight = torch.empty(len(sizes), *shape, dtype=dtype, device="meta")
-    return _cpu_products._rows_to_pad_to(offsets_of(sizes), weight)
+    return _cpu_products._rows_to_pad_to(offsets_of(sizes), weight.dtype, weight.shape[1:])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
