@@ -7,7 +7,7 @@ rows become loops as well; where nothing is trained `ExpandFewSlots` has seen to
 symbolic one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,8 @@ from moe_ops.grouped_gemm import product
 from moe_ops.types import RoutingConfig
 from moe_ops.weighted_activation import reference as weighted_activation_backward
 
+Formulas = Mapping[str, Callable[[Any], Any]]
+
 
 class ExpandOnCpu:
     """Routers, dispatches, halves of layers and layers on a CPU become ATen around grouped_gemm."""
@@ -92,11 +94,11 @@ class ExpandOnCpu:
     def run(self, graph: Graph, log: PassLog) -> None:
         """Writes out every stage and layer on a CPU; products become calls that do nothing besides."""
         pairs = [node for node in _on_cpu(graph, "grouped_gemm") if arguments(node).weight.up is not None]
-        rewrite = partial(_rewrite, Written())
+        rewrite = partial(_rewrite, Written(), {**_FORMULAS, "grouped_gemm": _product_of_parts})
         rewrite_each(graph, [*_on_cpu(graph, *_FORMULAS), *pairs], rewrite, log, log.keep)
         products = _on_cpu(graph, *few_rows.FORMULAS) if is_training(graph) else ()
         few = [node for node in products if few_rows.has_few_rows(node)]
-        rewrite_each(graph, few, partial(_rewrite_few, Written()), log, log.keep)
+        rewrite_each(graph, few, partial(_rewrite, Written(), few_rows.FORMULAS), log, log.keep)
         for node in () if _compat.is_packaging() else _on_cpu(graph, *few_rows.FORMULAS):
             node.target = getattr(torch.ops.moe, operator_name(node)).compiled
 
@@ -110,19 +112,15 @@ def _device(stage: Node) -> torch.device:
     return (value if isinstance(value, Tensor) else value[0]).device
 
 
-def _rewrite(written: Written, graph: Graph, stage: Node, log: PassLog) -> None:
-    args, formula = arguments(stage), _FORMULAS.get(operator_name(stage), _product_of_parts)
+def _rewrite(written: Written, formulas: Formulas, graph: Graph, stage: Node, log: PassLog) -> None:
+    args = arguments(stage)
     top_k = _top_k(args)
     if not isinstance(top_k, int) or top_k > MAX_UNROLLED_EXPERTS:
         raise Refusal(
             stage, f"{top_k} experts per token are too many to write out; it stays an operator call"
         )
-    expand(written, graph, stage, args, formula)
+    expand(written, graph, stage, args, formulas[operator_name(stage)])
     log.lower("ATen", stage)
-
-
-def _rewrite_few(written: Written, graph: Graph, product: Node, _: PassLog) -> None:
-    expand(written, graph, product, arguments(product), few_rows.FORMULAS[operator_name(product)])
 
 
 def _top_k(args: Any) -> int | torch.SymInt:
@@ -206,7 +204,7 @@ def _layer(args: FusedMoe | FusedMoeFormula) -> Tensor:
     return _experts(args.routed(*route(TopkRouting(args.router))))
 
 
-_FORMULAS: dict[str, Callable[[Any], Any]] = {
+_FORMULAS: Formulas = {
     "topk_routing": route,
     "build_dispatch": plan,
     "routing_dispatch": route_and_plan,

@@ -32,7 +32,7 @@ def has_few_rows(node: Node) -> bool:
         return num_rows <= _FEW_TERMS
     columns = args.weight.weight.meta["val"].shape[1]
     is_small = num_rows <= _MOST_ROWS and num_rows * features * columns <= _FEW_PRODUCTS
-    return args.weight.up is None and (num_rows <= _FEW_ROWS or is_small)
+    return num_rows <= _FEW_ROWS or is_small
 
 
 def product_of_few_rows(args: GroupedGemm) -> Tensor:

@@ -20,7 +20,7 @@ from inductor_passes.raising.choices import choice, ids_of_weights
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Experts, Outcome, Tokens, WeightedSum
+from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens, WeightedSum
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
@@ -244,18 +244,9 @@ def _experts(layer: Everyone) -> Experts:
     tokens = [_tokens(each, indices) for each in layer.firsts]
     if any(each is not tokens[0] for each in tokens):
         raise Refusal(second.product, "the products before the gate have different inputs")
-    outcomes = [_outcome(each, indices) for each in (*layer.firsts, second)]
-    weighted_sum = WeightedSum(topk_weights, layer.root, score)
-    return Experts(
-        indices,
-        Tokens(tokens[0], None),
-        tuple(outcomes[:-1]),
-        layer.gate,
-        {},
-        layer.activated,
-        outcomes[-1],
-        weighted_sum,
-    )
+    *firsts, last = (_outcome(each, indices) for each in (*layer.firsts, second))
+    parts = Parts(Tokens(tokens[0], None), tuple(firsts), layer.gate, {}, layer.activated, last)
+    return Experts(indices, parts, WeightedSum(topk_weights, layer.root, score))
 
 
 def _expect_gate(layer: Everyone) -> None:

@@ -37,7 +37,7 @@ def expect_dropped(layer: Experts) -> None:
     masks = _masks(layer) if runs else []
     for run in runs:
         slots = _slots(layer, run)
-        experts = None if slots is None else _experts(layer.second.product, run, slots)
+        experts = None if slots is None else _experts(layer.parts.second.product, run, slots)
         ids = run.ids.flatten()
         if slots is None or experts is None or not bool((experts == ids)[~run.is_stray].all()):
             continue  # nobody means ids that PyTorch does not take, or with which ids in range are another expert's
@@ -47,12 +47,12 @@ def expect_dropped(layer: Experts) -> None:
         if bool(read.any()):
             slot = int(read.nonzero()[0])
             reason = f"expert ids may be out of range, and {int(ids[slot])} is read as {int(experts[slot])}"
-            raise Refusal(layer.second.product.node, reason)
+            raise Refusal(layer.parts.second.product.node, reason)
 
 
 def _slots(layer: Experts, run: Run) -> Tensor | None:
     """[S]: the slot of each row: slots that lie by choice have been refused with their sum."""
-    first, num_slots = layer.firsts[0].product, run.ids.numel()
+    first, num_slots = layer.parts.firsts[0].product, run.ids.numel()
     if first.kind != "grouped":
         return torch.arange(num_slots)
     slots = run.value(sorted_places(first, layer.indices)[0])
@@ -78,7 +78,7 @@ def _by_slot(of_rows: Tensor, slots: Tensor, other: int) -> Tensor:
 
 def _masks(layer: Experts) -> list[_Mask]:
     """What masks outputs of experts, and weights. Raises Refusal where anything but zeros is taken for them."""
-    product = layer.second.product
+    product = layer.parts.second.product
     by_row = {product.node: product.kind == "grouped", _unmasked(layer.sum.topk_weights): False}
     masks = []
     for node in cut([layer.sum.root], [*by_row].__contains__).nodes:

@@ -38,10 +38,10 @@ class RaiseExperts:
 def _raise_all(graph: Graph, log: PassLog) -> None:
     found: Found = {}
     told = {each.node for each in products(graph)}
-    layers = product_layers(graph)
-    for refusal in alone(graph, {each.node for layer in turns.chains(graph) for each in layer}):
+    chains = turns.chains(graph)
+    for refusal in alone(graph, {each.node for chain in chains for each in chain}):
         log.refuse(refusal, refusal.node)
-    for *firsts, second in layers:
+    for *firsts, second in turns.of_all_choices(chains):
         try:
             with _compat.real_tensors():
                 write(graph, _experts(firsts, second, found))
@@ -62,13 +62,12 @@ def _raise_all(graph: Graph, log: PassLog) -> None:
 
 def layers_of_all(graph: Graph) -> list[turns.Turns | loops.Loop | all_experts.Everyone]:
     """Every layer that takes its experts in turn, or multiplies all tokens with all of them."""
-    return [*turns.turns(graph), *loops.loops(graph), *all_experts.everyone(graph)]
+    return [*turns.turns(turns.chains(graph)), *loops.loops(graph), *all_experts.everyone(graph)]
 
 
-def product_layers(graph: Graph) -> list[tuple[Product, ...]]:
+def product_layers(graph: Graph) -> list[turns.Chain]:
     """The products of each layer that has one for all choices of a token, its last one at the end."""
-    in_turns = {node for each in turns.turns(graph) for node in each.nodes}
-    return [layer for layer in turns.chains(graph) if layer[-1].node not in in_turns]
+    return turns.of_all_choices(turns.chains(graph))
 
 
 def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Experts:
@@ -76,8 +75,6 @@ def _experts(firsts: Sequence[Product], second: Product, found: Found) -> Expert
     order = order_of(firsts[0], indices)
     parts = parts_of(firsts, second, order, indices)
     weighed = parts.tokens._replace(topk_weights=parts.topk_weights)
-    total = weighted_sum(parts.second.node, order, indices, weighed)
-    gate, masks, activated = parts.gate, parts.masks, parts.activated
-    layer = Experts(indices, parts.tokens, parts.firsts, gate, masks, activated, parts.second, total)
+    layer = Experts(indices, parts, weighted_sum(parts.second.node, order, indices, weighed))
     expect_dropped(layer)
     return layer

@@ -45,10 +45,9 @@ class WeightedSum(NamedTuple):
     """What the sum is added to, if `root` has that in it."""
 
 
-class Experts(NamedTuple):
-    """The routed experts of one layer."""
+class Parts(NamedTuple):
+    """What stands between the rows of a layer and what its experts give."""
 
-    indices: Indices
     tokens: Tokens
     firsts: tuple[Outcome, ...]
     """One product for gate and up, or one for each."""
@@ -58,6 +57,15 @@ class Experts(NamedTuple):
     activated: Node
     """[S, I]: what the gate gives."""
     second: Outcome
+    topk_weights: Node | None = None
+    """By which a model weighs what goes into its experts, or into their second product."""
+
+
+class Experts(NamedTuple):
+    """The routed experts of one layer."""
+
+    indices: Indices
+    parts: Parts
     sum: WeightedSum
     others: tuple[Node, ...] = ()
     """First products of other experts, where each has its own."""

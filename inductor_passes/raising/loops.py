@@ -21,7 +21,7 @@ from inductor_passes.raising.choices import chosen_ids, stray_ids
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate, written_as
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Experts, Outcome, Tokens
+from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack, of_expert
@@ -147,7 +147,7 @@ def _experts(loop: Loop) -> Experts:
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
     activated = _unseen(loop.seconds[0].rows)
     others = tuple(each.product for each in chain(*loop.firsts[1:]))
-    return Experts(indices, tokens, tuple(firsts), gate, {}, activated, last, weighted_sum, others)
+    return Experts(indices, Parts(tokens, tuple(firsts), gate, {}, activated, last), weighted_sum, others)
 
 
 def _part(expert: int) -> Part:

@@ -1,7 +1,6 @@
 """What stands between the rows of a layer and what its experts give: products, biases, masks and the gate."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from torch.fx import Node
 
@@ -11,7 +10,7 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices, Order
-from inductor_passes.raising.layer import Outcome, Tokens
+from inductor_passes.raising.layer import Outcome, Parts
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.tokens import tokens_of
@@ -31,19 +30,6 @@ from inductor_passes.raising.views_of_rows import (
     without_views,
 )
 from inductor_passes.raising.weights import weights_beside
-
-
-class Parts(NamedTuple):
-    """As in `Experts`, of rows in one order."""
-
-    tokens: Tokens
-    firsts: tuple[Outcome, ...]
-    gate: Cut
-    masks: Mapping[Node, bool]
-    activated: Node
-    second: Outcome
-    topk_weights: Node | None
-    """By which a model weighs what goes into its experts, or into their second product."""
 
 
 def parts_of(firsts: Sequence[Product], second: Product, order: Order, indices: Indices) -> Parts:

@@ -7,7 +7,7 @@
 A compiler unrolls it: two products, with weights that are gathered, for each choice.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import cut, is_size
 from inductor_passes.raising.gates import is_in_gate, written_as
 from inductor_passes.raising.indices import Indices, is_chosen, is_integral
-from inductor_passes.raising.layer import Experts, Outcome
-from inductor_passes.raising.parts import Parts, parts_of
+from inductor_passes.raising.layer import Experts, Outcome, Parts
+from inductor_passes.raising.parts import parts_of
 from inductor_passes.raising.products import Product, products
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.strays import stray_runs
@@ -47,14 +47,20 @@ class Turns(NamedTuple):
         return _experts(self)
 
 
-def turns(graph: Graph) -> list[Turns]:
-    """Every layer in `graph` that is written as a loop over the choices of its tokens."""
+def turns(found_chains: Iterable[Chain]) -> list[Turns]:
+    """Every layer that is written as a loop over the choices of its tokens."""
     found: dict[Any, list[Chain]] = {}
-    for each in chains(graph):
+    for each in found_chains:
         ids = _ids_of_turn(each[-1])
         if ids is not None and all(product.kind == "gathered" for product in each):
             found.setdefault((ids, *(product.weight for product in each)), []).append(each)
     return [Turns(ids, tuple(group)) for (ids, *_), group in found.items() if size(ids, -1) == len(group)]
+
+
+def of_all_choices(found_chains: Collection[Chain]) -> list[Chain]:
+    """Those that have all choices of a token at once."""
+    in_turns = {node for each in turns(found_chains) for node in each.nodes}
+    return [each for each in found_chains if each[-1].node not in in_turns]
 
 
 def chains(graph: Graph) -> list[Chain]:
@@ -98,7 +104,7 @@ def _experts(layer: Turns) -> Experts:
     weighted_sum = total(second.node.graph, rows, indices, indices.samples)
     firsts, last = tuple(map(_looped, first.firsts)), _looped(first.second)
     others = tuple(each.node for chained in layer.chains for each in chained[:-1])
-    return Experts(indices, first.tokens, firsts, first.gate, {}, first.activated, last, weighted_sum, others)
+    return Experts(indices, first._replace(firsts=firsts, second=last), weighted_sum, others)
 
 
 def _place(product: Product, indices: Indices) -> int:

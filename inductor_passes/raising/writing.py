@@ -41,8 +41,8 @@ def write(graph: Graph, layer: Experts) -> None:
 def _expect_private(layer: Experts) -> None:
     """Refuses where anything but the sum reads a product: it would have to be computed twice."""
     inside = {layer.sum.root}
-    firsts = {outcome.product.node for outcome in layer.firsts} | {*layer.others}
-    outside = (layer.tokens.hidden_states, layer.sum.into)
+    firsts = {outcome.product.node for outcome in layer.parts.firsts} | {*layer.others}
+    outside = (layer.parts.tokens.hidden_states, layer.sum.into)
     for node in cut([layer.sum.root], lambda node: node in outside).nodes:
         if node in firsts or inside & {*node.all_input_nodes} - {layer.sum.root}:
             inside.add(node)
@@ -53,20 +53,20 @@ def _expect_private(layer: Experts) -> None:
 
 
 def _stages(graph: Graph, layer: Experts) -> Node:
-    like = layer.second.product.node
+    like = layer.parts.second.product.node
     ids = _flat(graph, layer.indices.ids, like)
     plan = call(graph, record.BuildDispatch(ids, record.Placement(), layer.indices.num_experts), like)
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     rows = _rows(graph, layer, sorted_slots, like)
     activated = _activated(graph, layer, rows, offsets)
-    dtype = layer.second.product.rows.meta["val"].dtype
+    dtype = layer.parts.second.product.rows.meta["val"].dtype
     if activated.meta["val"].dtype != dtype:  # where a model rounds what it has weighed
         activated = written(graph, lambda rows: rows.to(dtype), (activated,), like)
-    expert_out = _product(graph, activated, offsets, (layer.second,), like)
+    expert_out = _product(graph, activated, offsets, (layer.parts.second,), like)
     weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.sum.score is not as_they_are:
         weights = written(graph, layer.sum.score, (weights,), like)
-    if layer.tokens.topk_weights is not None:  # rows are weighed before their products, not after
+    if layer.parts.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
     combined = _as(graph, call(graph, record.Combine(expert_out, weights, inverse, None), like), layer)
     if layer.sum.into is None:
@@ -81,8 +81,8 @@ def _flat(graph: Graph, node: Node, like: Node) -> Node:
 
 
 def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
-    hidden_states, weights = layer.tokens
-    tokens, dtype = _flat(graph, hidden_states, like), layer.firsts[0].product.rows.meta["val"].dtype
+    hidden_states, weights = layer.parts.tokens
+    tokens, dtype = _flat(graph, hidden_states, like), layer.parts.firsts[0].product.rows.meta["val"].dtype
     if weights is not None:
         rows = call(graph, record.Permute(tokens, sorted_slots), like)
         return written(graph, _weigh(dtype), (rows, weights, sorted_slots), like)
@@ -117,12 +117,12 @@ def _shown(graph: Graph, stack: Stack, like: Node) -> Node:
 
 def _activated(graph: Graph, layer: Experts, rows: Node, offsets: Node) -> Node:
     """The first products, in one where they can be, and the gate: a stage where it is an activation of ours."""
-    like, firsts = layer.second.product.node, layer.firsts
+    like, firsts = layer.parts.second.product.node, layer.parts.firsts
     if not _are_one(firsts):
         return _gate(graph, layer, [_product(graph, rows, offsets, (each,), like) for each in firsts])
     for order in dict.fromkeys((firsts, firsts[::-1])):
         nodes = [outcome.node for outcome in order]
-        activation = recognised(layer.gate, nodes, layer.activated, layer.masks)
+        activation = recognised(layer.parts.gate, nodes, layer.parts.activated, layer.parts.masks)
         if activation is not None:
             gate_up = _product(graph, rows, offsets, order, like)
             return call(graph, record.GatedActivation(gate_up, activation.spec), like)
@@ -151,23 +151,23 @@ def _lie_alike(one: Stack, other: Stack) -> bool:
 
 def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     """The model's own nodes on the new rows."""
-    like = layer.second.product.node
-    outcomes = [outcome.node for outcome in layer.firsts]
-    shaping = next(filter(_names_a_shape, layer.gate.nodes), None)
-    sees_all = layer.firsts[0].product.kind == "looped"
+    like = layer.parts.second.product.node
+    outcomes = [outcome.node for outcome in layer.parts.firsts]
+    shaping = next(filter(_names_a_shape, layer.parts.gate.nodes), None)
+    sees_all = layer.parts.firsts[0].product.kind == "looped"
     if sees_all and shaping is not None:
         raise Refusal(shaping, f"the gate of an expert names its shape: {describe(shaping)}")
-    if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.masks):
-        return written(graph, _of_any_rows(layer.gate, outcomes, layer.activated), products, like)
-    expect_rowwise(layer.gate, outcomes, layer.masks, layer.firsts[0].product.num_slots)
+    if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.parts.masks):
+        return written(graph, _of_any_rows(layer.parts.gate, outcomes, layer.parts.activated), products, like)
+    expect_rowwise(layer.parts.gate, outcomes, layer.parts.masks, layer.parts.firsts[0].product.num_slots)
     shown = [
         _in_shape(graph, new, old.meta["val"].shape[:-1], layer.indices.ids)
         for new, old in zip(products, outcomes, strict=True)
     ]
     copies = dict(zip(outcomes, shown, strict=True))
-    for node in layer.gate.nodes:
-        copies[node] = _copied(graph, node, copies, layer.masks, like)
-    return _flat(graph, copies[layer.activated], like)
+    for node in layer.parts.gate.nodes:
+        copies[node] = _copied(graph, node, copies, layer.parts.masks, like)
+    return _flat(graph, copies[layer.parts.activated], like)
 
 
 def _names_a_shape(node: Node) -> bool:

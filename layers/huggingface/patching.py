@@ -46,7 +46,7 @@ def patch(
         name: experts.settle(module, emit, save_for_backward, experts.settled_activation(module))
         for name, module in found.experts.items()
     }
-    wholes = whole.find(model, found, options) if mesh is None else {}
+    wholes = whole.find(model, found, options)
     _use_our_experts(model, found)
     for name, module in found.experts.items():
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value

@@ -29,21 +29,21 @@ from moe_ops.fused_moe import run as run_moe
 
 Returned = Literal["", "logits", "weights"]
 
-_EXPERTS = "experts"
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a block is the sum of, beside its `experts`.
+    """What a block is the sum of.
 
     Attributes:
-        router: name of the module that routes to them.
+        experts: name of the module that has them.
+        router: name of the one that routes to them.
         shared: names of the module that every token visits, and of one whose sigmoid weighs its output; each may be
             missing.
         correction: name of the block's tensor that the router is given for its selection, or "".
         returned: what a block returns beside its output.
     """
 
+    experts: str
     router: str
     shared: tuple[str, ...]
     correction: str
@@ -63,15 +63,15 @@ def find(model: nn.Module, found: Found, options: dict[str, ExpertsOptions]) -> 
     tried: dict[Any, Parts | None] = {}
     wholes: dict[str, Parts] = {}
     for name, settled in options.items():
-        block_name, _, last = name.rpartition(".")
+        block_name, _, own = name.rpartition(".")
         block = model.get_submodule(block_name)
         beside = {each: found.routers.get(f"{block_name}.{each}".lstrip(".")) for each in block._modules}
         router = [(each, known) for each, known in beside.items() if known is not None]
-        if last != _EXPERTS or len(router) != 1 or not _are_plain(block, settled):
+        if len(router) != 1 or not _are_plain(block, own, settled):
             continue
         key = form(block)
         if key not in tried:
-            tried[key] = _known(block, *router[0], settled)
+            tried[key] = _known(block, own, *router[0], settled)
         if (parts := tried[key]) is not None:
             wholes[block_name] = parts
     return wholes
@@ -102,7 +102,7 @@ def forward(self: Any, *args: Any, **named: Any) -> Any:
 def total(block: Any, parts: Parts, hidden_states: Tensor) -> Any:
     """The block's output, and what else it returns."""
     modules = block._modules
-    router, own = modules[parts.router], modules[_EXPERTS]
+    router, own = modules[parts.router], modules[parts.experts]
     options: ExpertsOptions = own.moe_ops_options
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     given = getattr(block, parts.correction) if parts.correction else None
@@ -127,7 +127,7 @@ def _shared(modules: list[Any], tokens: Tensor) -> Tensor | None:
 
 def _is_as_found(block: Any, how: Whole) -> bool:
     modules = block._modules
-    router, own = modules.get(how.parts.router), modules.get(_EXPERTS)
+    router, own = modules.get(how.parts.router), modules.get(how.parts.experts)
     if not (_runs(router, routers.forward) and _runs(own, experts.forward)):
         return False
     has_others = has_changed(block, how.settings) or has_changed(router, router.moe_ops_settings)
@@ -140,41 +140,45 @@ def _runs(module: Any, function: Any) -> bool:
     return own is not None and getattr(own, "__func__", None) is function and not has_hooks(module)
 
 
-def _are_plain(block: Any, options: ExpertsOptions) -> bool:
+def _are_plain(block: Any, own: str, options: ExpertsOptions) -> bool:
     is_own = not forwards.is_replaced(block) or forwards.current(block) is forward
-    return is_own and bool(options.activation) and is_dispatched(block.experts)
+    return is_own and bool(options.activation) and is_dispatched(block._modules[own])
 
 
-def _known(block: Any, name: str, router: FoundRouter, options: ExpertsOptions) -> Parts | None:
+def _known(block: Any, own: str, name: str, router: FoundRouter, options: ExpertsOptions) -> Parts | None:
     """What the block is the sum of; None where it is no such sum."""
     if router.known.forward is not linear_router.forward:
         return None
     with trial.trial_mode():
-        twin, generator = twin_of(block, experts.weights(block.experts).w13.weight.shape[0])
+        twin, generator = twin_of(block, experts.weights(block._modules[own]).w13.weight.shape[0])
         linear_router.settled(twin._modules[name], router.known)
-        twin.experts.moe_ops_options = options
-        twin.experts.config = copy.copy(twin.experts.config)
-        twin.experts.config._experts_implementation_internal = "eager"  # others may not take float64
-        hidden_size = experts.weights(twin.experts).w13.weight.shape[2]
+        hidden_size = _settled(twin._modules[own], options)
         tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
         inputs = tokens, tokens[:1, :1]  # one token may go another way
-        own = [run(type(twin).forward, twin, each) for each in inputs]
-        return next(
-            (parts for parts in _sums(twin, name, router.known.details) if _is(parts, twin, inputs, own)),
-            None,
-        )
+        wanted = [run(type(twin).forward, twin, each) for each in inputs]
+        sums = _sums(twin, own, name, router.known.details)
+        return next((parts for parts in sums if _is(parts, twin, inputs, wanted)), None)
 
 
-def _sums(block: Any, router: str, how: linear_router.Linear) -> Iterator[Parts]:
-    others = [each for each in block._modules if each not in (router, _EXPERTS)]
+def _settled(twin: Any, options: ExpertsOptions) -> int:
+    """Leaves experts that are tried as `patch` will, but for what runs them in their block's own code. Returns H."""
+    twin.moe_ops_options = options
+    twin.config = copy.copy(twin.config)
+    twin.config._experts_implementation_internal = "eager"  # others may not take float64
+    return experts.weights(twin).w13.weight.shape[2]
+
+
+def _sums(block: Any, own: str, router: str, how: linear_router.Linear) -> Iterator[Parts]:
+    others = [each for each in block._modules if each not in (router, own)]
     shared = [each for length in range(3) for each in permutations(others, length)]
     tensors = [*block._parameters, *block._buffers] if how.correction == "" else [""]
     for names, correction, returned in product(shared, tensors, get_args(Returned)):
-        yield Parts(router, names, correction, returned)
+        yield Parts(own, router, names, correction, returned)
 
 
-def _is(parts: Parts, twin: Any, inputs: Sequence[Tensor], own: list[list[Tensor]]) -> bool:
+def _is(parts: Parts, twin: Any, inputs: Sequence[Tensor], wanted: list[list[Tensor]]) -> bool:
     def summed(block: Any, hidden_states: Tensor) -> Any:
         return total(block, parts, hidden_states)
 
-    return all(are_close(found, run(summed, twin, each)) for found, each in zip(own, inputs, strict=True))
+    found = (run(summed, twin, each) for each in inputs)
+    return all(are_close(each, ours) for each, ours in zip(wanted, found, strict=True))

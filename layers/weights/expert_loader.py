@@ -46,6 +46,8 @@ def load_expert_weight(
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: expected memory with values, or for them")
     expect_choice("shard_id", shard_id, ShardId)
+    if param.dim() == 0:
+        raise ValueError("param has shape (): expected the experts in its first dimension")
     _expect_shard_of(module, param, shard_id)
     if shard_id == "w3" and not module.config.activation.is_gated:
         raise ValueError(f"shard_id='w3': activation {module.config.activation.name!r} has no up projection")
@@ -141,7 +143,14 @@ def _load_single(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor
 
 
 def _value_of(shard_id: str, expert_data: Tensor) -> Tensor:
-    return expert_data if shard_id == "w2" else expert_data[int(shard_id == "w3")]
+    if shard_id == "w2":
+        return expert_data
+    place = int(shard_id == "w3")
+    if expert_data.dim() == 0 or len(expert_data) <= place:
+        raise ValueError(
+            f"param has {tuple(expert_data.shape)} per expert: expected one value for each of gate and up"
+        )
+    return expert_data[place]
 
 
 def _load_group_index(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
@@ -197,6 +206,10 @@ def _half(module: Any, expert_data: Tensor, shard_id: str, dim: int) -> Tensor:
     activation = module.config.activation
     if shard_id == "w2" or not activation.is_gated:
         return expert_data
+    if expert_data.dim() < -dim or not expert_data.shape[dim] or expert_data.shape[dim] % 2:
+        raise ValueError(
+            f"param has {tuple(expert_data.shape)} per expert: expected gate and up, as many each, in dimension {dim}"
+        )
     size = module.shard.local_size("intermediate_size", module.config.intermediate_size)
     if activation.interleaved and expert_data.shape[dim] < 2 * size:
         raise ValueError(

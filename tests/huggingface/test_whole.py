@@ -262,6 +262,26 @@ class ScalesByOption(MixtralSparseMoeBlock):
         return super().forward(hidden_states) * self.scale
 
 
+class OtherNames(MixtralSparseMoeBlock):
+    def __init__(self, config):
+        super().__init__(config)
+        self.mixture = self.experts
+        del self.experts
+
+    def forward(self, hidden_states):
+        tokens = hidden_states.flatten(0, -2)
+        _, weights, ids = self.gate(tokens)
+        return self.mixture(tokens, ids, weights).view(hidden_states.shape)
+
+
+@torch.no_grad()
+def test_experts_of_another_name():
+    stock, ours = mixtral(OtherNames)
+    output, operators = ran(ours, hidden(2, 5, HIDDEN))
+    assert operators == WHOLE
+    torch.testing.assert_close(output, stock(hidden(2, 5, HIDDEN)))
+
+
 @pytest.mark.parametrize("block_class", [Doubled, ScalesOneToken, Skips])
 @torch.no_grad()
 def test_blocks_that_compute_something_else(block_class):

@@ -124,10 +124,11 @@ def test_weight_gradient(dtype, poisoned_empty):
 
 
 @dtypes
+@pytest.mark.parametrize("step", [1, 2], ids=["rows", "every other column"])
 @pytest.mark.parametrize("offsets", [[0, 40, 40, 96], [0, 3, 3, 5]], ids=str)
-def test_weight_gradients_of_aligned_sizes_take_the_librarys_products(dtype, offsets, poisoned_empty):
+def test_weight_gradients_of_aligned_sizes_take_the_librarys_products(dtype, offsets, step, poisoned_empty):
     """One call for all experts, in bfloat16 one of padded rows; what a dropped row holds takes no part in either."""
-    x, grad = torch.randn(100, 32).to(dtype), torch.randn(100, 48).to(dtype)
+    x, grad = (torch.randn(100, size * step).to(dtype)[:, ::step] for size in (32, 48))
     x[offsets[-1] :], grad[offsets[-1] :] = float("nan"), float("inf")
     out = torch.ops.moe.grouped_gemm_weight_backward(grad, x, torch.tensor(offsets, dtype=torch.int32))
     ranges = zip(offsets[:-1], offsets[1:], strict=True)

@@ -111,6 +111,10 @@ OTHER = {
         gathered(rows=lambda x: x.repeat(1, TOP_K).view(-1, HIDDEN)),
         "not from the tokens of their slots",
     ),
+    "rows out of more than there are slots": (
+        gathered(rows=lambda x: x.repeat(2 * TOP_K, 1)[torch.arange(TOP_K * len(x)) + TOP_K * len(x)]),
+        "not from the tokens of their slots",
+    ),
     "halves of tokens, repeated twice": (
         gathered(rows=lambda x: x[:, : HIDDEN // 2].repeat(TOP_K, 2)),
         "not from the tokens of their slots",

@@ -190,6 +190,24 @@ def scattered_over_all(x, weights, ids, w13, w2, index=lambda ids: ids):
     return dense(x, spread[:, :FEWER], w13, w2)
 
 
+def looped(x, weights, ids, w13, w2):
+    """Each expert sees all tokens, and what is weighed is those that chose it."""
+    total = torch.zeros_like(x)
+    for expert in range(FEWER):
+        weight = (weights * (ids == expert)).sum(-1, keepdim=True)
+        total = total + F.linear(swiglu(F.linear(x, w13[expert])), w2[expert]) * weight
+    return total
+
+
+def looped_over_masked(x, weights, ids, w13, w2):
+    """As `looped`; the last expert's rows are also those of ids out of range, by weights that are zero."""
+    return looped(x, weights.masked_fill(ids >= FEWER, 0.0), _last(ids), w13, w2)
+
+
+def looped_over_last(x, weights, ids, w13, w2):
+    return looped(x, weights, _last(ids), w13, w2)
+
+
 def _of_more_logits(combine, **parts):
     """Ids of up to EXPERTS, of which those from FEWER on are out of range."""
 
@@ -221,8 +239,11 @@ LEFT_OUT = {
     "another's, and not taken": (gathered, {"index": _last, "out_of": _chosen}),
     "another's, and weighed by zero": (masked_before, {"index": _last}),
     "weights of nobody": (scattered_over_all, {}),
+    "chosen by nobody in a loop": (looped, {}),
+    "the last one's in a loop, weighed by zero": (looped_over_masked, {}),
 }
 READ = {
+    "the last one's in a loop": (looped_over_last, {}, "is not the sum of what experts give"),
     "the last one's": (gathered, {"index": _last}, "is read as 9"),
     "the first ones'": (gathered, {"index": lambda ids: ids % FEWER}, "is read as"),
     "rows of the last one": (grouped, {"index": _last}, "is read as 9"),

@@ -127,6 +127,36 @@ def test_biases_and_a_gate_of_ones_own():
     torch.testing.assert_close(out, function(*inputs), rtol=1e-4, atol=1e-4)
 
 
+def test_other_biases_of_gate_and_up_stay():
+    def run(x, router, w13, w2, *biases):
+        weights, ids = softmax_router(F.linear(x, router))
+        total = torch.zeros_like(x)
+        for k in range(TOP_K):
+            gate_up = torch.einsum("th,tih->ti", x, w13[ids[:, k]]) + biases[k > 0][ids[:, k]]
+            total = total + weights[:, k, None] * torch.einsum("ti,thi->th", swiglu(gate_up), w2[ids[:, k]])
+        return total
+
+    inputs = layer(7, torch.float32)
+    assert rewrite(run, *inputs, BIASES, BIASES, passes=PIPELINE).ops() == ["fused_moe"]
+    (reason,) = rewrite(run, *inputs, BIASES, BIASES.flip(0), passes=PIPELINE).reasons
+    assert "the choices of a token are treated differently" in reason
+
+
+def test_choices_that_are_sorted_in_turn_stay():
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        total = torch.zeros_like(x)
+        for k in range(TOP_K):
+            order, offsets = stock.sorted_slots(ids[:, k, None])
+            out = torch._grouped_mm(swiglu(torch._grouped_mm(x[order], w13.mT, offsets)), w2.mT, offsets)
+            total = total.index_add(0, order, out * weights[order, k, None].to(x.dtype))
+        return total
+
+    result = rewrite(run, *layer(7), passes=PIPELINE)
+    reason = "rows come from aten.index.Tensor, not from tokens in expert order"
+    assert not result.log.raised and result.reasons == [reason] * TOP_K
+
+
 def test_one_choice_of_each_token():
     """Top-1, whose only choice is picked."""
 

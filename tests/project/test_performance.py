@@ -138,6 +138,34 @@ def test_the_page_shows_how_long_compiling_takes(name: str, threads: int) -> Non
         assert f"| {threads} | {names[row['way']]} | {' | '.join(shown)} |" in PAGE
 
 
+def test_the_page_shows_what_a_patched_block_takes_the_host() -> None:
+    text = (STOCK.parent / "whole-blocks.txt").read_text()
+    names = {"qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral", "gpt_oss": "gpt-oss"}
+    found = [line.split() for line in text.splitlines() if line.startswith(tuple(names))]
+    shown = [line for line in found if line[1] in ("T=1", "T=64")]
+    assert len(shown) == 6
+    for line in shown:
+        ways = (f"{float(line[at]):.0f} ({float(line[at + 1]):.0f})" for at in (3, 7, 11))
+        first = names[line[0]] if line[1] == "T=1" else ""
+        assert " ".join(f"| {first} | {line[1][2:]} | {' | '.join(ways)} |".split()) in PAGE
+
+
+def test_the_page_shows_what_training_of_small_experts_takes() -> None:
+    text = (ROOT / "benchmarks/results/cpu-2026-11-26/training-few-tokens.txt").read_text()
+    cells: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for block in text.split("\n== ")[1:]:
+        sizes = block.splitlines()[0].replace(",", ", ")
+        for line in filter(lambda each: each.startswith(("float32", "bfloat16")), block.splitlines()):
+            least = [float(way.split()[1]) for way in line.split("|")[1:4]]
+            dtype, tokens = line.split()[0], line.split("T=")[1].split()[0]
+            cells.setdefault((sizes, dtype, tokens), []).append((min(least[:2]), least[2]))
+    whole = {key: times for key, times in cells.items() if len(times) == 2 and key[0].startswith("128")}
+    assert len(whole) == 16
+    for key, ((stock_before, before), (stock, ours)) in whole.items():
+        ratios = f"{stock_before / before:.2f} | {stock / ours:.2f}"
+        assert f"| {' | '.join(key)} | {stock:.3f} | {ours:.3f} | {ratios} |" in PAGE
+
+
 def test_the_page_shows_what_options_cost() -> None:
     """The recorded figures, in the order of the columns."""
     found = json.loads(OPTIONS.read_text())

@@ -38,6 +38,55 @@ def test_tensors_without_memory_are_refused(which):
         layer.weight_loader(layer.w13_weight, loaded, "experts.0.w1.weight", "w1", 0)
 
 
+@pytest.mark.parametrize(
+    ("shape", "name", "shard_id", "loaded", "message"),
+    [
+        ((), "input_scale", "w1", (), "param has shape (): expected the experts in its first dimension"),
+        (
+            (E,),
+            "weight_scale",
+            "w1",
+            (),
+            "param has () per expert: expected one value for each of gate and up",
+        ),
+        (
+            (E, 1),
+            "weight_scale",
+            "w3",
+            (),
+            "param has (1,) per expert: expected one value for each of gate and up",
+        ),
+        (
+            (E,),
+            "bias",
+            "w3",
+            (I,),
+            "param has () per expert: expected gate and up, as many each, in dimension -1",
+        ),
+        (
+            (E, 0),
+            "bias",
+            "w1",
+            (I,),
+            "param has (0,) per expert: expected gate and up, as many each, in dimension -1",
+        ),
+        (
+            (E, 2 * I + 1, H),
+            "weight",
+            "w1",
+            (I, H),
+            "param has (25, 16) per expert: expected gate and up, as many each, in dimension -2",
+        ),
+    ],
+)
+def test_tensors_without_room_for_a_shard_are_refused(shape, name, shard_id, loaded, message):
+    param = torch.zeros(shape)
+    param.quant_method = "tensor"
+    with pytest.raises(ValueError) as caught:
+        FusedMoE(config()).weight_loader(param, torch.ones(loaded), f"experts.0.w1.{name}", shard_id, 0)
+    assert str(caught.value) == message and not param.any()
+
+
 @pytest.mark.parametrize("held", [slice(0, E), slice(1, 3)])
 def test_fused_checkpoints_have_biases_of_all_experts(held):
     expert_map = torch.full((E,), -1, dtype=torch.int32)
