@@ -1,10 +1,10 @@
-"""Layers that multiply every token with every expert at once, and weigh what nobody chose by zero.
+"""Layers that multiply every token with every expert at once, and take what was chosen.
 
     hidden = gate(torch.einsum("th,eih->tei", hidden_states, w13))
     out = (torch.einsum("tei,ehi->teh", hidden, w2) * weights.unsqueeze(-1)).sum(1)
 
-`weights` [T, E] has been scattered into zeros. Which dimension of a product is that of tokens and which that of experts
-is told by strides: both may be as long.
+`weights` [T, E] has been scattered into zeros, or what a token chose is gathered out of what all experts give. Which
+dimension of a product is that of tokens and which that of experts is told by strides: both may be as long.
 """
 
 import math
@@ -16,33 +16,30 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.choices import choice, ids_of_weights
+from inductor_passes.raising.choices import chosen_ids, stray_ids
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens, WeightedSum
+from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.tokens import flat
+from inductor_passes.raising.totals import Given, ends, of_experts, total
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
     has_layout,
     indexed,
-    is_cast,
     is_one,
     is_reshape,
     only_user,
     operand,
-    prims,
     rank,
     same_shape,
     seen_from,
     size,
 )
-
-_CASTS = (prims.convert_element_type.default,)
 
 Strides = tuple[int, int]
 """How far apart two tokens are in a tensor, and two experts."""
@@ -66,6 +63,13 @@ class Spread(NamedTuple):
         """E."""
         return self.weight.value.shape[0]
 
+    @property
+    def given(self) -> Given:
+        """What it gives of all experts."""
+        is_by_token = all(map(is_one, self.node.meta["val"].shape[self.place + 1 : -1]))
+        part = _as_they_lie if is_by_token else _by_expert
+        return Given({self.node: part}, self.num_experts, of_experts)
+
 
 class Everyone(NamedTuple):
     """The products of one layer."""
@@ -74,11 +78,6 @@ class Everyone(NamedTuple):
     second: Spread
     gate: Cut
     activated: Node
-    column: Node
-    """The weights, as the second product is multiplied with them."""
-    is_by_token: bool
-    """Whether they lie token by token, [T, E]."""
-    root: Node
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -91,16 +90,15 @@ class Everyone(NamedTuple):
 
 
 def everyone(graph: Graph) -> Iterator[Everyone]:
-    """Every layer in `graph` that multiplies all tokens with all experts at once, and weighs them by a choice."""
+    """Every layer in `graph` that multiplies all tokens with all experts at once, and takes some by a choice."""
     spreads = [found for node in graph.nodes if (found := _spread(node)) is not None]
     known = {each.node: each for each in spreads}
     for second in spreads:
         activated = unseen(second.rows)
         gate = cut([activated], lambda node: node in known or not is_in_gate(node))
         firsts = tuple(known[leaf] for leaf in gate.leaves if leaf in known)
-        if firsts and second not in firsts and (found := _weighed(second)) is not None:
-            if isinstance(ids_of_weights(found[0]), Node):
-                yield Everyone(firsts, second, gate, activated, *found)
+        if firsts and second not in firsts and _is_chosen(second):
+            yield Everyone(firsts, second, gate, activated)
 
 
 def _spread(product: Node) -> Spread | None:
@@ -183,30 +181,27 @@ def _bias(added: Node, spread: Spread, shape: tuple[int, int]) -> Stack | None:
     return Stack(added, ((aten.view.default, (shape,)),)) if is_aligned else None
 
 
-def _weighed(second: Spread) -> tuple[Node, bool, Node] | None:
-    """The weights, whether they lie token by token, and the sum over experts."""
-    node, user = second.node, only_user(second.node)
-    while user is not None and (is_cast(user) or is_shown(user)):
-        node, user = user, only_user(user)
-    if user is not None and user.target in (aten.bmm.default, aten.mm.default):
-        return _multiplied(second, node, user)
-    column = operand(user, node) if user is not None and user.target is aten.mul.Tensor else None
-    if user is None or column is None or (place := _seen_place(second, node)) is None:
-        return None
-    shape, root = list(node.meta["val"].shape), only_user(user)
-    is_whole = same_shape(column.meta["val"].shape, (*shape[:-1], 1))
-    if not is_whole or root is None or root.target is not aten.sum.dim_IntList or len(args(root)) > 2:
-        return None
-    if [dim % len(shape) for dim in args(root)[1]] != [place]:
-        return None
-    return column, all(map(is_one, shape[place + 1 : -1])), root
+def _is_chosen(second: Spread) -> bool:
+    """Whether tokens choose among what experts give."""
+    try:
+        _ids(second)
+    except Refusal:
+        return False
+    return True
 
 
-def _seen_place(second: Spread, node: Node) -> int | None:
-    """Which dimension of `node`, which shows what experts give, is that of experts."""
-    shown = seen_from(second.node, node, _CASTS)
-    shape = [concrete(each) or 0 for each in second.node.meta["val"].shape]
-    return None if shown is None else _place(shown, *_layout(shape, second.place))
+def _ids(second: Spread) -> Node:
+    """By which tokens choose. Raises Refusal where they do not."""
+    parts = second.given.parts
+    return chosen_ids(ends(second.product.graph, parts), parts)
+
+
+def _as_they_lie(rows: Tensor, place: int) -> Tensor:
+    return rows
+
+
+def _by_expert(rows: Tensor, place: int) -> Tensor:
+    return rows.transpose(0, 1)
 
 
 def _layout(shape: Sequence[int], place: int) -> tuple[Strides, tuple[int, int, int]]:
@@ -217,36 +212,17 @@ def _layout(shape: Sequence[int], place: int) -> tuple[Strides, tuple[int, int, 
     return (of_token, behind), (tokens, shape[place], shape[-1])
 
 
-def _multiplied(second: Spread, node: Node, product: Node) -> tuple[Node, bool, Node] | None:
-    """The sum as a product: `[T, H, E] @ weights [T, E, 1]`, or `weights [T, 1, E] @ [T, E, H]`."""
-    is_left = args(product)[0] is node
-    shown = seen_from(second.node, node, _CASTS)
-    shape = [concrete(each) or 0 for each in second.node.meta["val"].shape]
-    (of_token, of_expert), (tokens, num_experts, columns) = _layout(shape, second.place)
-    if shown is None or shown.dim() != 3:
-        return None
-    wanted = ((columns, 1), (num_experts, of_expert)) if is_left else ((num_experts, of_expert), (columns, 1))
-    sizes, strides = zip((tokens, of_token), *wanted, strict=True)
-    weights = args(product)[is_left]
-    if not has_layout(shown, sizes, strides) or not is_one(size(weights, -1 if is_left else -2)):
-        return None
-    return weights, True, product
-
-
 def _experts(layer: Everyone) -> Experts:
     second = layer.second
-
-    def part(weights: Tensor) -> Tensor:
-        return weights if layer.is_by_token else weights.T
-
-    indices, topk_weights, score = choice(layer.column, part, second.num_experts)
+    indices = Indices(_ids(second), second.num_experts, {})
     _expect_gate(layer)
     tokens = [_tokens(each, indices) for each in layer.firsts]
     if any(each is not tokens[0] for each in tokens):
         raise Refusal(second.product, "the products before the gate have different inputs")
     *firsts, last = (_outcome(each, indices) for each in (*layer.firsts, second))
     parts = Parts(Tokens(tokens[0], None), tuple(firsts), layer.gate, {}, layer.activated, last)
-    return Experts(indices, parts, WeightedSum(topk_weights, layer.root, score))
+    tried = [*indices.samples, *stray_ids(indices)]
+    return Experts(indices, parts, total(second.product.graph, second.given, indices, tried))
 
 
 def _expect_gate(layer: Everyone) -> None:

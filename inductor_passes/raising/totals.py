@@ -17,11 +17,10 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.choices import SCORES
 from inductor_passes.raising.evaluation import VIEWS, Cut, cut, evaluate, is_size
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Score, WeightedSum
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, rank, readers, size
+from inductor_passes.raising.layer import Score, WeightedSum, as_they_are
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_one, rank, readers, size
 from inductor_passes.raising.weights import are_weights, chosen
 
 _COLUMNS, _CLOSE = 5, 1e-9
@@ -56,6 +55,15 @@ _UNDERSTOOD = (
     aten.mm.default,
     operator.getitem,
 )
+
+
+def _softmax(numbers: Tensor) -> Tensor:
+    """Logits in a row of minus infinity, whose softmax is zero where nobody was chosen."""
+    return numbers.softmax(-1)
+
+
+SCORES = (as_they_are, _softmax)
+"""What may make weights of numbers."""
 
 Part = Callable[[Tensor, int], Tensor]
 """What a node holds of rows [T, N, C], where ids are the sample of this number."""
@@ -131,21 +139,25 @@ def _is_understood(node: Node, columns: Any) -> bool:
     """Whether `node` adds, multiplies or moves whole rows."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
-    is_whole = all(isinstance(each, Tensor) and _place(each.shape, columns) is not None for each in values)
+    is_whole = all(isinstance(each, Tensor) and _place(each, columns) is not None for each in values)
     return is_whole and (is_cast(node) or node.target in _UNDERSTOOD)
 
 
-def _place(shape: Sequence[Any], columns: Any) -> int | None:
-    """Which dimension, counted from the end, is that of columns: the last, of several rows perhaps, or the only other.
+def _place(value: Tensor, columns: Any) -> int | None:
+    """Which dimension, counted from the end, is that of columns: the last, of several rows perhaps, or another.
 
-    None where that cannot be told.
+    Where several may be, that whose numbers lie side by side. None where it cannot be told.
     """
-    if len(shape) < 2 or not isinstance(columns, int):
+    if value.dim() < 2 or not isinstance(columns, int):
         return None
-    sizes = [each if isinstance(each, int) else -1 for each in shape]
+    sizes = [each if isinstance(each, int) else -1 for each in value.shape]
+    found = [dim for dim in range(-len(sizes), -1) if sizes[dim] == columns]
     if sizes[-1] > 0 and sizes[-1] % columns == 0:
-        return -1
-    return sizes.index(columns) - len(sizes) if sizes.count(columns) == 1 else None
+        found.append(-1)
+    dense = [dim for dim in found if is_one(value.stride(dim))] if len(found) > 1 else found
+    if len(dense) == 1:
+        return dense[0]
+    return -1 if -1 in found else None
 
 
 def _candidates(root: Node, given: Given, indices: Indices) -> Iterator[Node]:
@@ -192,8 +204,9 @@ class _Few(NamedTuple):
 
     def shape(self, node: Node) -> list[int]:
         """The shape that rows have then. Raises ValueError where that is not known."""
-        shape = node.meta["val"].shape
-        sizes, place = [self.indices.given(each, self.tokens) for each in shape], _place(shape, self.columns)
+        value = node.meta["val"]
+        shape, place = value.shape, _place(value, self.columns)
+        sizes = [self.indices.given(each, self.tokens) for each in shape]
         if place is None or None in sizes:
             raise ValueError(f"{describe(node)} has a size that does not follow from the number of tokens")
         sizes[place] = shape[place] // self.columns * _COLUMNS
@@ -201,8 +214,7 @@ class _Few(NamedTuple):
 
     def narrowed(self, value: Tensor, node: Node) -> Tensor:
         """What meets the rows that `node` gives. Raises ValueError where it differs along their columns."""
-        shape = node.meta["val"].shape
-        place = _place(shape, self.columns) or 0
+        place = _place(node.meta["val"], self.columns) or 0
         if value.dim() < -place:
             return value
         column = value.narrow(place, 0, 1)

@@ -26,7 +26,7 @@ _REASONS = {
     "was chosen: in one tensor [E, ...] they could be raised; layers.huggingface.patch(model, stack_experts=True) "
     "stacks experts in a list of modules",
     "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised is that where all "
-    "experts read all tokens, weights [T, E] of a top-k weigh what they give, and the sum is over experts",
+    "experts read all tokens, and what a top-k chose of what they give is weighed and added up",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
     "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "

@@ -256,8 +256,8 @@ STRANGERS = {
         residual_inside, "", "aten.add.Tensor reads what experts give, not a weighted sum"
     ),
     "groups padded to multiples of 8 rows": Stranger(padded, "", "not from tokens in expert order"),
-    "masks [T, E, C] with a capacity": Stranger(of_weights(dispatched), "", "all experts at once"),
-    "experts choose their tokens": Stranger(expert_choice, "", "all experts at once"),
+    "masks [T, E, C] with a capacity": Stranger(of_weights(dispatched), "", "not all of them all tokens"),
+    "experts choose their tokens": Stranger(expert_choice, "", "not all of them all tokens"),
 }
 
 

@@ -145,7 +145,7 @@ def test_a_nan_token_stays_its_own():
     assert out[2].isnan().all() and torch.equal(out[others], clean[others])
 
 
-@pytest.mark.parametrize("tokens", [11, 1, 0])
+@pytest.mark.parametrize("tokens", [40, 11, 1, 0])
 def test_the_plan_is_that_of_build_dispatch(tokens):
     ids = torch.tensor([[4, 0, 2], [7, -1, 1], [3, 3, 3]])[torch.arange(tokens) % 3]
 

@@ -138,6 +138,7 @@ def with_parts(**parts):
     return combine
 
 
+NOT_THE_SUM = "aten.bmm is not the sum of what experts give, weighed by one tensor"
 OTHER = {
     "rows of another token": (
         {"rows": lambda x: x.roll(1, 0).expand(EXPERTS, -1, -1).transpose(0, 1)},
@@ -165,14 +166,14 @@ OTHER = {
     "other experts' rows": ({"inner": lambda hidden: hidden.transpose(0, 1)}, "gives experts rows of others"),
     "weights of other tokens": (
         {"column": lambda weights: weights.unsqueeze(-1)},
-        "is not what the tokens of its experts weigh them by",
+        NOT_THE_SUM,
     ),
     "twice the weights": (
         {"column": lambda weights: 2 * weights.T.unsqueeze(-1)},
-        "is not what the tokens of its experts weigh them by",
+        NOT_THE_SUM,
     ),
-    "a sum over tokens": ({"sum": lambda terms, out, hidden: terms.sum(1)}, "all experts at once"),
-    "the largest": ({"sum": lambda terms, out, hidden: terms.amax(0)}, "all experts at once"),
+    "a sum over tokens": ({"sum": lambda terms, out, hidden: terms.sum(1)}, NOT_THE_SUM),
+    "the largest": ({"sum": lambda terms, out, hidden: terms.amax(0)}, NOT_THE_SUM),
     "one that reads what experts give": (
         {"sum": lambda terms, out, hidden: (terms.sum(0), out)},
         "all experts at once",

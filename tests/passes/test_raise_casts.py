@@ -106,17 +106,17 @@ LEFT = {
     "integers for weights in a loop": (with_integers, "is not the sum of what experts give"),
     "integers for weights of all": (
         with_integers_of_all,
-        "is not what the tokens of its experts weigh them by",
+        "is not the sum of what experts give",
     ),
     "bits of what experts give": (gathered(out=bits), "aten.view.dtype reads what experts give"),
     "bits between the products": (gathered(activated=bits), "no gate leads to another"),
     "float8 of the weights of all": (
         of_all(column=float8),
-        "is not what the tokens of its experts weigh them by",
+        "is not the sum of what experts give",
     ),
     "integers of the weights of all": (
         of_all(column=integers),
-        "is not what the tokens of its experts weigh",
+        "is not the sum of what experts give",
     ),
     "float8 of what all experts give": (of_all(out=float8), "all experts at once"),
     "integers of what all experts give": (of_all(out=integers), "all experts at once"),

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 import moe_ops
 from inductor_passes.pipeline import FUSIONS, RAISES
 from inductor_passes.raising import RaiseExperts, indices
+from tests.passes.at_once import AT_ONCE, routed
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import (
     EXPERTS,
@@ -103,6 +104,7 @@ FORMS = {
     "masks": of_masks,
     "products with masks": of_mask_products,
     "rows [S, 1, H]": rows_of_one,
+    **{name: routed(form) for name, form in AT_ONCE.items()},
     "glu": grouped_with(gate=lambda gate_up, rows: F.glu(gate_up)),
     "glu of columns": gathered_with(activate=lambda gate_up: F.glu(gate_up.squeeze(2), 1).unsqueeze(2)),
 }
@@ -116,6 +118,20 @@ def test_forms(form, tokens, dynamic):
     assert result.ops() in (["fused_moe"], ["fused_moe_formula"]) and not result.reasons
     assert "assert" not in result.after  # that ids are in range
     torch.testing.assert_close(out, FORMS[form](*inputs), rtol=0.03, atol=0.03)
+
+
+def of_numbers_by_choice(x, router, w13, w2):
+    """Weights that are those of no token."""
+    _, ids = softmax_router(F.linear(x, router))
+    kept = torch.where(ids >= 0, torch.linspace(0.5, 1, TOP_K).to(x.dtype), 0.0)
+    return dense(x, x.new_zeros(len(x), EXPERTS).scatter(1, ids, kept), w13, w2)
+
+
+def test_weights_that_no_router_gives():
+    inputs = layer(TOKENS)
+    result, out = computed(of_numbers_by_choice, *inputs, passes=(*RAISES, *FUSIONS))
+    assert result.ops() == ["fused_experts"]
+    torch.testing.assert_close(out, of_numbers_by_choice(*inputs), rtol=0.03, atol=0.03)
 
 
 def of_other_rows(x, router, w13, w2, others):
@@ -141,24 +157,12 @@ def of_numbers_outside(x, router, w13, w2):
     return dense(x, (masks * weights.unsqueeze(-1)).sum(1).to(x.dtype), w13, w2)
 
 
-def of_numbers_by_choice(x, router, w13, w2, numbers):
-    """Weights that are those of no token."""
-    _, ids = softmax_router(F.linear(x, router))
-    kept = torch.where(ids >= 0, numbers, 0.0)
-    return dense(x, x.new_zeros(len(x), EXPERTS).scatter(1, ids, kept), w13, w2)
-
-
 def put_to_rows(out, inverse, x, order):
     return torch.zeros_like(out).index_put((inverse,), out).view(len(x), TOP_K, -1).sum(1).to(x.dtype)
 
 
 OTHERS = {
     "put to rows": (grouped_with(finish=put_to_rows), None, "aten.index_put reads"),
-    "numbers by choice": (
-        of_numbers_by_choice,
-        torch.ones(1, TOP_K, dtype=torch.bfloat16),
-        "is not what the tokens of its experts weigh them by",
-    ),
     "rows of something else": (
         of_other_rows,
         torch.ones(TOKENS * TOP_K, HIDDEN, dtype=torch.bfloat16),
@@ -181,7 +185,7 @@ OTHERS = {
         "aten.scatter.src reads what experts give",
     ),
     "the largest of a token": (grouped_with(**reduced("amax")), None, "aten.scatter_reduce.two reads"),
-    "a mask of its own": (of_numbers_outside, None, "is not what the tokens of its experts weigh them by"),
+    "a mask of its own": (of_numbers_outside, None, "is not the sum of what experts give"),
 }
 
 

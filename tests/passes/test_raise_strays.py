@@ -250,7 +250,7 @@ READ = {
     "weights of the last one": (
         scattered_over_all,
         {"index": _last},
-        "is not what the tokens of its experts weigh them by",
+        "is not the sum of what experts give",
     ),
     "the token": (
         gathered,

@@ -1,30 +1,18 @@
 """RaiseExperts on sums over experts that are written in any way: by choice, masked, stacked, picked."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
 from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
+from tests.passes.at_once import AT_ONCE, gathered, routed
 from tests.passes.capture import computed, rewrite
-from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, layer, oracle, softmax_router, swiglu
+from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, layer, oracle, swiglu
 
 PIPELINE = (*RAISES, *FUSIONS)
 SIZES = ((5, torch.float32, True), (7, torch.bfloat16, False), (1, torch.float32, False))
-
-
-def routed(combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer of `combine(x, weights, ids, w13, w2)`."""
-
-    def run(x: Tensor, router: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        weights, ids = softmax_router(F.linear(x, router))
-        return combine(x, weights.to(x.dtype), ids, w13, w2)
-
-    return run
 
 
 def expert(x, w13, w2, index):
@@ -84,10 +72,6 @@ def picked(pick):
     return run
 
 
-def gathered(out, ids):
-    return out.gather(1, ids.unsqueeze(-1).expand(-1, -1, HIDDEN))
-
-
 def stacked(finish, dim):
     """All that experts give in one tensor, weights [T, E] in another."""
 
@@ -99,6 +83,7 @@ def stacked(finish, dim):
 
 
 LOOPS = {
+    **AT_ONCE,
     "masks by choice": by_choice_and_expert(lambda total, mask, weight, out: total + mask * weight * out),
     "where, by choice": by_choice_and_expert(
         lambda total, mask, weight, out: total + torch.where(mask, weight * out, 0.0)
@@ -122,6 +107,15 @@ def test_loops_over_experts(what, sizes):
     result, out = computed(routed(LOOPS[what]), *inputs, passes=PIPELINE)
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"] and not result.reasons
     assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.looped))
+
+
+@pytest.mark.parametrize("what", ["at once, over choices", "stacked, weighed from the right"])
+def test_as_many_tokens_as_columns(what):
+    """Which dimension is that of columns is told by strides."""
+    inputs = layer(HIDDEN, torch.float32)
+    result, out = computed(routed(LOOPS[what]), *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"] and not result.reasons
     assert_matches_oracle(out, oracle(inputs, stock.looped))
 
 
