@@ -35,7 +35,7 @@ def main() -> int:
         from layers.serve.server import serve
 
         serve(options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"layers.serve: {error}", file=sys.stderr)
         return 2
     except ImportError as error:

@@ -3,14 +3,23 @@
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 
 import moe_ops
 from layers.huggingface import patch
 from layers.serve.options import ServeOptions
 
+# What no batch does, and what a checkpoint may say of it all the same.
+_PASSED_OVER: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "stop_strings": (None, []),
+    "max_time": (None,),
+}
+_OF_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens")
 _MOST_TOKENS = 8192  # of a step that kernels are loaded for where transformers decides how many there are
 
 
@@ -19,6 +28,8 @@ class PatchedModels(ModelManager):
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
+        if options.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device={options.device!r}: PyTorch finds no GPU here")
         super().__init__(device=options.device, dtype=options.dtype, force_model=options.model)
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -30,9 +41,35 @@ class PatchedModels(ModelManager):
             load_kernels(model, self._options.max_batch_tokens or _MOST_TOKENS)
         return model
 
+    def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
+        return tokenizer_of(super()._load_processor(*args, **kwargs))
+
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
         """The one model, as OpenAI lists them; transformers lists what lies in its cache."""
         return [{"id": self._options.model, "object": "model", "created": 0, "owned_by": "local"}]
+
+
+def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, also of one that takes images and has a processor: text is all that is served.
+
+    Raises ValueError where there is none, or where its template passes over a message that is a text.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"the checkpoint has a {type(processor).__name__}: expected a tokenizer")
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    if tokenizer.chat_template is not None and not _is_read(tokenizer, "a text"):
+        raise ValueError("the checkpoint's chat template passes over messages whose content is a text")
+    return tokenizer
+
+
+def _is_read(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    try:
+        rendered: Any = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError):
+        return True  # it wants more than that, which who asks is told
+    return text in rendered
 
 
 def expect_no_collision(model: nn.Module, options: ServeOptions) -> None:
@@ -48,6 +85,8 @@ def expect_no_collision(model: nn.Module, options: ServeOptions) -> None:
             "the checkpoint's generation config has a compile_config, by which transformers would compile generate() "
             "without our passes: expected none, the server compiles with --backend"
         )
+    if not options.greedy:
+        _expect_nothing_passed_over(generation)
     if options.backend is not None and options.backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         raise ValueError(f"backend={options.backend!r}: expected a backend of torch.compile, such as {known}")
@@ -55,6 +94,16 @@ def expect_no_collision(model: nn.Module, options: ServeOptions) -> None:
         raise ValueError(
             "backend='cudagraphs': continuous batching captures steps itself, and no graph holds another"
         )
+
+
+def _expect_nothing_passed_over(generation: Any) -> None:
+    for name, allowed in _PASSED_OVER.items():
+        value = getattr(generation, name)
+        if value not in allowed:
+            raise ValueError(
+                f"the checkpoint's generation config has {name}={value!r}, which continuous batching passes over: "
+                f"expected {allowed[-1]!r}, or --greedy, which takes the most likely token instead"
+            )
 
 
 def load_kernels(model: nn.Module, max_tokens: int) -> None:
@@ -76,6 +125,7 @@ def sampling_of(model: nn.Module, options: ServeOptions) -> GenerationConfig:
     checkpoint: Any = model.generation_config
     generation: Any = GenerationConfig.from_dict(checkpoint.to_dict())
     if options.greedy:
-        generation.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+        of_tokens = {name: getattr(checkpoint, name) for name in _OF_TOKENS}
+        generation = GenerationConfig(do_sample=False, **of_tokens)
     generation.use_cache = False
     return generation

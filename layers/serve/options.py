@@ -21,7 +21,7 @@ class ServeOptions:
             for what transformers finds right.
 
     Raises:
-        TypeError, ValueError: a number that is not at least 1.
+        TypeError, ValueError: a number that is not at least 1, or a port beyond 65535.
     """
 
     model: str
@@ -38,7 +38,9 @@ class ServeOptions:
     page_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_batch_tokens", "num_blocks", "page_size"):
+        for name in ("port", "max_requests", "max_batch_tokens", "num_blocks", "page_size"):
             value = getattr(self, name)
-            if value is not None or name == "max_requests":
+            if value is not None or name in ("port", "max_requests"):
                 expect_positive(name, value)
+        if self.port > 65535:
+            raise ValueError(f"port={self.port}: expected at most 65535")

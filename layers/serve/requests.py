@@ -17,6 +17,7 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "logit_bias": (None, {}),
     "stop": (None, [], ""),
+    "suffix": (None, ""),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
     "response_format": (None, {"type": "text"}),
@@ -41,7 +42,8 @@ _LENGTHS = ("max_tokens", "max_completion_tokens")
 
 def problem(body: Body, sampling: GenerationConfig, needed: str) -> str | None:
     """Why a request cannot be answered as it asks, or None. `needed`: "messages" or "prompt"."""
-    parts = (_message_problem if needed == "messages" else _prompt_problem, _length_problem, _ignored_problem)
+    by_need = _message_problem if needed == "messages" else _prompt_problem
+    parts = (by_need, _length_problem, _stream_problem, _ignored_problem)
     told = (part(body) for part in parts)
     return next((each for each in told if each is not None), None) or _sampling_problem(body, sampling)
 
@@ -87,12 +89,22 @@ def _length_problem(body: Body) -> str | None:
     return None
 
 
+def _stream_problem(body: Body) -> str | None:
+    value = body.get("stream")
+    return None if value is None or isinstance(value, bool) else f"stream={value!r}: expected true or false"
+
+
 def _ignored_problem(body: Body) -> str | None:
     for name, allowed in _WITHOUT_EFFECT.items():
-        if body.get(name) not in allowed:
+        if not any(_is_said(body.get(name), each) for each in allowed):
             expected = "nothing" if allowed[-1] is None else f"{allowed[-1]!r} or nothing"
             return f"{name}={body[name]!r}: this server cannot do that; expected {expected}"
     return None
+
+
+def _is_said(value: Any, allowed: Any) -> bool:
+    # In Python 0 is False, and `logprobs: 0` asks for the log probability of each token.
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 def _sampling_problem(body: Body, sampling: GenerationConfig) -> str | None:

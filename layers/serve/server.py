@@ -14,6 +14,7 @@ from layers.serve.batching import batching_config
 from layers.serve.generation import Batches, Chat, Completion, OneBatch
 from layers.serve.model import PatchedModels, sampling_of
 from layers.serve.options import ServeOptions
+from layers.serve.trial import expect_answers_alike
 
 _GRACE = 5  # seconds that streams have to end after SIGTERM
 
@@ -29,11 +30,11 @@ def serve(options: ServeOptions) -> None:
         application = _application(models, batches, options)
         gc.collect()
         gc.freeze()  # else Python looks through all that was loaded once in a while: over 0.1 s in which nothing runs
-        print(f"ready: http://{options.host}:{options.port}/v1, model {options.model!r}", flush=True)
-        _run(uvicorn.Config(
+        config = uvicorn.Config(
             Admission(application, options.max_requests), host=options.host, port=options.port,
             log_level="warning", timeout_graceful_shutdown=_GRACE,
-        ))  # fmt: skip
+        )  # fmt: skip
+        _run(config, f"ready: http://{options.host}:{options.port}/v1, model {options.model!r}")
     finally:
         gc.unfreeze()
         batches.stop()
@@ -45,7 +46,13 @@ def _application(models: PatchedModels, batches: Batches, options: ServeOptions)
     model, _ = models.load_model_and_processor(model_id)
     sampling = sampling_of(model, options)
     model.generation_config = GenerationConfig.from_dict(sampling.to_dict())
-    batches.begin(model, sampling)
+    try:
+        expect_answers_alike(model)
+        batches.begin(model, sampling)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{_described(model.config)} is not served by continuous batching: {error}"
+        ) from error
     state = OneBatch(batches, sampling)
     handlers = {
         "model_manager": models,
@@ -58,8 +65,34 @@ def _application(models: PatchedModels, batches: Batches, options: ServeOptions)
     return build_server(**{**dict.fromkeys(needed), **handlers})
 
 
-def _run(config: uvicorn.Config) -> None:
+def _described(config: Any) -> str:
+    """What of a model most often is in the way of continuous batching."""
+    text = config.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()))
+    traits = {
+        "an encoder": getattr(config, "is_encoder_decoder", False),
+        f"layers of {', '.join(kinds)}": kinds,
+        "latents for keys and values": getattr(text, "kv_lora_rank", None),
+    }
+    told = " and ".join(name for name, has in traits.items() if has)
+    return f"a {config.model_type}" + (f" with {told}" if told else "")
+
+
+class _Server(uvicorn.Server):
+    """One that says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, told: str) -> None:
+        super().__init__(config)
+        self._told = told
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._told, flush=True)
+
+
+def _run(config: uvicorn.Config, told: str) -> None:
     # Having ended, uvicorn raises the signal again for whoever handled it before: here nobody has to die of it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run()
+    _Server(config, told).run()

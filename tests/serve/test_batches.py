@@ -11,9 +11,10 @@ from transformers import GenerationConfig
 from transformers.cli.serving.utils import CBWorkerDeadError
 
 from benchmarks.checkpoints import small_qwen3_moe
-from layers.serve.batching import batching_config, begun, capture, room
+from layers.serve.batching import _turned_alike, batching_config, begun, capture, room
 from layers.serve.generation import Batches, _told
 from layers.serve.options import ServeOptions
+from tests.coverage import cases
 
 BLOCKS, PAGE, STEP = 16, 16, 160
 GREEDY = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=8)
@@ -64,6 +65,55 @@ def test_before_the_first_request_several_were_answered(batches, model):
     assert manager.is_running() and manager.output_router.output_queue.empty()
     assert manager.current_batch >= 3
     assert room(manager) == 200  # positions; the cache has more
+
+
+def managed(family, options, **config):
+    """Of a small model: not started."""
+    model = cases.stock_model(family, use_cache=True, max_position_embeddings=4096, **config)
+    manager = model.init_continuous_batching(
+        generation_config=GREEDY, continuous_batching_config=batching_config(options)
+    )
+    manager.batch_processor = manager._create_batch_processor()
+    return manager
+
+
+def test_a_request_of_all_the_room_there_is_has_a_place():
+    """Layers of two kinds take sectors of the cache, and what is over in each is lost."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] * 2
+    options = ServeOptions("", backend=None, max_batch_tokens=64, num_blocks=7, page_size=16)
+    manager = managed("gpt_oss", options, num_hidden_layers=5, layer_types=kinds, sliding_window=512)
+    most = room(manager)
+    assert 64 <= most < 7 * 16
+    manager.start()
+    try:
+        manager.add_request([5] * (most - 1), max_new_tokens=1, eos_token_id=-1)
+        assert len(manager.get_result(timeout=60).generated_tokens) == 1
+    finally:
+        manager.stop(block=True, timeout=2, hard_stop=True)
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize("family", ["phimoe", "qwen3_moe"])
+def test_no_request_is_so_long_that_others_are_turned_otherwise(family):
+    more = {"original_max_position_embeddings": 32, "short_mscale": 1.0, "long_mscale": 1.3}
+    assert room(managed(family, OPTIONS, rope_parameters={**LONG, **more})) == 32
+    assert _turned_alike(SimpleNamespace(rope_parameters={"full_attention": {**LONG, **more}})) == [32]
+    assert _turned_alike(SimpleNamespace(rope_parameters={"rope_type": "yarn", **more})) == []
+
+
+def test_what_is_done_to_logits_and_left_out_of_a_batch_is_told(model):
+    sampling = GenerationConfig(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1)
+    with pytest.raises(ValueError, match="asks for RepetitionPenaltyLogitsProcessor, which"):
+        begun(model, sampling, batching_config(OPTIONS))
+
+
+def test_a_batch_that_samples(model):
+    sampling = GenerationConfig(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, eos_token_id=-1)
+    manager = begun(model, sampling, batching_config(OPTIONS))
+    manager.stop(block=True, timeout=2, hard_stop=True)
+    assert manager.current_batch >= 3
 
 
 def test_a_model_that_fails_is_told_at_the_start(model, monkeypatch):

@@ -48,6 +48,10 @@ def test_taken(more):
         ({"max_completion_tokens": -1}, "max_completion_tokens=-1: expected an integer of at least 1"),
         ({"stop": ["x"]}, "stop=['x']: this server cannot do that"),
         ({"logprobs": True}, "logprobs=True: this server cannot do that"),
+        ({"logprobs": 0}, "logprobs=0: this server cannot do that; expected False or nothing"),
+        ({"n": True}, "n=True: this server cannot do that; expected 1 or nothing"),
+        ({"suffix": "."}, "suffix='.': this server cannot do that; expected '' or nothing"),
+        ({"stream": "no"}, "stream='no': expected true or false"),
         (
             {"tool_choice": "none"},
             "tool_choice='none': this server cannot do that; expected 'auto' or nothing",

@@ -1,17 +1,20 @@
 """What a server is started with, and what is refused before it listens."""
 
 import gc
+import socket
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import uvicorn
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.cli.serving.model_manager import ModelManager
 
 from layers.serve import __main__ as command
 from layers.serve.batching import batching_config
-from layers.serve.model import expect_no_collision, load_kernels, sampling_of
+from layers.serve.model import PatchedModels, expect_no_collision, load_kernels, sampling_of, tokenizer_of
 from layers.serve.options import ServeOptions
 
 
@@ -31,12 +34,12 @@ def test_what_is_loaded_is_not_collected_while_requests_are_answered(monkeypatch
     frozen = []
     for name in ("PatchedModels", "Batches", "_application"):
         monkeypatch.setattr(server, name, mock.Mock())
-    monkeypatch.setattr(server, "_run", lambda config: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(server, "_run", lambda config, told: frozen.append(gc.get_freeze_count()))
     server.serve(ServeOptions("model"))
     assert len(frozen) == 1 and frozen[0] > 10000 and gc.get_freeze_count() == 0
 
 
-@pytest.mark.parametrize("name", ["max_requests", "max_batch_tokens", "num_blocks", "page_size"])
+@pytest.mark.parametrize("name", ["port", "max_requests", "max_batch_tokens", "num_blocks", "page_size"])
 def test_numbers_are_at_least_one(name, monkeypatch, capsys):
     with pytest.raises(ValueError, match=f"{name}=0"):
         ServeOptions("model", **{name: 0})
@@ -45,15 +48,90 @@ def test_numbers_are_at_least_one(name, monkeypatch, capsys):
     assert f"{name}=0" in capsys.readouterr().err
 
 
+def test_a_port_is_one():
+    with pytest.raises(ValueError, match="port=65536: expected at most 65535"):
+        ServeOptions("model", port=65536)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["/no/such/folder"], "/no/such/folder"),
+        pytest.param(
+            ["/no/such/folder", "--device", "cuda:0"],
+            "device='cuda:0': PyTorch finds no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
+    ],
+)
+def test_what_is_not_there_is_told_in_one_line(arguments, told, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["serve", *arguments])
+    assert command.main() == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_it_says_that_it_is_ready_once_it_listens(free, capsys):
+    from layers.serve import server
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = 0 if free else taken.getsockname()[1]
+        each = server._Server(
+            uvicorn.Config(lambda *_: None, host="127.0.0.1", port=port, lifespan="off"), "ready"
+        )
+        each.should_exit = True
+        try:
+            each.run()
+        except SystemExit:
+            assert not free
+    assert ("ready" in capsys.readouterr().out) == free
+
+
+def tokenizer(template):
+    from tokenizers import Tokenizer, models
+
+    of_letters = Tokenizer(models.WordLevel({"a": 0}, "a"))
+    return PreTrainedTokenizerFast(tokenizer_object=of_letters, chat_template=template)
+
+
+PLAIN = "{{ messages[0]['content'] }}"
+PARTS = "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}"
+
+
+def test_of_a_processor_the_tokenizer_is_served(monkeypatch):
+    own = tokenizer(None)
+    processor = SimpleNamespace(tokenizer=own, chat_template=PLAIN)
+    monkeypatch.setattr(ModelManager, "_load_processor", lambda self, name: processor)
+    assert object.__new__(PatchedModels)._load_processor("model") is own
+    assert own.chat_template == PLAIN
+    for template in (None, PLAIN, "{{ raise_exception('wants more') }}"):
+        own = tokenizer(template)
+        assert tokenizer_of(own) is own
+
+
+@pytest.mark.parametrize(
+    ("processor", "told"),
+    [
+        (SimpleNamespace(), "the checkpoint has a SimpleNamespace: expected a tokenizer"),
+        (SimpleNamespace(tokenizer=tokenizer(PARTS)), "passes over messages whose content is a text"),
+    ],
+)
+def test_processors_that_read_no_text(processor, told):
+    with pytest.raises(ValueError, match=told):
+        tokenizer_of(processor)
+
+
 @pytest.mark.parametrize(
     ("generation", "options", "told"),
     [
         ({"cache_implementation": "static"}, {}, "cache_implementation='static'"),
+        ({"num_beams": 4}, {}, "num_beams=4, which continuous batching passes over: expected 1, or --greedy"),
+        ({"stop_strings": ["x"]}, {}, "stop_strings=['x'], which"),
         ({"compile_config": SimpleNamespace()}, {}, "has a compile_config"),
         ({}, {"backend": "nonsense"}, "backend='nonsense': expected a backend of torch.compile"),
         ({}, {"backend": "cudagraphs"}, "no graph holds another"),
     ],
-    ids=["cache", "compile", "unknown", "graphs"],
+    ids=["cache", "beams", "stop", "compile", "unknown", "graphs"],
 )
 def test_collisions_are_told(generation, options, told):
     model = model_with()
@@ -67,6 +145,7 @@ def test_collisions_are_told(generation, options, told):
 def test_what_collides_with_nothing():
     for backend in ("moe_inductor", "inductor", None):
         expect_no_collision(model_with(), ServeOptions("model", backend=backend))
+    expect_no_collision(model_with(num_beams=4), ServeOptions("model", greedy=True))
 
 
 def test_both_paths_are_compiled_for_any_number_of_tokens():
@@ -79,9 +158,10 @@ def test_both_paths_are_compiled_for_any_number_of_tokens():
 
 
 def test_greedy_wins_over_the_checkpoint():
-    model = model_with(do_sample=True, temperature=0.6, top_k=20)
+    model = model_with(do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.1, eos_token_id=[1, 2])
     sampling = sampling_of(model, ServeOptions("model", greedy=True))
-    assert (sampling.do_sample, sampling.temperature) == (False, None)
+    assert (sampling.do_sample, sampling.temperature, sampling.repetition_penalty) == (False, None, None)
+    assert sampling.eos_token_id == [1, 2]
     assert sampling_of(model, ServeOptions("model")).temperature == 0.6
     assert model.generation_config.do_sample  # a copy
 
