@@ -108,6 +108,10 @@ class Chat(ChatCompletionHandler):
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         _expect_fine(body, self.generation_state, "messages")
+        if body.get("max_completion_tokens") is not None:
+            body["max_tokens"] = body[
+                "max_completion_tokens"
+            ]  # the one name of both that transformers 5.17 reads
 
 
 class Completion(CompletionHandler):

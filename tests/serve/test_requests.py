@@ -95,9 +95,15 @@ def test_a_greedy_server_seeds_nothing():
     assert body == ASKED
 
 
+def test_the_longer_name_of_a_length_is_read_by_every_transformers():
+    body = {**ASKED, "max_completion_tokens": 5}
+    Chat(None, SimpleNamespace(sampling=GREEDY))._validate_request(body)
+    assert body["max_tokens"] == 5
+
+
 def test_every_field_that_transformers_passes_over_is_looked_at():
     for fields in (UNUSED_CHAT_COMPLETION_FIELDS, UNUSED_LEGACY_COMPLETION_FIELDS):
-        for name in fields - {"user", "metadata"}:
+        for name in fields - {"user", "metadata", "max_completion_tokens"}:
             told = problem({**ASKED, name: "something else"}, GREEDY, "messages")
             assert told.startswith(f"{name}='something else': this server cannot do that")
 
