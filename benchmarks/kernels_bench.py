@@ -17,7 +17,6 @@ import torch
 from benchmarks import moe_bench, peers, speeds
 from benchmarks.report import machine, table
 from benchmarks.speeds import Speed
-from benchmarks.workloads import WORKLOADS
 
 FARTHEST, BEHIND = 1.30, 0.99  # ours over the floor; the best peer over ours
 
@@ -76,12 +75,12 @@ class Standing:
 
 
 def compare(rows: Sequence[peers.Row], speed: Speed = speeds.H200) -> list[Standing]:
-    """The cells of which `rows` have a time of ours, in the order of the workloads; the best of several times."""
+    """The cells of which `rows` have a time of ours, the best of several, in the order of the workloads."""
     ours, beside = peers.times_of(rows, "fused_moe"), peers.times_of(rows, peers.BASELINE)
     recorded = peers.best_peers() if speed == speeds.H200 else {}
     floors = {key_of(row): floor_us(row, speed) for row in rows}
     standings = []
-    for key in peers.all_keys():
+    for key in dict.fromkeys([*peers.all_keys(), *floors]):
         if key in ours:
             others = [us for us in (recorded.get(key), beside.get(key)) if us is not None]
             standings.append(Standing(key, ours[key], min(others, default=None), floors[key]))
@@ -95,9 +94,9 @@ def key_of(row: peers.Row) -> peers.Key:
 
 def floor_us(row: peers.Row, speed: Speed) -> float:
     """Microseconds that a GPU needs for the cell of a row at least, see above."""
-    workload, tokens = WORKLOADS[row["workload"]], int(row["T"])
-    of_expert = 3 * workload.hidden_size * workload.intermediate_size  # weights, and products of a row
-    read, multiplied = float(row["distinct_experts"]) * of_expert, tokens * workload.top_k * of_expert
+    tokens, top_k, hidden_size, intermediate_size = (int(row[name]) for name in ("T", "k", "H", "I"))
+    of_expert = 3 * hidden_size * intermediate_size  # weights, and products of a row
+    read, multiplied = float(row["distinct_experts"]) * of_expert, tokens * top_k * of_expert
     return speed.floor_us(2 * read, 2 * multiplied)
 
 

@@ -26,6 +26,7 @@ from benchmarks.workloads import (
     Cell,
     Inputs,
     Weights,
+    Workload,
     cells_of,
     load_of,
     make_inputs,
@@ -64,15 +65,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cells to measure, and how long."""
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma list, default all five")
+    parser.add_argument("--workloads", help="comma list, default all five, or none beside --sizes")
+    add_sizes_argument(parser)
     parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
     parser.add_argument("--cell-ms", type=float, default=40.0, help="milliseconds of replays per measurement")
+
+
+def add_sizes_argument(parser: argparse.ArgumentParser) -> None:
+    """Layers besides the five."""
+    more = "layers besides: 128,8,2048,768"
+    parser.add_argument("--sizes", type=_sizes, nargs="*", default=[], metavar="E,K,H,I", help=more)
+
+
+def _sizes(text: str) -> Workload:
+    numbers = text.split(",")
+    if len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected E,K,H,I such as 128,8,2048,768")
+    return Workload(text, *map(int, numbers))
+
+
+def chosen_layers(names: Sequence[str] | None, sizes: Sequence[Workload]) -> list[Workload]:
+    """Workloads by name, all where nothing is named, and others by their sizes."""
+    asked = [] if names is None and sizes else (names or WORKLOADS)
+    return [*(WORKLOADS[name] for name in asked), *sizes]
 
 
 def chosen_cells(arguments: argparse.Namespace) -> list[Cell]:
     """The cells that these say."""
     counts = tuple(int(count) for count in arguments.ts.split(","))
-    return [cell for name in arguments.workloads.split(",") for cell in cells_of(WORKLOADS[name], counts)]
+    names = arguments.workloads and arguments.workloads.split(",")
+    return [cell for layer in chosen_layers(names, arguments.sizes) for cell in cells_of(layer, counts)]
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -84,7 +84,7 @@ def verdict(rows: list[Row]) -> tuple[str, bool]:
     comparisons = {comparison.key: comparison for comparison in compare(rows)}
     best_peer = best_peers()
     lines = []
-    for key in all_keys():
+    for key in dict.fromkeys([*all_keys(), *comparisons]):
         if key not in comparisons:
             continue
         c = comparisons[key]

@@ -33,27 +33,13 @@ _BAR = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks tune`."""
     parser.add_argument("--workloads", nargs="*", choices=[*WORKLOADS], default=None, help="default: all")
-    parser.add_argument(
-        "--sizes",
-        type=_sizes,
-        nargs="*",
-        default=[],
-        metavar="E,K,H,I",
-        help="layers besides: 128,8,2048,768",
-    )
+    moe_bench.add_sizes_argument(parser)
     parser.add_argument("--transposed", action="store_true", help="weights stored [E, in, out]")
     parser.add_argument(
         "--rows", type=_rows, nargs="+", default=ROWS, help="mean rows of an expert, powers of two"
     )
     parser.add_argument("--cell-ms", type=float, default=60, help="time for a layer's replays")
     parser.add_argument("--out", type=Path, default=Path("build/tuning.json"), help="where the table goes")
-
-
-def _sizes(text: str) -> Workload:
-    numbers = text.split(",")
-    if len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected E,K,H,I such as 128,8,2048,768")
-    return Workload(text, *map(int, numbers))
 
 
 def _rows(text: str) -> int:
@@ -120,9 +106,7 @@ def _described(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor
 
 def cases_of(arguments: argparse.Namespace) -> list[Case]:
     """Every layer asked for at every number of rows."""
-    names = arguments.workloads
-    asked = [] if names is None and arguments.sizes else (names or WORKLOADS)
-    layers = [*(WORKLOADS[name] for name in asked), *arguments.sizes]
+    layers = moe_bench.chosen_layers(arguments.workloads, arguments.sizes)
     return [Case(layer, rows, arguments.transposed) for layer in layers for rows in arguments.rows]
 
 

@@ -53,6 +53,7 @@ def test_rooflines_agree_with_the_recorded_ones() -> None:
 def test_floors_means_and_those_behind(tmp_path) -> None:
     """An expert of W2 has 4.7 M weights: 8 of them are read in 16.4 us, 32768 rows multiplied in 441.7 us."""
     first = {"workload": "W2", "T": "1", "routing": "uniform", "impl": "fused_moe", "us": "32.9"}
+    first |= {"k": "8", "H": "2048", "I": "768"}
     rows = [{**first, "distinct_experts": "8.0"}]
     rows.append({**rows[0], "T": "4096", "us": "530.0", "distinct_experts": "128.0"})
     rows.append({**rows[1], "impl": peers.BASELINE, "us": "477.0"})
@@ -76,6 +77,9 @@ def test_a_floor_of_ones_own(tmp_path, capsys) -> None:
         "T": "1",
         "routing": "uniform",
         "impl": "fused_moe",
+        "k": "8",
+        "H": "2048",
+        "I": "768",
     }
     table = tmp_path / "moe.csv"
     table.write_text(
@@ -88,6 +92,27 @@ def test_a_floor_of_ones_own(tmp_path, capsys) -> None:
     printed = capsys.readouterr().out
     assert "floor at 3.00 TB/s read, 600 TFLOP/s" in printed
     assert printed.splitlines()[5].split()[3:] == ["50.0", "-", "25.2", "1.99", "-"]
+
+
+def test_layers_of_ones_own() -> None:
+    """By their sizes, instead of the five or behind them, and in what is told of them."""
+    parser = argparse.ArgumentParser()
+    kernels_bench.add_arguments(parser)
+    one, *others = moe_bench.chosen_cells(parser.parse_args(["--sizes", "12,3,64,32", "--ts", "1,4096"]))
+    own = Workload("12,3,64,32", 12, 3, 64, 32)
+    assert [one, *others] == [Cell(own, 1, "uniform"), Cell(own, 4096, "uniform"), Cell(own, 4096, "zipf")]
+    given = ["--workloads", "W5", "--sizes", "12,3,64,32", "--ts", "1"]
+    both = moe_bench.chosen_cells(parser.parse_args(given))
+    assert [cell.workload for cell in both] == [WORKLOADS["W5"], own]
+    row = {
+        name: str(value)
+        for name, value in moe_bench._row(one, make_inputs(one, "cpu"), "fused_moe", 4.0).items()
+    }
+    (standing,) = kernels_bench.compare([row])
+    assert (standing.key, standing.ours, standing.peer) == (("12,3,64,32", 1, "uniform"), 4.0, None)
+    assert standing.floor == pytest.approx(3 * 3 * 64 * 32 * 2 / 4.59e6, rel=1e-3)
+    text, _ = peers.verdict([row, {**row, "impl": peers.BASELINE, "us": "6.0"}])
+    assert "12,3,64,32 T=1 uniform" in text and "1.50" in text
 
 
 def test_comparison_takes_the_faster_baseline_and_counts_wins() -> None:

@@ -51,6 +51,21 @@ def test_the_page_shows_columns_that_lie_together_beside_rows() -> None:
     assert set(lines) <= {" ".join(line.split()) for line in PAGE.splitlines()}
 
 
+def test_the_page_shows_other_layers() -> None:
+    standings = kernels_bench.compare(peers.read_rows([H200.parent / "h200-2026-11-26" / "other-shapes.csv"]))
+    layers: dict[str, list[str]] = {}
+    for each in standings:
+        assert each.peer is not None
+        seen = f"{each.ours:.1f} ({each.ours / each.floor:.2f}, {each.peer / each.ours:.2f})"
+        layers.setdefault(each.key[0], []).append(seen)
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    assert len(layers) == 14
+    for layer, cells in layers.items():
+        experts, *sizes = layer.replace(",", " x ", 1).rsplit(",", 2)
+        start, end = f"| {', '.join((experts, *sizes))} (", f") | {' | '.join(cells)} |"
+        assert any(line.startswith(start) and line.endswith(end) for line in lines), layer
+
+
 def test_the_page_shows_which_cells_of_an_h100_are_far_from_its_floor() -> None:
     rows = peers.read_rows([H200.parent / "h100-2026-11-25" / "moe.csv"])
     standings = kernels_bench.compare(rows, Speed(3.10e12, 670e12))
