@@ -132,7 +132,7 @@ def test_other_biases_of_gate_and_up_stay():
         weights, ids = softmax_router(F.linear(x, router))
         total = torch.zeros_like(x)
         for k in range(TOP_K):
-            gate_up = torch.einsum("th,tih->ti", x, w13[ids[:, k]]) + biases[k > 0][ids[:, k]]
+            gate_up = torch.einsum("th,tih->ti", x, w13[ids[:, k]]) + biases[int(k > 0)][ids[:, k]]
             total = total + weights[:, k, None] * torch.einsum("ti,thi->th", swiglu(gate_up), w2[ids[:, k]])
         return total
 
