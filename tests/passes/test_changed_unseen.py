@@ -150,7 +150,10 @@ def test_what_has_no_gradient_in_a_region_has_none_behind_it():
         return *region(hidden, *rest), first
 
     run, args = Run(), [each.requires_grad_() for each in float32()]
-    assert [each.requires_grad for each in run.compile(function)(*args)] == [True, False, False]
+    theirs = torch.compile(function, backend="aot_eager")(*args)  # with torch 2.11 all, else the first alone
+    torch.compiler.reset()
+    ours = run.compile(function)(*args)
+    assert [each.requires_grad for each in ours] == [each.requires_grad for each in theirs]
     assert run.raised == RAISED
 
 

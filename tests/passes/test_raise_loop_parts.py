@@ -125,6 +125,7 @@ def test_autocast():
     assert_matches_oracle(out.bfloat16(), oracle(inputs, stock.looped))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 takes casts there and back for nothing")
 def test_one_expert_that_reads_other_casts_stays():
     def rounded(x, w13, expert):
         return F.linear(x if expert != 7 else x.bfloat16().float(), w13[expert])

@@ -127,6 +127,8 @@ def batch(inputs):
 def test_a_batch_of_tokens_is_one_layer(style, dynamic):
     """In `torch.vmap` they are tokens [B, S, H], whose router gives [B, S, K]."""
     inputs = batch(layer(9))
+    if dynamic and style is stock.multiplied and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 multiplies no batches of symbolic sizes in vmap")
     if dynamic:
         torch._dynamo.mark_dynamic(inputs.hidden_states, 1)
     kinds, refused, out = fused(batched_over(style), inputs)
