@@ -132,16 +132,20 @@ class Session:
         return generate(self.step, self.cache, self.prompt(length), steps)
 
     @torch.no_grad()
-    def compile_cold_and_warm(self) -> None:
-        """First prefill and decode with an empty cache on disk, then again with only the disk cache left."""
+    def compile_cold(self) -> None:
+        """First prefill and decode with an empty cache on disk. Forgets what the ways before compiled."""
         if self.way.name == "eager":
             return
-        torch.compiler.reset()  # the ways share a step function: forget which of its sizes another one saw vary
-        self.run.cold_s = self._first_calls(f"{self.way.name}: compiling, nothing cached")
         torch.compiler.reset()
-        self._decode_compiles, before = 0, self.graphs
-        self.run.warm_s = self._first_calls(f"{self.way.name}: compiling again, disk cache kept")
+        before = self.graphs
+        self.run.cold_s = self._first_calls(f"{self.way.name}: compiling, nothing cached")
         self.run.first_compiles = self.graphs - before
+
+    @torch.no_grad()
+    def compile_again(self) -> None:
+        """The same where only the disk cache is left."""
+        if self.way.name != "eager":
+            self.run.warm_s = self._first_calls(f"{self.way.name}: compiling again, disk cache kept")
 
     def _first_calls(self, label: str) -> float:
         started = time.perf_counter()
@@ -160,7 +164,7 @@ class Session:
         self.run.decode_compiles = self._decode_compiles
 
     def warm_up(self) -> None:
-        """Compiles what is not compiled, and records CUDA graphs: a shape's second call is the first that replays."""
+        """Records CUDA graphs: a shape's second call is the first that replays."""
         for _ in range(3):
             self.prefill_seconds()
             self.decode_seconds(2)

@@ -5,6 +5,7 @@ one input that changes, the token ids. Prefill has a symbolic length after its s
 """
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 NEAR_TIE = 1e-4
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,9 @@ def next_token_logits(model: nn.Module, cache: object) -> Callable[[Tensor], Ten
         output = model(input_ids=input_ids, **given)
         return output.logits[:, -1].float()
 
-    # Dynamo keeps what it compiled with a function's code and limits how often: each of these has a code of its own.
-    forward.__code__ = forward.__code__.replace()
+    # Dynamo keeps what it compiled with a function's code and limits how often, and by a code's name which sizes it saw
+    # vary: each of these has a code and a name of its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{next(_NUMBERS)}")
     return forward
 
 

@@ -174,8 +174,8 @@ def test_time_in_turns_gives_medians() -> None:
 
 
 def test_each_session_of_the_demo_has_code_of_its_own(mixtral: Path) -> None:
-    """Dynamo's limit of recompiles is one of a code object: four ways in one would meet it."""
+    """Dynamo's limit of recompiles is one of a code object, and what it saw vary goes by a name; both are shared."""
     model = load(mixtral, "cpu", torch.float32)
     cache = static_cache(model, 2, 8)
     codes = [next_token_logits(model, cache).__code__ for _ in range(2)]  # type: ignore[attr-defined]
-    assert codes[0] is not codes[1]
+    assert codes[0] is not codes[1] and codes[0].co_name != codes[1].co_name
