@@ -78,6 +78,8 @@ class Everyone(NamedTuple):
     second: Spread
     gate: Cut
     activated: Node
+    ids: Node
+    """By which tokens choose among what the second product gives."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -97,8 +99,8 @@ def everyone(graph: Graph) -> Iterator[Everyone]:
         activated = unseen(second.rows)
         gate = cut([activated], lambda node: node in known or not is_in_gate(node))
         firsts = tuple(known[leaf] for leaf in gate.leaves if leaf in known)
-        if firsts and second not in firsts and _is_chosen(second):
-            yield Everyone(firsts, second, gate, activated)
+        if firsts and second not in firsts and (ids := _ids(second)) is not None:
+            yield Everyone(firsts, second, gate, activated, ids)
 
 
 def _spread(product: Node) -> Spread | None:
@@ -181,19 +183,13 @@ def _bias(added: Node, spread: Spread, shape: tuple[int, int]) -> Stack | None:
     return Stack(added, ((aten.view.default, (shape,)),)) if is_aligned else None
 
 
-def _is_chosen(second: Spread) -> bool:
-    """Whether tokens choose among what experts give."""
-    try:
-        _ids(second)
-    except Refusal:
-        return False
-    return True
-
-
-def _ids(second: Spread) -> Node:
-    """By which tokens choose. Raises Refusal where they do not."""
+def _ids(second: Spread) -> Node | None:
+    """By which tokens choose among what experts give; None in a mixture of all."""
     parts = second.given.parts
-    return chosen_ids(ends(second.product.graph, parts), parts)
+    try:
+        return chosen_ids(ends(second.product.graph, parts), parts)
+    except Refusal:
+        return None
 
 
 def _as_they_lie(rows: Tensor, place: int) -> Tensor:
@@ -214,7 +210,7 @@ def _layout(shape: Sequence[int], place: int) -> tuple[Strides, tuple[int, int, 
 
 def _experts(layer: Everyone) -> Experts:
     second = layer.second
-    indices = Indices(_ids(second), second.num_experts, {})
+    indices = Indices(layer.ids, second.num_experts, {})
     _expect_gate(layer)
     tokens = [_tokens(each, indices) for each in layer.firsts]
     if any(each is not tokens[0] for each in tokens):

@@ -155,9 +155,7 @@ def _place(value: Tensor, columns: Any) -> int | None:
     if sizes[-1] > 0 and sizes[-1] % columns == 0:
         found.append(-1)
     dense = [dim for dim in found if is_one(value.stride(dim))] if len(found) > 1 else found
-    if len(dense) == 1:
-        return dense[0]
-    return -1 if -1 in found else None
+    return dense[0] if len(dense) == 1 else None
 
 
 def _candidates(root: Node, given: Given, indices: Indices) -> Iterator[Node]:

@@ -67,7 +67,7 @@ def find(model: nn.Module, found: Found, options: dict[str, ExpertsOptions]) -> 
         block = model.get_submodule(block_name)
         beside = {each: found.routers.get(f"{block_name}.{each}".lstrip(".")) for each in block._modules}
         router = [(each, known) for each, known in beside.items() if known is not None]
-        if len(router) != 1 or not _are_plain(block, own, settled):
+        if not router or not _are_plain(block, own, settled):
             continue
         key = form(block)
         if key not in tried:

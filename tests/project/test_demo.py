@@ -150,6 +150,25 @@ def test_the_figures_of_the_demo_are_plain_data() -> None:
     assert claims[("MoE layers fused", "ours, backend")] is True and len(claims) == 3 * 2 + 2 * 4
 
 
+def test_nothing_is_left_of_a_way_but_the_disk_cache_when_it_compiles_again(monkeypatch) -> None:
+    """All are forgotten at once, after the last one has met other lengths, and before what is timed."""
+    order: list[str] = []
+
+    class Recorded:
+        def __init__(self, model: str, way: demo_run.Way, steps: int) -> None:
+            self.run = way.name[:1]
+
+        def __getattr__(self, name: str):
+            return lambda: order.append(f"{self.run} {name}")
+
+    monkeypatch.setattr(demo, "Session", Recorded)
+    monkeypatch.setattr(demo, "time_in_turns", lambda sessions: order.append("timed"))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset"))
+    demo._four_ways(None, None, 2, None, timed=True)  # type: ignore[arg-type]
+    cold = [f"{way} {what}" for way in "etoo" for what in ("compile_cold", "generate_all")]
+    assert order == [*cold, "reset", *(f"{way} compile_again" for way in "etoo"), "timed"]
+
+
 def test_time_in_turns_gives_medians() -> None:
     class Recorded:
         def __init__(self, name: str, seconds: list[float]) -> None:
