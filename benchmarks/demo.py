@@ -248,10 +248,13 @@ def _draw(report: Any, name: str) -> Path:
 
 def _same_tokens(reference: Run, run: Run) -> list[Claim]:
     first = compare(reference.first, run.first)
+    claim = Claim("same tokens as eager", run.way, first.same, f"{first.compared} of {first.steps}")
+    if not run.further:
+        return [claim]
     further = [compare(a, b) for a, b in zip(reference.further, run.further, strict=True)]
     same = sum(agreement.same for agreement in further)
     return [
-        Claim("same tokens as eager", run.way, first.same, f"{first.compared} of {first.steps}"),
+        claim,
         Claim("further prompts the same", run.way, same == len(further), f"{same} of {len(further)}"),
     ]
 

@@ -96,7 +96,7 @@ def _demo(
 
     def run(way: str, tokens: list[int], rates: tuple[float, float]) -> Run:
         made = Run(way, first=_generation(tokens, [1.0] * len(tokens)), cold_s=9.5, warm_s=1.25)
-        made.further = [made.first]
+        made.further = [] if way == "torch.compile" else [made.first]
         made.prefill_rate, made.decode_rate = rates
         return made
 
@@ -132,6 +132,7 @@ def test_the_tables_of_the_demo_show_four_ways() -> None:
     assert max(map(len, lines)) <= 110 and max(len(line) for line in lines if "  " in line.strip()) <= 80
     cells = {line[:28].strip(): line[28:].split() for line in lines if len(line) > 28}
     assert cells["same tokens as eager"] == ["2", "of", "2", "2", "of", "2", "2", "of", "2", "FAILED"]
+    assert cells["further prompts the same"] == ["-", "1", "of", "1", "0", "of", "1", "FAILED"]
     assert cells["MoE layers fused"] == ["-", "2", "of", "2", "1", "of", "2", "FAILED"]
     rates = {line[:20].strip(): line[20:].split() for line in lines if len(line) > 20}
     assert rates["prefill tokens/s"] == ["5000", "10000", "11000", "12000"]
@@ -147,7 +148,12 @@ def test_the_figures_of_the_demo_are_plain_data() -> None:
     assert [run["way"] for run in plain["runs"]] == [run.way for run in result.runs]
     assert [run["decode_rate"] for run in plain["runs"]] == [500, 1000, 2000, 1500]
     claims = {(claim["name"], claim["way"]): claim["holds"] for claim in plain["claims"]}
-    assert claims[("MoE layers fused", "ours, backend")] is True and len(claims) == 3 * 2 + 2 * 4
+    assert claims[("MoE layers fused", "ours, backend")] is True and len(claims) == 3 + 2 + 2 * 4
+
+
+def test_only_torch_compile_is_spared_the_further_lengths() -> None:
+    ways = (demo_run.eager(), demo_run.stock(), demo_run.ours(), demo_run.ours_patched())
+    assert [len(way.further) for way in ways] == [5, 0, 5, 5]
 
 
 def test_nothing_is_left_of_a_way_but_the_disk_cache_when_it_compiles_again(monkeypatch) -> None:
