@@ -38,7 +38,7 @@ from layers.weigh_and_reduce import (
 from layers.weight_decay import weight_decay_groups
 from layers.weights.loading import load_checkpoint
 from layers.weights.saving import checkpoint_state_dict
-from layers.weights.scales import WeightScale, add_weight_scales
+from layers.weights.scales import WeightScale, add_weight_scales, quantise_experts
 from layers.weights.shard import TensorShard
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "checkpoint_state_dict",
     "determine_expert_map",
     "load_checkpoint",
+    "quantise_experts",
     "rebalance_experts",
     "register_routing_strategy",
     "sample_experts",

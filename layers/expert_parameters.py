@@ -45,6 +45,7 @@ class ExpertParameters(nn.Module):
             )
         self.config = config
         self.shard = shard
+        self.weight_scales: dict[str, str] = {}
         self._placement = (
             None if expert_map is None else local_experts(expert_map, config.num_physical_experts)
         )
@@ -97,6 +98,10 @@ class ExpertParameters(nn.Module):
                 if name in ("expert_scale", "post_norm_weight") or name.endswith("weight_scale"):
                     parameter.fill_(1)
                     continue
+                if parameter.dtype.itemsize == 1:
+                    raise ValueError(
+                        f"{name} has dtype {parameter.dtype}: expected weights that are not quantised"
+                    )
                 fan_in = config.expert_hidden_size if name.startswith("w13") else config.intermediate_size
                 nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
             if self.e_score_correction_bias is not None:

@@ -24,6 +24,7 @@ from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
 from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
+from layers.weights.scales import run_quantised
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
 from moe_ops.activation import activation_spec
@@ -198,8 +199,8 @@ class FusedMoE(ExpertParameters):
             expect_none(self, "balancing", "lora", "parallel")
         if isinstance(shared, SharedExpert):
             config.expect_overlap()
-            if self.lora is not None:
-                value_error("shared_experts.overlap=True with lora: expected False")
+            if self.lora is not None or self.weight_scales:
+                value_error("shared_experts.overlap=True with lora or quantised experts: expected False")
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
         addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
         # Ranks exchange all tokens at once, as often as each other; what they get is then run in chunks.
@@ -217,7 +218,7 @@ class FusedMoE(ExpertParameters):
 
     def _is_routed_apart(self) -> bool:
         """Whether something looks at the chosen experts before they run, which the fused operator would hide."""
-        if self._routes_first or self.routing_override is not None:
+        if self._routes_first or self.weight_scales or self.routing_override is not None:
             return True
         return any(each is not None for each in (self.capture, self.balancing, self.lora, self.parallel))
 
@@ -304,6 +305,8 @@ class FusedMoE(ExpertParameters):
 
     def _run_experts(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
         config = self.config
+        if self.weight_scales:
+            return run_quantised(self, args)
         if self.lora is not None and adapter_ids is not None:
             return self._run_adapted(args, self.lora, adapter_ids)
         if self.post_norm_weight is not None and self._post_norm_eps is not None:

@@ -26,11 +26,14 @@ from moe_ops.gemm_combine import gemm_combine
 from moe_ops.grouped_gemm import grouped_gemm
 from moe_ops.permute import permute
 from moe_ops.placement import map_replicas
+from moe_ops.quantise_rows import quantise_rows
 from moe_ops.routing import routing_weights, topk_routing
 from moe_ops.routing_dispatch import routing_dispatch
+from moe_ops.scaled import scaled_grouped_gemm
+from moe_ops.scaled_experts import scaled_fused_experts
 from moe_ops.shared import fused_experts_with_shared
 from moe_ops.tuning import Tuning, tuning_key, use_tuning
-from moe_ops.types import Activation, DispatchPlan, RoutingConfig
+from moe_ops.types import Activation, DispatchPlan, RoutingConfig, ScaledWeight
 from moe_ops.warmup import warmup
 from moe_ops.warmup_step import warmup_step
 
@@ -38,6 +41,7 @@ __all__ = [
     "Activation",
     "DispatchPlan",
     "RoutingConfig",
+    "ScaledWeight",
     "Tuning",
     "act_gemm_combine",
     "batched_gemm",
@@ -54,8 +58,11 @@ __all__ = [
     "grouped_gemm",
     "map_replicas",
     "permute",
+    "quantise_rows",
     "routing_dispatch",
     "routing_weights",
+    "scaled_fused_experts",
+    "scaled_grouped_gemm",
     "source_hash",
     "topk_routing",
     "tuning_key",

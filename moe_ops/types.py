@@ -54,6 +54,22 @@ class DispatchPlan(NamedTuple):
     """[E+1] int32: exclusive prefix sum of rows per expert."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledWeight:
+    """Weights of 8 bits [E, B, A] that stand for themselves times a scale: what `grouped_gemm` and layers take as one.
+
+    Attributes:
+        weight: [E, B, A], torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, stride 1 in either of the last two
+            dimensions.
+        scale: [E, ceil(B / rows), ceil(A / columns)] float32: one of each block. [E, B, 1] is one of each row.
+        block: (rows, columns) of a block. None where blocks are as large as each other, and so follow from the sizes.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    block: tuple[int, int] | None = None
+
+
 def _require_choice(name: str, value: object, choices: object) -> None:
     allowed = get_args(choices)
     if value not in allowed:

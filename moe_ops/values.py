@@ -53,6 +53,21 @@ class PairedLinear(NamedTuple):
         return GroupedLinear(*self[:2]), GroupedLinear(*self[2:])  # type: ignore[arg-type]
 
 
+class ScaledLinear(NamedTuple):
+    """A product of each expert in 8 bits: weight [E, B, A], the scale of each of its blocks, bias [E, B].
+
+    A block has so many rows and columns, those on the border fewer: scale [E, ceil(B / rows), ceil(A / columns)].
+    """
+
+    NAMED_AFTER_FIELD = True
+
+    weight: Annotated[Tensor, Role.CONSTANT]
+    scale: Annotated[Tensor, Role.CONSTANT]
+    bias: Tensor | None
+    block_rows: int
+    block_columns: int
+
+
 class ExpertWeights(NamedTuple):
     """The two products of each expert: gate and up [E, 2I, H] ([E, I, H] without a gate), down [E, H, I]."""
 

@@ -1,4 +1,4 @@
-"""Scales of quantised expert weights as parameters: stored and sharded here, used by kernels."""
+"""Quantised expert weights: their scales as parameters, how weights become such, and what products take of them."""
 
 from enum import Enum
 from typing import Any
@@ -7,6 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive, expect_type
+from moe_ops.arguments import FusedExperts
+from moe_ops.errors import value_error
+from moe_ops.quantise_rows import DTYPES, expect_stored
+from moe_ops.scaled import quantised_weight
+from moe_ops.scaled_experts import Rows, run as run_scaled
+from moe_ops.values import ScaledLinear
 
 
 class WeightScale(Enum):
@@ -74,6 +80,7 @@ def add_weight_scales(
         expect_positive(name, size)
     shapes = _shapes(module, kind, *block)
     module.weight_scales = {"w13_weight_scale": kind.value, "w2_weight_scale": kind.value}
+    module.weight_scale_block, module.quantised_rows = block, "quantised"
     for name, shape in zip(("w13_weight_scale", "w2_weight_scale"), shapes, strict=True):
         scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(scale, requires_grad=False)
@@ -99,6 +106,94 @@ def _shapes(
         _expect_multiple("intermediate_size of the shard", I, rows)
         _expect_multiple("intermediate_size of the shard", I, columns)
     return (E, halves * -(-I // rows), -(-H // columns)), (E, -(-H // rows), -(-I // columns))
+
+
+def quantise_experts(
+    module: Any,
+    kind: WeightScale,
+    block: tuple[int, int] = (128, 128),
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rows: Rows = "quantised",
+) -> None:
+    """Turns the weights of a `FusedMoE` into ones of 8 bits, with scales; from then on it computes with these.
+
+    A scale maps the largest magnitude that shares it to the largest of `dtype`, and the rest is rounded to the nearest.
+    On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
+
+    Args:
+        module: a `FusedMoE`.
+        kind, block: see `add_weight_scales`.
+        dtype: torch.float8_e4m3fn or torch.int8.
+        rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`.
+
+    Raises:
+        TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these, weights are of 8 bits already, a block
+            has gate rows and up rows, or the module has what quantised experts have not: an `emit` of its own, a norm
+            of the experts' output, adapters.
+    """
+    expect_stored("dtype", dtype)
+    add_weight_scales(module, kind, block)
+    _expect_supported(module)
+    if module.w13_weight.dtype in DTYPES:
+        raise ValueError(
+            f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
+        )
+    module.quantised_rows = rows
+    with torch.no_grad():
+        for name, linear in zip(("w13", "w2"), scaled_linears(module), strict=True):
+            made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
+            module.register_parameter(f"{name}_weight", nn.Parameter(made.weight, requires_grad=False))
+            parameter = getattr(module, f"{name}_weight_scale")
+            parameter.copy_(made.scale.reshape(parameter.shape))
+
+
+def run_quantised(module: Any, args: FusedExperts) -> Tensor:
+    """The experts of a `FusedMoE` that has scales, for tokens and routing in `args`. Raises as `quantise_experts`."""
+    _expect_supported(module)
+    return run_scaled(args, *scaled_linears(module), module.quantised_rows)
+
+
+def _expect_supported(module: Any) -> None:
+    config = module.config
+    if config.emit not in ("auto", "stages"):
+        value_error("emit={!r} with quantised experts: expected 'auto' or 'stages'", config.emit)
+    if config.experts.post_norm_eps is not None:
+        value_error(
+            "experts.post_norm_eps={} with quantised experts: expected None", config.experts.post_norm_eps
+        )
+    if module.lora is not None:
+        value_error("lora with quantised experts: expected None")
+
+
+def scaled_linears(module: Any) -> tuple[ScaledLinear, ScaledLinear]:
+    """Both products of a `FusedMoE` that has scales. Raises ValueError where a block has gate rows and up rows."""
+    w13, w2, (rows, columns) = module.w13_weight, module.w2_weight, module.weight_scale_block
+    up, down = module.w13_weight_scale.float(), module.w2_weight_scale.float()
+    kind = WeightScale(module.weight_scales["w13_weight_scale"])
+    _, hidden_size, features = w2.shape
+    if kind is WeightScale.TENSOR:
+        blocks = (features, hidden_size), (hidden_size, features)
+        up, down = up.unsqueeze(2), down[:, None, None]
+    elif kind is WeightScale.CHANNEL:
+        blocks = (1, hidden_size), (1, features)
+    else:
+        blocks = ((rows if kind is WeightScale.BLOCK else 1, columns),) * 2
+    _expect_apart(module, blocks[0][0], features)
+    return ScaledLinear(w13, up, module.w13_bias, *blocks[0]), ScaledLinear(
+        w2, down, module.w2_bias, *blocks[1]
+    )
+
+
+def _expect_apart(module: Any, rows: int, features: int) -> None:
+    if rows == 1 or module.w13_weight.shape[1] == features:
+        return
+    if module.config.activation.interleaved:
+        value_error("scales of blocks with gate and up rows in turns: expected one of CHANNEL and GROUP")
+    if features % rows:
+        value_error(
+            "intermediate_size of the shard is {}: expected a multiple of the block's {}", features, rows
+        )
 
 
 def _expect_multiple(name: str, size: int, part: int) -> None:

@@ -128,7 +128,7 @@ def config_by_rule(gemm: Gemm) -> LaunchConfig:
         return BY_TMA_IN_ORDER
     num_experts, _, depth = gemm.linear.weight.meta.shape
     mean_rows = _TMA_TILE_ROWS if mixes_heights(gemm) else gemm.num_slots / num_experts
-    wanted = gemm.rows_per_tile or _rows_per_tile(mean_rows)
+    wanted = gemm.rows_per_tile or rows_per_tile(mean_rows)
     best = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True)
     even = _loads_rows_in_pieces(gemm.x.meta) or loads_rows_by_tma(gemm, best[min(wanted, max(best))])
     table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
@@ -163,7 +163,7 @@ def _is_tuned(gpu: Gpu) -> bool:
     return gpu.capability == H200.capability
 
 
-def _rows_per_tile(mean_rows: float) -> int:
+def rows_per_tile(mean_rows: float) -> int:
     """Tile rows for the mean rows of an expert: room for its spread, since a second tile re-reads the weights."""
     for block_m, most in ((16, 8.0), (32, 20.0), (64, _FEW_ROWS)):
         if mean_rows <= most:

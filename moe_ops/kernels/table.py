@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from moe_ops import arguments as of, invariant_arguments as invariant
+from moe_ops import arguments as of, invariant_arguments as invariant, scaled_arguments
 from moe_ops.kernels import (
     activation,
     batched,
@@ -15,7 +15,9 @@ from moe_ops.kernels import (
     grouped_gemm,
     permute,
     placement,
+    quantise_rows,
     routing,
+    scaled,
     weight_gradient,
 )
 from moe_ops.kernels.gpu import Gpu
@@ -33,6 +35,8 @@ PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.PermuteBackward: permute.permute_backward_program,
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,
     of.GroupedGemmWeightBackward: weight_gradient.grouped_gemm_weight_backward_program,
+    scaled_arguments.QuantiseRows: quantise_rows.quantise_rows_program,
+    scaled_arguments.ScaledGroupedGemm: scaled.scaled_grouped_gemm_program,
     of.BatchedGemm: batched.batched_gemm_program,
     of.DenseGemm: dense.dense_gemm_program,
     of.GatedActivation: activation.gated_activation_program,

@@ -38,12 +38,16 @@ class Boxed:
 
 def allows(gpu: Gpu, source: TensorMeta, boxed: Boxed) -> bool:
     """Whether a plan for `gpu` may load `boxed`, a view of the whole of `source`, by TMA; the rule above."""
+    return source.dtype in _DTYPES and allows_bytes(gpu, source, boxed)
+
+
+def allows_bytes(gpu: Gpu, source: TensorMeta, boxed: Boxed) -> bool:
+    """The same for any dtype: 8 bits are moved as 16 are."""
     in_16_bytes = ALIGNMENT // source.dtype.itemsize
     *outer, last = boxed.strides
     inside = [size * stride for size, stride in zip(boxed.shape[1:], boxed.strides[1:], strict=True)]
     return (
         gpu.has_tma
-        and source.dtype in _DTYPES
         and source.aligned
         and all(boxed.shape)
         and last == 1

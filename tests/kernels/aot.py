@@ -29,6 +29,9 @@ _TYPES = {
     torch.int16: "i16",
     torch.uint8: "u8",
     torch.bool: "i1",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 
 

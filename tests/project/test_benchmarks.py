@@ -11,6 +11,7 @@ from benchmarks import (
     cpu_bench,
     host_bench,
     invariance_bench,
+    quantised_bench,
     kernels_bench,
     loading,
     moe_bench,
@@ -317,6 +318,17 @@ def test_invariance_is_checked_before_it_is_timed(tmp_path, monkeypatch):
         invariance_bench._expect_invariance(rows_of_the_batch, (1, 5))
     with pytest.raises(ValueError, match="relative error"):
         invariance_bench._expect_invariance(lambda tokens, emit: torch.ones(tokens) * len(emit), (1, 5))
+
+
+def test_quantised_layers_are_compared_before_they_are_timed():
+    workload = quantised_bench.Workload("tiny", 4, 2, 24, 20)
+    layers = quantised_bench.layers_of(workload, "cpu")
+    assert list(layers) == ["bfloat16", *quantised_bench.WAYS]
+    for at in quantised_bench.inputs_of(quantised_bench.Cell(workload, 5, "uniform"), "cpu"):
+        errors = quantised_bench.errors_of(layers, at)
+        assert len(errors) == 4 and min(errors) > 1e-4
+    with pytest.raises(ValueError, match=r"int8 rows: relative error 1.000: expected at most 0.04"):
+        quantised_bench.errors_of({**layers, "int8 rows": lambda _: torch.zeros(5, 24)}, at)
 
 
 def test_host_times_are_taken_in_turns_from_an_idle_device() -> None:

@@ -1,0 +1,91 @@
+"""quantise_rows: the largest magnitude of each block of a row's columns, then the block divided by it."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels.common import cdiv, next_power_of_2, offset
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref
+
+_MOST = 8192  # columns at a time
+_LEAST = 1024  # elements of a program
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+@triton.jit
+def _values(row_ptr, blocks, inside_block, columns, depth, x_stride_k):
+    """float32 [BLOCKS, COLUMNS], zeros where a block has no column."""
+    places = blocks[:, None] * columns + inside_block[None, :]
+    inside = (inside_block[None, :] < columns) & (places < depth)
+    return (
+        tl.load(row_ptr + offset(places, x_stride_k), mask=inside, other=0.0).to(tl.float32),
+        places,
+        inside,
+    )
+
+
+@triton.jit
+def _rounded(value, TO_INTEGER: tl.constexpr):
+    """To the nearest integer, to even between two: what float32 does with numbers this large."""
+    if TO_INTEGER:
+        value = (value + 12582912.0) - 12582912.0
+    return value
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x_ptr, rows_ptr, scale_ptr, columns, depth, num_blocks, x_stride_t, x_stride_k,
+    LARGEST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block."""
+    programs = tl.cdiv(num_blocks, BLOCKS)
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    blocks = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
+    row_ptr = x_ptr + row * x_stride_t
+    inside_block = tl.arange(0, COLUMNS)
+    known = blocks < num_blocks
+    largest = tl.zeros((BLOCKS,), tl.float32)
+    has_nan = tl.zeros((BLOCKS,), tl.int32)
+    for start in range(0, 1 if ONCE else columns, COLUMNS):
+        value, places, inside = _values(row_ptr, blocks, start + inside_block, columns, depth, x_stride_k)
+        largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
+        has_nan = tl.maximum(has_nan, tl.max((value != value).to(tl.int32), 1))
+    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, tl.full((BLOCKS,), LARGEST, tl.float32)))
+    scale = tl.where(has_nan != 0, float("nan"), scale)
+    tl.store(scale_ptr + row * num_blocks + blocks, scale, mask=known)
+    for start in range(0, 1 if ONCE else columns, COLUMNS):
+        if not ONCE:
+            value, places, inside = _values(row_ptr, blocks, start + inside_block, columns, depth, x_stride_k)
+        divided = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
+        clamped = tl.minimum(tl.maximum(_rounded(divided, LARGEST == 127.0), -LARGEST), LARGEST)
+        tl.store(rows_ptr + row * depth + places, clamped.to(rows_ptr.dtype.element_ty), mask=inside)
+
+
+def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.quantise_rows`."""
+    num_tokens, depth = args.x.shape
+    columns = min(args.columns, depth)
+    num_blocks = cdiv(depth, columns)
+    width = min(next_power_of_2(columns), _MOST)
+    blocks = min(max(_LEAST // width, 1), next_power_of_2(num_blocks))
+    rows = Buffer("rows", (num_tokens, depth), args.dtype)
+    scale = Buffer("row_scale", (num_tokens, num_blocks), torch.float32)
+    given = {
+        "x_ptr": Ref("x"),
+        "rows_ptr": Ref(rows.name),
+        "scale_ptr": Ref(scale.name),
+        "columns": columns,
+        "depth": depth,
+        "num_blocks": num_blocks,
+        "x_stride_t": args.x.strides[0],
+        "x_stride_k": args.x.strides[1],
+        "LARGEST": _LARGEST[args.dtype],
+        "ONCE": columns <= width,
+        "BLOCKS": blocks,
+        "COLUMNS": width,
+    }
+    launch = Launch(quantise_rows_kernel, (num_tokens * cdiv(num_blocks, blocks),), given, 4, 1)
+    return Program((rows, scale), (launch,), (rows.name, scale.name))

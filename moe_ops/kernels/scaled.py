@@ -1,0 +1,218 @@
+"""scaled_grouped_gemm: rows times weights of 8 bits, in 8 bits, or converted to the dtype of the rows.
+
+A weight is the left operand of the tensor cores, out.T = weight @ x.T: so tiles of 16 rows fill them, and weights that
+are converted come from registers while rows stay in shared memory. Blocks of columns are gone through in steps that
+none of them shares, and each step's product is scaled in float32; with one block the sum is, at the end. Products in 8
+bits are faster than in 16 on an H200; converting takes longer than it saves beyond 32 rows an expert.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_ops.kernels import tma
+from moe_ops.kernels.common import INTERPRETED, cdiv, dot, offset, source_row
+from moe_ops.kernels.gemm import Operand, bias_args
+from moe_ops.kernels.gemm_config import rows_per_tile
+from moe_ops.kernels.gemm_tables import LaunchConfig
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
+from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
+
+_FEW = {16: LaunchConfig(16, 64, 128, 4, 4), 32: LaunchConfig(32, 64, 128, 4, 3)}
+IN_8_BITS = _FEW | {64: LaunchConfig(64, 64, 128, 4, 3), 128: LaunchConfig(128, 64, 128, 4, 3)}
+IN_8_BITS_ONE_BLOCK = _FEW | {64: LaunchConfig(64, 128, 128, 8, 3), 128: LaunchConfig(128, 128, 128, 8, 3)}
+IN_16_BITS = _FEW | {64: LaunchConfig(64, 64, 128, 4, 3), 128: LaunchConfig(128, 128, 64, 8, 3)}
+IN_32_BITS = {16: LaunchConfig(16, 64, 32, 4, 2), 32: LaunchConfig(32, 64, 32, 4, 2)}
+IN_64_BITS = {16: LaunchConfig(16, 32, 32, 4, 1)}
+_TABLES = {1: IN_8_BITS, 2: IN_16_BITS, 4: IN_32_BITS, 8: IN_64_BITS}
+_CONVERTS_E4M3 = 89  # compute capability, times ten
+_SHORTEST_STEP = {1: 32, 2: 16, 4: 16, 8: 16}  # of depth in a product, by the bytes of a row's element
+_SHORT_STEP = 64  # costs little
+
+
+@triton.jit
+def _converted(weight, DTYPE: tl.constexpr):
+    """In another dtype; the interpreter turns no 8 bits into 16 or 64."""
+    if INTERPRETED and weight.dtype != DTYPE:
+        weight = weight.to(tl.float32)
+    return weight.to(DTYPE)
+
+
+@triton.jit
+def _dot(weight, x, acc):
+    """acc + weight @ x; the interpreter multiplies no integers."""
+    if INTERPRETED and acc.dtype == tl.int32:
+        product = tl.dot(weight.to(tl.float32), x.to(tl.float32), acc.to(tl.float32)).to(tl.int32)
+    else:
+        product = dot(weight, x, acc)
+    return product
+
+
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
+def scaled_grouped_gemm_kernel(
+    x_ptr, x_scale_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, tiles_ptr,
+    top_k, num_tokens, num_experts, features, depth, block_rows, block_columns, steps, steps_in_block,
+    x_stride_m, x_stride_k, x_scale_stride_m, x_scale_stride_k,
+    weight_stride_e, weight_stride_n, weight_stride_k,
+    scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+    ONE_BLOCK: tl.constexpr, EVEN: tl.constexpr, F64: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows by BLOCK_N features a tile; `steps_in_block` of BLOCK_K go through a block of columns."""
+    ACC: tl.constexpr = tl.float64 if F64 else tl.float32
+    PRODUCT: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else ACC
+    feature_blocks = tl.cdiv(features, BLOCK_N)
+    tile = tl.program_id(0)
+    if tile < tl.load(tiles_ptr) * feature_blocks:
+        expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
+        rows = row + tl.arange(0, BLOCK_M)
+        # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
+        present = rows < tl.where(expert < num_experts, end, 0)
+        source = rows
+        if slots_ptr is not None:
+            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
+        columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        known = columns < tl.where(expert < num_experts, features, 0)
+        x_row_ptr = x_ptr + offset(source, x_stride_m)[None, :]
+        expert_ptr = weight_ptr + offset(expert, weight_stride_e)
+        weight_row_ptr = expert_ptr + offset(columns, weight_stride_n)[:, None]
+        expert_scale_ptr = scale_ptr + offset(expert, scale_stride_e)
+        scale_row_ptr = expert_scale_ptr + offset(columns // block_rows, scale_stride_n)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), ACC)
+        product = tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)
+        for step in range(steps):
+            block = step // steps_in_block
+            first = block * block_columns + (step % steps_in_block) * BLOCK_K
+            inner = first + tl.arange(0, BLOCK_K)
+            inside = inner < tl.minimum(depth, (block + 1) * block_columns)
+            weight_mask, x_mask = known[:, None], present[None, :]
+            if not EVEN:
+                weight_mask, x_mask = weight_mask & inside[None, :], x_mask & inside[:, None]
+            x = tl.load(x_row_ptr + offset(inner, x_stride_k)[:, None], mask=x_mask, other=0.0)
+            if weight_desc is None:
+                stored = tl.load(weight_row_ptr + offset(inner, weight_stride_k)[None, :], mask=weight_mask)
+            else:
+                stored = weight_desc.load([expert, feature_block * BLOCK_N, first]).reshape(BLOCK_N, BLOCK_K)
+            weight = _converted(stored, x.dtype)
+            if not EVEN:  # what is not loaded may be NaN; of features past the last nothing is stored
+                weight = tl.where(inside[None, :], weight, tl.zeros((1, 1), x.dtype))
+            if ONE_BLOCK:
+                product = _dot(weight, x, product)
+            else:
+                part = _dot(weight, x, tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)).to(ACC)
+                scale = tl.load(scale_row_ptr + block * scale_stride_k, mask=known, other=0.0).to(ACC)
+                part *= scale[:, None]
+                if x_scale_ptr is not None:
+                    x_scale_ptrs = x_scale_ptr + offset(source, x_scale_stride_m) + block * x_scale_stride_k
+                    part *= tl.load(x_scale_ptrs, mask=present, other=0.0).to(ACC)[None, :]
+                acc += part
+        if ONE_BLOCK:
+            acc = product.to(ACC) * tl.load(scale_row_ptr, mask=known, other=0.0).to(ACC)[:, None]
+            if x_scale_ptr is not None:
+                x_scale_ptrs = x_scale_ptr + offset(source, x_scale_stride_m)
+                acc *= tl.load(x_scale_ptrs, mask=present, other=0.0).to(ACC)[None, :]
+        if bias_ptr is not None:
+            bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
+            acc += tl.load(bias_ptrs, mask=known, other=0.0).to(ACC)[:, None]
+        out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * out_stride_m + columns[:, None]
+        out_mask = (rows < end)[None, :] & (columns < features)[:, None]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.scaled_grouped_gemm`. Raises ValueError for weights that the GPU cannot multiply in."""
+    _expect_converted(args.weight.weight.dtype, gpu)
+    num_slots = args.x.shape[0] if args.sorted_slots is None else args.sorted_slots.shape[0]
+    num_experts, features, _ = args.weight.weight.shape
+    config = _config(args, num_slots)
+    tiles, map_launch = tile_map(num_slots, num_experts, config.block_m, True, False)
+    out = Buffer("product", (num_slots, features), args.dtype)
+    given = {
+        **_row_args(args, num_slots),
+        **_weight_args(args.weight, config, args.x.dtype.itemsize, gpu),
+        "out_ptr": Ref(out.name),
+        "tiles_ptr": Ref(tiles.name),
+        "num_experts": num_experts,
+        "features": features,
+        "out_stride_m": features,
+        "F64": args.dtype == torch.float64,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+    }
+    grid = (tile_capacity(num_slots, num_experts, config.block_m, True) * cdiv(features, config.block_n),)
+    launch = Launch(scaled_grouped_gemm_kernel, grid, given, config.num_warps, config.num_stages)
+    return Program((tiles, out), (map_launch, launch), (out.name,))
+
+
+def _row_args(args: Any, num_slots: int) -> dict[str, Any]:
+    x, scale, slots = args.x, args.x_scale, args.sorted_slots
+    return {
+        "x_ptr": Ref("x"),
+        "x_scale_ptr": None if scale is None else Ref("x_scale"),
+        "slots_ptr": None if slots is None else Ref("sorted_slots"),
+        "top_k": num_slots // max(x.shape[0], 1),
+        "num_tokens": x.shape[0],
+        **_strides("x_stride", x.strides, "mk"),
+        **_strides("x_scale_stride", (0, 0) if scale is None else scale.strides, "mk"),
+    }
+
+
+def _weight_args(linear: Any, config: LaunchConfig, itemsize: int, gpu: Gpu) -> dict[str, Any]:
+    """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
+    weight, bias = linear.weight, linear.bias
+    depth = weight.shape[2]
+    block_columns = min(linear.block_columns, max(depth, 1))
+    block_k = _step(config.block_k, itemsize, block_columns, depth)
+    shared = block_columns % block_k != 0
+    in_block = cdiv(block_columns, block_k)
+    return {
+        "weight_ptr": Ref("weight"),
+        "weight_desc": _descriptor(weight, (1, config.block_n, block_k), gpu),
+        "scale_ptr": Ref("scale"),
+        **bias_args(None if bias is None else Operand("bias", bias)),
+        "depth": depth,
+        "block_rows": linear.block_rows,
+        "block_columns": block_columns,
+        "steps": in_block * linear.scale.shape[2] if shared else cdiv(depth, block_k),
+        "steps_in_block": in_block,
+        **_strides("weight_stride", weight.strides, "enk"),
+        **_strides("scale_stride", linear.scale.strides, "enk"),
+        "ONE_BLOCK": linear.scale.shape[2] == 1,
+        "EVEN": not shared and depth % block_k == 0,
+        "BLOCK_K": block_k,
+    }
+
+
+def _descriptor(weight: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | None:
+    """Of weights that come in boxes."""
+    boxed = tma.boxed_weight(weight, False)
+    if tma.is_transposed(weight) or not tma.allows_bytes(gpu, weight, boxed):
+        return None
+    return Descriptor("weight", boxed.shape, boxed.strides, box)
+
+
+def _strides(name: str, strides: tuple[int, ...], letters: str) -> dict[str, int]:
+    return {f"{name}_{letter}": stride for letter, stride in zip(letters, strides, strict=True)}
+
+
+def _config(args: Any, num_slots: int) -> LaunchConfig:
+    table = _TABLES[args.x.dtype.itemsize]
+    if table is IN_8_BITS and args.weight.scale.shape[2] == 1:
+        table = IN_8_BITS_ONE_BLOCK
+    return table[min(rows_per_tile(num_slots / args.weight.weight.shape[0]), max(table))]
+
+
+def _step(longest: int, itemsize: int, block_columns: int, depth: int) -> int:
+    """Depth of a step: one that divides a block, as far as that is not too short for the depth of one."""
+    shortest = _SHORTEST_STEP[itemsize] if block_columns < 8 * _SHORT_STEP else min(_SHORT_STEP, longest)
+    while longest > shortest and (block_columns % longest or depth % longest):
+        longest //= 2
+    return longest
+
+
+def _expect_converted(dtype: torch.dtype, gpu: Gpu) -> None:
+    if dtype == torch.float8_e4m3fn and gpu.capability < _CONVERTS_E4M3:
+        raise ValueError(f"weight has dtype {dtype}: expected torch.int8 on sm_{gpu.capability}")

@@ -1,0 +1,106 @@
+"""quantise_rows: rows in 8 bits, each block of whose columns has a scale.
+
+    scale[t, b] = max over c in block b of |x[t, c]| / largest      (1 where that is 0)
+    rows[t, c]  = round(x[t, c] / scale[t, c // columns])
+
+T rows, A columns; `largest` is 448 for float8_e4m3fn and 127 for int8, and rounding is to the nearest, to even between
+two. That is the dynamic quantisation of DeepSeek-V3's activations with blocks of 128 columns (arXiv 2412.19437, section
+3.3), and with one block that of vLLM per token. Consumed by `scaled_grouped_gemm`. Static shapes, no host sync on CUDA.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_ops import _autograd, _checks, _library
+from moe_ops.errors import type_error, value_error
+from moe_ops.scaled_arguments import QuantiseRows
+
+DTYPES = (torch.float8_e4m3fn, torch.int8)
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Rows in 8 bits and the scales of their blocks.
+
+    Args:
+        x: [T, A], any floating dtype.
+        columns: of a block, at least 1; the last block of a row has those that are left.
+        dtype: torch.float8_e4m3fn or torch.int8.
+
+    Returns:
+        rows [T, A] in `dtype`, scale [T, ceil(A / columns)] float32. A NaN stays in its block.
+
+    Raises:
+        ValueError, TypeError: the message names argument, value and expectation.
+
+    Gradient: none.
+
+    Example:
+        >>> rows, scale = moe_ops.quantise_rows(hidden_states, columns=128)
+    """
+    return _library.call(QuantiseRows(x, columns, dtype))
+
+
+def blocks_of(size: int, block: int) -> int:
+    """How many blocks there are, the last of which may be short."""
+    return -(-size // block)
+
+
+def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[B, A] in 8 bits, and the scales [ceil(B / rows), ceil(A / columns)] of its blocks of rows and columns."""
+    values = matrix.float()
+    scale = _maxima(values.abs(), rows, columns) / LARGEST[dtype]
+    scale = torch.where(scale == 0, 1, scale)
+    divided = values / spread(scale, matrix.shape, rows, columns)
+    rounded = divided if dtype.is_floating_point else divided.round()
+    return rounded.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), scale
+
+
+def _maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
+    height, width = magnitudes.shape
+    padded = F.pad(magnitudes, (0, -width % columns, 0, -height % rows))
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+
+
+def spread(scale: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
+    """[..., B, A], the scale of each of a matrix' elements."""
+    per_row = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
+    return per_row.repeat_interleave(columns, -1)[..., : shape[-1]]
+
+
+def _check(args: QuantiseRows) -> None:
+    _checks.expect_floating("x", args.x)
+    _checks.expect_shape("x", args.x, ("T", "A"))
+    _checks.expect_int("columns", args.columns)
+    if args.columns < 1:
+        value_error("columns={}: expected at least 1", args.columns)
+    expect_stored("dtype", args.dtype)
+
+
+def expect_stored(name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError unless it is a dtype of 8 bits that we multiply in."""
+    if dtype not in DTYPES:
+        type_error("{}={}: expected {}", name, dtype, " or ".join(map(str, DTYPES)))
+
+
+def _reference(args: QuantiseRows) -> tuple[Tensor, Tensor]:
+    if args.x.numel() == 0:
+        return _fake(args)
+    return quantised(args.x, 1, args.columns, args.dtype)
+
+
+def _cuda(args: QuantiseRows) -> tuple[Tensor, Tensor]:
+    return _fake(args) if args.x.numel() == 0 else _library.launch(args)
+
+
+def _fake(args: QuantiseRows) -> tuple[Tensor, Tensor]:
+    num_tokens, depth = args.x.shape
+    scale = args.x.new_empty((num_tokens, blocks_of(depth, args.columns)), dtype=torch.float32)
+    return args.x.new_empty(args.x.shape, dtype=args.dtype), scale
+
+
+_library.define(QuantiseRows, "(Tensor, Tensor)", check=_check, cpu=_reference, cuda=_cuda, fake=_fake)
+_library.define_compiled(QuantiseRows, cpu=_reference, fake=_fake)
+_autograd.define_no_gradient(QuantiseRows)
+_library.define_vmap_over_tokens(QuantiseRows)

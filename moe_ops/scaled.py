@@ -1,0 +1,224 @@
+"""scaled_grouped_gemm: `grouped_gemm` with weights of 8 bits, each block of which has a scale.
+
+    out[r] = row(r) @ (scale[e] * weight[e]).T + bias[e]    for expert_offsets[e] <= r < expert_offsets[e + 1]
+    out[r] = 0                                              for r >= expert_offsets[E] (rows of dropped slots)
+    row(r) = x_scale[r] * x[r], or of sorted_slots[r] // K instead of r
+
+S rows, T tokens, E experts, A input and B output features. Rows are in 8 bits too, each block of their columns with a
+scale (`quantise_rows`), or in 16 and more, in which all weights of 8 bits are exact. Products are summed up within a
+block of columns, in int32 or the compute dtype, and that times both scales is added. Blocks may be DeepSeek-V3's, 128 x
+128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Static shapes, no host sync on CUDA.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops import _autograd, _checks, _library
+from moe_ops._cpu_products import expert_linear, read_offsets
+from moe_ops.errors import type_error, value_error
+from moe_ops.grouped_gemm import check_offsets, linear_gradient, product, product_flops
+from moe_ops.permute import check_slots, permute, permute_gradient
+from moe_ops.quantise_rows import blocks_of, expect_stored, quantised, spread
+from moe_ops.records import partial
+from moe_ops.scaled_arguments import ScaledGroupedGemm
+from moe_ops.types import ScaledWeight
+from moe_ops.values import GroupedLinear, ScaledLinear
+
+
+def scaled_grouped_gemm(
+    x: Tensor,
+    weight: ScaledWeight,
+    expert_offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    sorted_slots: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiplies ragged groups of rows with one quantised weight each.
+
+    Args:
+        x: [S, A] rows in expert order, such as `permute` gives, or [T, A] tokens where `sorted_slots` is given: of any
+            floating dtype, or with `x_scale` of the weight's.
+        weight: of [E, B, A], never copied, and its scales.
+        expert_offsets: [E+1] int32 exclusive prefix, from `build_dispatch`.
+        bias: [E, B], in `dtype`.
+        x_scale: float32 [S, ceil(A / columns)], or for each token, with the columns of the weight's blocks.
+        sorted_slots: [S] int32 from `build_dispatch`: row r is that of token sorted_slots[r] // K.
+        dtype: of the result; None for that of x, or bfloat16 for one of 8 bits.
+
+    Returns:
+        [S, B] in `dtype`.
+
+    Raises:
+        ValueError: ranks, sizes, devices that do not fit, no dimension of stride 1, or weights in float8_e4m3fn on a
+            GPU before compute capability 8.9.
+        TypeError: dtypes that are none of these.
+
+    Gradient: to x of 16 bits and more and to bias, through weights in x's dtype that are made for it; not to weights
+    and scales.
+
+    Example:
+        >>> rows, scale = moe_ops.quantise_rows(hidden_states, columns=128)
+        >>> weight = moe_ops.ScaledWeight(w13_float8, w13_scale, block=(128, 128))
+        >>> gate_up = moe_ops.scaled_grouped_gemm(
+        ...     rows, weight, plan.expert_offsets, x_scale=scale, sorted_slots=plan.sorted_slots
+        ... )
+    """
+    linear = scaled_linear("weight", weight, bias)
+    if dtype is None:
+        dtype = x.dtype if x_scale is None else torch.bfloat16
+    return _library.call(ScaledGroupedGemm(x, x_scale, linear, expert_offsets, sorted_slots, dtype))
+
+
+def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> ScaledLinear:
+    """The weight and bias that a public function got as `name`. Raises ValueError where sizes of blocks are unclear."""
+    stored, scale = weight.weight, weight.scale
+    _checks.expect_shape(name, stored, ("E", "B", "A"))
+    _checks.expect_shape(f"{name}.scale", scale, (stored.shape[0], "blocks of B", "blocks of A"))
+    rows, columns = weight.block or _block_of(name, stored, scale)
+    return ScaledLinear(stored, scale, bias, rows, columns)
+
+
+def _block_of(name: str, stored: Tensor, scale: Tensor) -> tuple[int, int]:
+    (height, width), (below, beside) = stored.shape[1:], scale.shape[1:]
+    if below < 1 or beside < 1 or height % below or width % beside:
+        sizes = list(scale.shape[1:]), list(stored.shape[1:])
+        value_error("{}.block=None with {} blocks of {} weights: expected (rows, columns)", name, *sizes)
+    return max(height // below, 1), max(width // beside, 1)
+
+
+def dequantised(linear: ScaledLinear, dtype: torch.dtype) -> Tensor:
+    """[E, B, A] in `dtype`: what the weight stands for."""
+    weight, scale, _, rows, columns = linear
+    computed = _checks.compute_dtype(dtype)
+    return (weight.to(computed) * spread(scale, weight.shape, rows, columns).to(computed)).to(dtype)
+
+
+def quantised_weight(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> ScaledWeight:
+    """A weight [E, B, A] in 8 bits; a scale maps the largest magnitude of its block to the largest of `dtype`.
+
+    One expert at a time is there in float32.
+    """
+    experts = [quantised(each, *block, dtype) for each in weight]
+    return ScaledWeight(*map(torch.stack, zip(*experts, strict=True)), block)  # type: ignore[misc]
+
+
+def _num_slots(args: ScaledGroupedGemm) -> int:
+    return args.x.shape[0] if args.sorted_slots is None else args.sorted_slots.shape[0]
+
+
+def _check(args: ScaledGroupedGemm) -> None:
+    x, linear = args.x, args.weight
+    _check_weight(linear)
+    _check_rows(args)
+    _checks.expect_shape("weight", linear.weight, ("E", "B", x.shape[1]))
+    if linear.bias is not None:
+        _checks.expect_shape("bias", linear.bias, linear.weight.shape[:2])
+        _checks.expect_same_dtype(args.dtype, "the result", bias=linear.bias)
+    _checks.expect_same_device(
+        x.device, "x", weight=linear.weight, scale=linear.scale, bias=linear.bias, x_scale=args.x_scale
+    )
+    check_offsets(args.expert_offsets, GroupedLinear(linear.weight), "x", x)
+
+
+def _check_weight(linear: ScaledLinear) -> None:
+    weight, scale, _, rows, columns = linear
+    _checks.expect_shape("weight", weight, ("E", "B", "A"))
+    expect_stored("weight.dtype", weight.dtype)
+    _checks.expect_weight_strides("weight", weight)
+    for name, size in (("block_rows", rows), ("block_columns", columns)):
+        if size < 1:
+            value_error("{}={}: expected at least 1", name, size)
+    blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(weight.shape[2], columns)
+    _checks.expect_shape("scale", scale, blocks)
+    _checks.expect_same_dtype(torch.float32, "scales", scale=scale)
+
+
+def _check_rows(args: ScaledGroupedGemm) -> None:
+    x, scale, linear = args.x, args.x_scale, args.weight
+    _checks.expect_shape("x", x, ("T", "A"))
+    if scale is None:
+        _checks.expect_floating("x", x)
+        _checks.expect_result_dtype("dtype", args.dtype, x.dtype)
+    else:
+        _checks.expect_same_dtype(linear.weight.dtype, "weight", x=x)
+        _checks.expect_shape("x_scale", scale, (x.shape[0], blocks_of(x.shape[1], linear.block_columns)))
+        _checks.expect_same_dtype(torch.float32, "scales", x_scale=scale)
+        if args.dtype not in _checks.FLOATING_DTYPES:
+            type_error("dtype={}: expected a floating point dtype of 16 bits or more", args.dtype)
+    if args.sorted_slots is not None:
+        check_slots(args.sorted_slots, x.shape[0])
+        _checks.expect_same_device(x.device, "x", sorted_slots=args.sorted_slots)
+
+
+def _reference(args: ScaledGroupedGemm) -> Tensor:
+    """One expert after the other, so that no more than one is there in the compute dtype."""
+    linear, computed = args.weight, _checks.compute_dtype(args.dtype)
+    rows = _rows(args, computed)
+    out = _fake(args).zero_()
+    for expert, (start, end) in enumerate(pairwise(read_offsets(args.expert_offsets, rows.shape[0]))):
+        if start < end:
+            one = linear._replace(weight=linear.weight[expert], scale=linear.scale[expert])
+            bias = None if linear.bias is None else linear.bias[expert].to(computed)
+            out[start:end] = expert_linear(rows[start:end], dequantised(one, computed), bias)
+    return out
+
+
+def _rows(args: ScaledGroupedGemm, dtype: torch.dtype) -> Tensor:
+    """[S, A] in `dtype`."""
+    x = args.x.to(dtype)
+    if args.x_scale is not None:
+        x = x * spread(args.x_scale, x.shape, 1, args.weight.block_columns)
+    return x if args.sorted_slots is None else permute(x, args.sorted_slots)
+
+
+def _cuda(args: ScaledGroupedGemm) -> Tensor:
+    return _fake(args) if _num_slots(args) == 0 else _library.launch(args)
+
+
+def _fake(args: ScaledGroupedGemm) -> Tensor:
+    return args.x.new_empty((_num_slots(args), args.weight.weight.shape[1]), dtype=args.dtype)
+
+
+_library.define(ScaledGroupedGemm, "Tensor", check=_check, cpu=_reference, cuda=_cuda, fake=_fake)
+_library.define_compiled(ScaledGroupedGemm, cpu=_reference, fake=_fake)
+
+
+def _save(args: ScaledGroupedGemm, output: Tensor) -> Any:
+    return args
+
+
+def _backward(args: ScaledGroupedGemm, needs: ScaledGroupedGemm, grad: Tensor) -> ScaledGroupedGemm:
+    grad = grad.contiguous()
+    to_x = _through(args, grad.to(args.x.dtype)) if needs.x and args.x_scale is None else None
+    needed = partial(GroupedLinear, bias=needs.weight.bias)
+    to_bias = linear_gradient(grad, args.x, args.expert_offsets, needed).bias
+    return partial(ScaledGroupedGemm, x=to_x, weight=partial(ScaledLinear, bias=to_bias))
+
+
+def _through(args: ScaledGroupedGemm, grad: Tensor) -> Tensor:
+    """To x; the whole weight is there in its dtype for a while."""
+    transposed = GroupedLinear(dequantised(args.weight, grad.dtype).transpose(1, 2))
+    to_rows = product(grad, transposed, args.expert_offsets)
+    slots = args.sorted_slots
+    return to_rows if slots is None else permute_gradient(to_rows, slots, args.x.shape[0])
+
+
+def _tangent(args: ScaledGroupedGemm, tangents: ScaledGroupedGemm) -> _autograd.Tangents:
+    to_x = _autograd.or_zeros(tangents.x, args.x)
+    linear = args.weight._replace(bias=tangents.weight.bias)
+    return (_library.call(args._replace(x=to_x, weight=linear)),)
+
+
+_autograd.define_gradient(ScaledGroupedGemm, _save, _backward, _tangent)
+_library.define_flops(ScaledGroupedGemm, lambda shapes: product_flops(_flop_rows(shapes), shapes.weight))
+_library.define_vmap(ScaledGroupedGemm)
+
+
+def _flop_rows(shapes: ScaledGroupedGemm) -> int:
+    slots = shapes.sorted_slots
+    return (shapes.x if slots is None else slots)[0]  # type: ignore[return-value]  # shapes

@@ -1,0 +1,123 @@
+"""scaled_fused_experts: the experts of a whole MoE layer with weights of 8 bits, from expert ids.
+
+    out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
+    e      = topk_ids[t, k],  w13[e] and w2[e] times their scales
+
+It is `fused_experts` as its stage operators, eagerly and traced: `scaled_grouped_gemm` for both products, which takes
+tokens where they lie, and `quantise_rows` for what they are made from.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from moe_ops import _checks, _library
+from moe_ops.activation import activation_spec, gated_activation
+from moe_ops.arguments import FusedExperts
+from moe_ops.combine import combine
+from moe_ops.dispatch import build_dispatch
+from moe_ops.errors import value_error
+from moe_ops.fused_experts import expect_routed, weigh_input
+from moe_ops.scaled import scaled_linear
+from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
+from moe_ops.types import Activation, ScaledWeight, is_gated_spec
+from moe_ops.values import ExpertWeights, GroupedLinear, PairedLinear, Placement, ScaledLinear
+
+Rows = Literal["quantised", "exact"]
+
+
+def scaled_fused_experts(
+    hidden_states: Tensor,
+    w13: ScaledWeight,
+    w2: ScaledWeight,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str | Activation = "silu",
+    *,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    shared: Tensor | None = None,
+    rows: Rows = "quantised",
+) -> Tensor:
+    """`fused_experts` with quantised weights, which are read as they are stored and never copied.
+
+    Args:
+        hidden_states: [T, H], any floating dtype.
+        w13: of weights [E, 2I, H] ([E, I, H] for an ungated activation), w2: of [E, H, I], and their scales.
+        topk_weights, topk_ids, expert_map, apply_router_weight_on_input, shared: see `fused_experts`.
+        activation: a name or an `Activation`.
+        w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
+        rows: what is multiplied with weights: "quantised" rows, of the weights' dtype, with a scale for each block of
+            the weights' columns, or "exact" ones, of the dtype of hidden_states. Exact rows are for accuracy and few
+            tokens; on tensor cores weights then have to be converted.
+
+    Returns:
+        [T, H], dtype of hidden_states.
+
+    Raises:
+        ValueError, TypeError: the message names argument, value and expectation.
+
+    Gradient: with exact rows to hidden_states, topk_weights, biases and shared, not to weights and scales.
+
+    Example:
+        >>> w13 = moe_ops.ScaledWeight(w13_int8, w13_scale)  # [E, 2I, H] and [E, 2I, 1]
+        >>> out = moe_ops.scaled_fused_experts(hidden_states, w13, w2, topk_weights, topk_ids)
+    """
+    up, down = scaled_linear("w13", w13, w13_bias), scaled_linear("w2", w2, w2_bias)
+    spec = activation_spec(activation)
+    args = FusedExperts(
+        hidden_states, _weights(up, down), topk_weights, topk_ids, Placement(expert_map), shared, spec
+    )
+    return run(weigh_input(args) if apply_router_weight_on_input else args, up, down, rows)
+
+
+def _weights(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:
+    return ExpertWeights(PairedLinear(w13.weight, w13.bias), GroupedLinear(w2.weight, w2.bias))
+
+
+def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
+    """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
+    x, up_bias, down_bias, shared = _library.autocast((args.hidden_states, w13.bias, w2.bias, args.shared))
+    _check_sizes(args, w13, w2)
+    _check_rows(x, rows)
+    plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
+    gate_up = _product(x, w13._replace(bias=up_bias), plan.expert_offsets, plan.sorted_slots, rows)
+    activated = gated_activation(gate_up, args.activation)
+    expert_out = _product(activated, w2._replace(bias=down_bias), plan.expert_offsets, None, rows)
+    return combine(expert_out, args.topk_weights, plan.inverse, shared, *args.epilogue)
+
+
+def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | None, rows: Rows) -> Tensor:
+    if rows == "exact":
+        return _library.call(ScaledGroupedGemm(x, None, linear, offsets, slots, x.dtype))
+    stored, scale = _library.call(QuantiseRows(x, linear.block_columns, linear.weight.dtype))
+    return _library.call(ScaledGroupedGemm(stored, scale, linear, offsets, slots, x.dtype))
+
+
+def _check_rows(x: Tensor, rows: Rows) -> None:
+    if rows not in get_args(Rows):
+        value_error("rows={!r}: expected 'quantised' or 'exact'", rows)
+    if rows == "quantised" and torch.is_grad_enabled() and x.requires_grad:
+        value_error(
+            "rows='quantised' of hidden_states that require a gradient: expected 'exact' or torch.no_grad()"
+        )
+
+
+def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> None:
+    """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
+    _checks.expect_floating("hidden_states", args.hidden_states)
+    _checks.expect_shape("hidden_states", args.hidden_states, ("T", "H"))
+    num_experts, columns, _ = w13.weight.shape
+    hidden_size = args.hidden_states.shape[1]
+    _checks.expect_shape("w13", w13.weight, ("E", "2I", hidden_size))
+    gated = is_gated_spec(args.activation)
+    if gated and columns % 2:
+        value_error(
+            "w13 has {} gate and up features: expected an even number for {!r}", columns, args.activation
+        )
+    features = columns // 2 if gated else columns
+    _checks.expect_shape("w2", w2.weight, (num_experts, hidden_size, features))
+    expect_routed(args)
