@@ -1,6 +1,6 @@
 """Experts in 8 bits beside experts in bfloat16: whole layers from expert ids, as CUDA graphs, taken in turns.
 
-Before anything is timed, each result is compared with that of bfloat16: what quantising costs in accuracy is in the table.
+Before anything is timed, each result is compared with that of bfloat16: what quantising costs is in the table too.
 """
 
 import argparse

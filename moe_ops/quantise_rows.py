@@ -1,11 +1,13 @@
 """quantise_rows: rows in 8 bits, each block of whose columns has a scale.
 
-    scale[t, b] = max over c in block b of |x[t, c]| / largest      (1 where that is 0)
-    rows[t, c]  = round(x[t, c] / scale[t, c // columns])
+    largest[t, b] = max over c in block b of |x[t, c]|
+    scale[t, b]   = largest[t, b] / most                            (1 for a block of zeros)
+    rows[t, c]    = round(x[t, c] * (most / largest[t, c // columns]))
 
-T rows, A columns; `largest` is 448 for float8_e4m3fn and 127 for int8, and rounding is to the nearest, to even between
-two. That is the dynamic quantisation of DeepSeek-V3's activations with blocks of 128 columns (arXiv 2412.19437, section
-3.3), and with one block that of vLLM per token. Consumed by `scaled_grouped_gemm`. Static shapes, no host sync on CUDA.
+T rows, A columns; `most` is 448 for float8_e4m3fn and 127 for int8, all in float32, and rounding is to the nearest, to
+even between two. That is the dynamic quantisation of DeepSeek-V3's activations with blocks of 128 columns (arXiv
+2412.19437, section 3.3), and with one block that of vLLM per token. Consumed by `scaled_grouped_gemm`. Static shapes,
+no host sync on CUDA.
 """
 
 import torch
@@ -49,12 +51,13 @@ def blocks_of(size: int, block: int) -> int:
 
 def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[B, A] in 8 bits, and the scales [ceil(B / rows), ceil(A / columns)] of its blocks of rows and columns."""
-    values = matrix.float()
-    scale = _maxima(values.abs(), rows, columns) / LARGEST[dtype]
-    scale = torch.where(scale == 0, 1, scale)
-    divided = values / spread(scale, matrix.shape, rows, columns)
-    rounded = divided if dtype.is_floating_point else divided.round()
-    return rounded.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype), scale
+    values, most = matrix.float(), LARGEST[dtype]
+    largest = _maxima(values.abs(), rows, columns)
+    quotient = torch.full_like(largest, most) / largest  # of a number torch would take the reciprocal
+    factor = torch.where(largest == 0, 1, quotient)
+    multiplied = values * spread(factor, matrix.shape, rows, columns)
+    rounded = multiplied if dtype.is_floating_point else multiplied.round()
+    return rounded.clamp(-most, most).to(dtype), torch.where(largest == 0, 1, largest / most)
 
 
 def _maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:

@@ -27,6 +27,8 @@ from moe_ops.scaled_arguments import ScaledGroupedGemm
 from moe_ops.types import ScaledWeight
 from moe_ops.values import GroupedLinear, ScaledLinear
 
+_OF_8_BITS = (torch.bfloat16, torch.float16, torch.float32)  # results of rows in 8 bits
+
 
 def scaled_grouped_gemm(
     x: Tensor,
@@ -148,8 +150,8 @@ def _check_rows(args: ScaledGroupedGemm) -> None:
         _checks.expect_same_dtype(linear.weight.dtype, "weight", x=x)
         _checks.expect_shape("x_scale", scale, (x.shape[0], blocks_of(x.shape[1], linear.block_columns)))
         _checks.expect_same_dtype(torch.float32, "scales", x_scale=scale)
-        if args.dtype not in _checks.FLOATING_DTYPES:
-            type_error("dtype={}: expected a floating point dtype of 16 bits or more", args.dtype)
+        if args.dtype not in _OF_8_BITS:
+            type_error("dtype={}: expected {}", args.dtype, " or ".join(map(str, _OF_8_BITS)))
     if args.sorted_slots is not None:
         check_slots(args.sorted_slots, x.shape[0])
         _checks.expect_same_device(x.device, "x", sorted_slots=args.sorted_slots)
@@ -177,7 +179,15 @@ def _rows(args: ScaledGroupedGemm, dtype: torch.dtype) -> Tensor:
 
 
 def _cuda(args: ScaledGroupedGemm) -> Tensor:
-    return _fake(args) if _num_slots(args) == 0 else _library.launch(args)
+    if _num_slots(args) == 0:
+        return _fake(args)
+    return _library.launch(args) if _library.has_launches(args) else _dequantised(args)
+
+
+def _dequantised(args: ScaledGroupedGemm) -> Tensor:
+    """With the whole weight in x's dtype: for float64, whose tensor cores take no operand that was converted."""
+    weight = GroupedLinear(dequantised(args.weight, args.dtype), args.weight.bias)
+    return product(_rows(args, args.dtype), weight, args.expert_offsets)
 
 
 def _fake(args: ScaledGroupedGemm) -> Tensor:

@@ -1,4 +1,4 @@
-"""quantise_rows: the largest magnitude of each block of a row's columns, then the block divided by it."""
+"""quantise_rows: the largest magnitude of each block of a row's columns, and the block over it."""
 
 from typing import Any
 
@@ -36,6 +36,29 @@ def _rounded(value, TO_INTEGER: tl.constexpr):
 
 
 @triton.jit
+def _with_largest(largest, value):
+    """The largest magnitudes so far, NaN where there was one: a maximum drops it."""
+    found = tl.max(tl.abs(value), 1)
+    is_nan = tl.max((value != value).to(tl.int32), 1) != 0
+    return tl.where(is_nan | (largest != largest), float("nan"), tl.maximum(largest, found))
+
+
+@triton.jit
+def _quotient(dividend, divisor):
+    """As a CPU divides; 1 where the result would be that of a block of zeros."""
+    is_zero = (dividend == 0.0) | (divisor == 0.0)
+    return tl.where(is_zero, 1.0, tl.div_rn(dividend, tl.where(is_zero, 1.0, divisor)))
+
+
+@triton.jit
+def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr):
+    factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest)
+    multiplied = _rounded(value * factor[:, None], LARGEST == 127.0)
+    clamped = tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST)
+    tl.store(rows_ptr + places, clamped.to(rows_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def quantise_rows_kernel(
     x_ptr, rows_ptr, scale_ptr, columns, depth, num_blocks, x_stride_t, x_stride_k,
     LARGEST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -44,24 +67,23 @@ def quantise_rows_kernel(
     programs = tl.cdiv(num_blocks, BLOCKS)
     row = (tl.program_id(0) // programs).to(tl.int64)
     blocks = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
-    row_ptr = x_ptr + row * x_stride_t
-    inside_block = tl.arange(0, COLUMNS)
-    known = blocks < num_blocks
+    x_row_ptr, row_ptr = x_ptr + row * x_stride_t, rows_ptr + row * depth
+    scale_ptrs, known = scale_ptr + row * num_blocks + blocks, blocks < num_blocks
+    inner = tl.arange(0, COLUMNS)
     largest = tl.zeros((BLOCKS,), tl.float32)
-    has_nan = tl.zeros((BLOCKS,), tl.int32)
-    for start in range(0, 1 if ONCE else columns, COLUMNS):
-        value, places, inside = _values(row_ptr, blocks, start + inside_block, columns, depth, x_stride_k)
-        largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
-        has_nan = tl.maximum(has_nan, tl.max((value != value).to(tl.int32), 1))
-    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, tl.full((BLOCKS,), LARGEST, tl.float32)))
-    scale = tl.where(has_nan != 0, float("nan"), scale)
-    tl.store(scale_ptr + row * num_blocks + blocks, scale, mask=known)
-    for start in range(0, 1 if ONCE else columns, COLUMNS):
-        if not ONCE:
-            value, places, inside = _values(row_ptr, blocks, start + inside_block, columns, depth, x_stride_k)
-        divided = tl.div_rn(value, tl.broadcast_to(scale[:, None], value.shape))
-        clamped = tl.minimum(tl.maximum(_rounded(divided, LARGEST == 127.0), -LARGEST), LARGEST)
-        tl.store(rows_ptr + row * depth + places, clamped.to(rows_ptr.dtype.element_ty), mask=inside)
+    if ONCE:
+        value, places, inside = _values(x_row_ptr, blocks, inner, columns, depth, x_stride_k)
+        largest = _with_largest(largest, value)
+        _store(row_ptr, value, places, inside, largest, LARGEST)
+    else:
+        for start in range(0, columns, COLUMNS):
+            value, places, inside = _values(x_row_ptr, blocks, start + inner, columns, depth, x_stride_k)
+            largest = _with_largest(largest, value)
+        for start in range(0, columns, COLUMNS):
+            value, places, inside = _values(x_row_ptr, blocks, start + inner, columns, depth, x_stride_k)
+            _store(row_ptr, value, places, inside, largest, LARGEST)
+    scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    tl.store(scale_ptrs, scale, mask=known)
 
 
 def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
@@ -87,5 +109,6 @@ def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
         "BLOCKS": blocks,
         "COLUMNS": width,
     }
-    launch = Launch(quantise_rows_kernel, (num_tokens * cdiv(num_blocks, blocks),), given, 4, 1)
+    warps = min(max(width * blocks // _LEAST, 1), 8)
+    launch = Launch(quantise_rows_kernel, (num_tokens * cdiv(num_blocks, blocks),), given, warps, 1)
     return Program((rows, scale), (launch,), (rows.name, scale.name))

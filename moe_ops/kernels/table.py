@@ -63,5 +63,6 @@ PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
 TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
     of.SharedAlone: dense.takes,
     of.DenseGemm: dense.takes_product,
+    scaled_arguments.ScaledGroupedGemm: scaled.takes,
 }
 """Whether the launches are for such arguments, of operators that a library's products run otherwise."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.scaled import IN_8_BITS, IN_8_BITS_ONE_BLOCK, IN_16_BITS
+from moe_ops.kernels.scaled import IN_8_BITS, IN_16_BITS
 from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
@@ -43,6 +43,13 @@ def _spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, int])
     return per_row.repeat_interleave(block[1], -1)[..., : shape[1]]
 
 
+def _tolerance(stored: torch.dtype, dtype: torch.dtype, device: str) -> torch.dtype:
+    """Hopper's tensor cores keep 14 bits of a sum of float8 products."""
+    return (
+        torch.float16 if device == "cuda" and stored.is_floating_point and dtype == torch.float32 else dtype
+    )
+
+
 class Product:
     """Weights, rows and what they make."""
 
@@ -67,7 +74,7 @@ class Product:
 
 @pytest.mark.parametrize(
     ("size", "stored", "dtype", "case"),
-    mixed(SIZES, STORED, (torch.bfloat16, torch.float32, torch.float64, torch.float16), OFFSETS, rounds=2),
+    mixed(SIZES, STORED, (torch.bfloat16, torch.float32, torch.float16), OFFSETS, rounds=2),
     ids=str,
 )
 def test_exact_rows(size, stored, dtype, case, device):
@@ -92,7 +99,9 @@ def test_quantised_rows(size, stored, dtype, case, top_k, device):
     out = product.launch(x, offsets, dtype, device, x_scale=x_scale, slots=slots)
     assert out.dtype == dtype
     rows = (x.double() * _spread(x_scale, (1, columns), (tokens, depth)))[slots.long() // top_k]
-    assert_close(out, oracles.grouped_gemm(rows, product.dense, offsets, None), dtype)
+    assert_close(
+        out, oracles.grouped_gemm(rows, product.dense, offsets, None), _tolerance(stored, dtype, device)
+    )
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -120,7 +129,8 @@ def test_tiles_of_every_height(rows, stored, device):
     offsets = torch.tensor([0, rows - 1, rows, 3 * rows + 5, slots - 2], dtype=torch.int32)
     x, x_scale = _stored((slots, 144), stored), _scale(slots, 1)
     out = product.launch(x, offsets, torch.float32, device, x_scale=x_scale)
-    assert_close(out, oracles.grouped_gemm(x.double() * x_scale.double(), product.dense, offsets, None))
+    expected = oracles.grouped_gemm(x.double() * x_scale.double(), product.dense, offsets, None)
+    assert_close(out, expected, _tolerance(stored, torch.float32, device))
 
 
 def _planned(features, depth, block, rows, dtype=torch.bfloat16, stored=torch.float8_e4m3fn, gpu=H200):
@@ -162,14 +172,14 @@ def test_steps_divide_blocks_and_depth():
 
 
 def test_rows_in_8_bits_have_tiles_of_their_own():
-    for table, block, dtype in (
-        (IN_8_BITS, (128, 128), torch.float8_e4m3fn),
-        (IN_8_BITS_ONE_BLOCK, (1, 256), torch.float8_e4m3fn),
-        (IN_16_BITS, (1, 256), torch.bfloat16),
+    for table, block, dtype, most in (
+        (IN_8_BITS, (128, 128), torch.float8_e4m3fn, 64),
+        (IN_8_BITS, (1, 256), torch.float8_e4m3fn, 128),
+        (IN_16_BITS, (128, 128), torch.bfloat16, 128),
     ):
         found = [_planned(256, 256, block, 8 * rows, dtype) for rows in (4, 16, 60, 300)]
         assert [(each.args["BLOCK_M"], each.args["BLOCK_N"]) for each in found] == [
-            (height, table[height].block_n) for height in (16, 32, 64, 128)
+            (height, table[height].block_n) for height in (16, 32, 64, most)
         ]
 
 
@@ -201,7 +211,7 @@ def test_rows_are_quantised_as_on_a_cpu(depth, columns, dtype, x_dtype, device):
         assert torch.equal(found, expected)
         return
     # Triton's interpreter rounds away from zero between two, and to a half of the power of two above.
-    exact = (x.float() / expected_scale.repeat_interleave(columns, 1)[:, :depth]).abs()
+    exact = (x.float() * (1 / expected_scale).repeat_interleave(columns, 1)[:, :depth]).abs()
     step = exact.clamp(min=2**-6).log2().floor().exp2() / 8
     known = ((exact / step) % 1 != 0.5) & (torch.frexp(expected)[0].abs() != 0.5)
     assert known.double().mean() > 0.5 and torch.equal(found[known], expected[known])

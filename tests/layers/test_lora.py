@@ -344,5 +344,7 @@ def test_shared_experts_in_the_same_operator_are_refused():
     config = MoEConfig(E, K, H, I, router=RouterConfig(), shared_experts=SharedExpertConfig(9, overlap=True))
     block = MoEBlock(config)
     attach(block.experts, make_adapters(block.experts), draw_ids(5))
-    with pytest.raises(ValueError, match=r"shared_experts.overlap=True with lora or quantised experts: expected False"):
+    with pytest.raises(
+        ValueError, match=r"shared_experts.overlap=True with lora or quantised experts: expected False"
+    ):
         block(torch.randn(5, H))

@@ -259,7 +259,7 @@ REFUSED = {
     "a whole result": (
         lambda: _call(torch.zeros(T * K, A, dtype=torch.int8), x_scale=torch.rand(T * K, 5), dtype=torch.int32),
         TypeError,
-        "dtype=torch.int32: expected a floating point dtype of 16 bits or more",
+        "dtype=torch.int32: expected torch.bfloat16 or torch.float16 or torch.float32",
     ),
     "a wider result": (lambda: _call(dtype=torch.float64), TypeError, "dtype=torch.float64: expected torch.float32"),
     "bias of another dtype": (

@@ -11,12 +11,12 @@ from benchmarks import (
     cpu_bench,
     host_bench,
     invariance_bench,
-    quantised_bench,
     kernels_bench,
     loading,
     moe_bench,
     options_bench,
     peers,
+    quantised_bench,
     training_bench,
 )
 from benchmarks.implementations import gmm
@@ -321,14 +321,14 @@ def test_invariance_is_checked_before_it_is_timed(tmp_path, monkeypatch):
 
 
 def test_quantised_layers_are_compared_before_they_are_timed():
-    workload = quantised_bench.Workload("tiny", 4, 2, 24, 20)
+    workload = quantised_bench.Workload("tiny", 4, 2, 256, 160)
     layers = quantised_bench.layers_of(workload, "cpu")
     assert list(layers) == ["bfloat16", *quantised_bench.WAYS]
-    for at in quantised_bench.inputs_of(quantised_bench.Cell(workload, 5, "uniform"), "cpu"):
+    for at in quantised_bench.inputs_of(quantised_bench.Cell(workload, 33, "uniform"), "cpu"):
         errors = quantised_bench.errors_of(layers, at)
         assert len(errors) == 4 and min(errors) > 1e-4
     with pytest.raises(ValueError, match=r"int8 rows: relative error 1.000: expected at most 0.04"):
-        quantised_bench.errors_of({**layers, "int8 rows": lambda _: torch.zeros(5, 24)}, at)
+        quantised_bench.errors_of({**layers, "int8 rows": lambda _: torch.zeros(33, 256)}, at)
 
 
 def test_host_times_are_taken_in_turns_from_an_idle_device() -> None:
