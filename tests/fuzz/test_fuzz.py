@@ -55,9 +55,9 @@ def test_every_case_is_run_once_and_those_that_compile_first():
 
 
 def test_a_gate_rounded_to_its_limit_is_no_finding():
-    """Where a clamp passes its limit: of -2.0016 and 2.0013, with the limit 2, derivatives are 0, of what is rounded not.
+    """A clamp passes its limit: if it is 2, derivatives at -2.0016 and 2.0013 are 0, of what is rounded they are not.
 
-    Where it does not, the other way round: what is rounded comes from within.
+    Where it does not pass it, the other way round: what is rounded comes from within.
     """
     verdict = check(draw(41, 1425 if CLAMP_PASSES_ITS_LIMIT else 10535), "cpu")
     assert verdict.wrong == [] and {"w13", "hidden_states"} <= {*verdict.cancelled}
