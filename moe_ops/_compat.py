@@ -1,8 +1,8 @@
 """Every private torch API the operators use; `inductor_passes/_compat.py` holds those of the passes.
 
 torch offers no public way to write an autograd kernel that serves `torch.func` and forward mode too:
-`torch.library.register_autograd` raises under `torch.func.grad` and drops tangents without a word. Tested on torch 2.11
-and 2.13.
+`torch.library.register_autograd` raises under `torch.func.grad` and drops tangents without a word. Tested on torch
+2.11, 2.13 and 2.14.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
