@@ -1,4 +1,4 @@
-"""C++ kernels of one graph, compiled together. Private torch APIs, beside `_compat.py`; tested on torch 2.11 and 2.13.
+"""C++ kernels of one graph, compiled together. Private torch APIs, beside `_compat.py`; tested on torch 2.11 to 2.14.
 
 Inductor calls the C++ compiler once for each kernel, and most of a call goes into what is the same for all: to load the
 precompiled header and to link. Here kernels are noted while the generated code defines them, and what it waits for are

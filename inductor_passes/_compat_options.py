@@ -1,4 +1,4 @@
-"""What is private of Inductor's options, beside `_compat.py`. Tested on torch 2.11 and 2.13."""
+"""What is private of Inductor's options, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
 
 from typing import Any
 

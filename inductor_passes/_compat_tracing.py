@@ -1,4 +1,4 @@
-"""What `image.py` needs of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 and 2.13."""
+"""What `image.py` needs of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -3,7 +3,7 @@
 y, again = invoke_subgraph(region, "region", x)      region returns (..., x), as forwards return what they save
 f(again)   ->   f(x)                                 likewise of a view of x
 
-Torch 2.11 to 2.13 take `again` for memory of its own: with no reader of `x` left they write other results into it,
+Torch 2.11 to 2.14 take `again` for memory of its own: with no reader of `x` left they write other results into it,
 and the backward of a nested compile region that is called twice reads those: wrong gradients, silently.
 """
 

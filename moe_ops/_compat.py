@@ -1,8 +1,8 @@
 """Every private torch API the operators use; `inductor_passes/_compat.py` holds those of the passes.
 
 torch offers no public way to write an autograd kernel that serves `torch.func` and forward mode too:
-`torch.library.register_autograd` raises under `torch.func.grad` and drops tangents without a word. Tested on torch 2.11
-and 2.13.
+`torch.library.register_autograd` raises under `torch.func.grad` and drops tangents without a word. Tested on torch
+2.11, 2.13 and 2.14.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._library.utils import MutationChecker
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context: an operator called inside goes past its autograd kernel."""
@@ -131,6 +132,16 @@ def is_in_vmap() -> bool:
     """Whether `torch.vmap` is active. Dynamo asks while it traces, and guards the transforms that are active."""
     active = _functorch.get_interpreter_stack() or ()
     return any(each.key() == _functorch.TransformType.Vmap for each in active)
+
+
+def _clamp_passes_its_limit() -> bool:
+    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
+        limit = torch.zeros((), device="cpu", requires_grad=True)
+        return bool(torch.autograd.grad(limit.clamp(max=0.0), limit)[0])
+
+
+CLAMP_PASSES_ITS_LIMIT = _clamp_passes_its_limit()
+"""Whether the slope of a clamp is 1 where a value equals the limit, as it was before torch 2.14, or 0."""
 
 
 def has_onednn() -> bool:

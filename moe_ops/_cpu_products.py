@@ -77,7 +77,7 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     if (most := _rows_to_pad_to(offsets, x.dtype, weight.shape[1:])) is not None:
         out = _all_at_once(x, linear, expert_offsets, most)
     elif _suits_torch_grouped_mm(x, linear):
-        out = F.grouped_mm(x, weight.transpose(1, 2), offs=expert_offsets[1:])
+        out = F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(expert_offsets))
     else:
         out = x.new_empty((x.shape[0], weight.shape[1]))
         for expert, (start, end) in enumerate(pairwise(offsets)):
@@ -96,7 +96,7 @@ def grouped_outer_product(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Te
     if (most := _rows_to_pad_to(offsets, x.dtype, out_shape[1:])) is not None:
         return _outer_all_at_once(grad, x, expert_offsets, most)
     if _suits_torch_grouped_outer(grad, x):
-        return F.grouped_mm(grad.t(), x, offs=expert_offsets[1:])
+        return F.grouped_mm(grad.t(), x, offs=_ends(expert_offsets))
     out = x.new_empty(out_shape)
     for expert_out, (start, end) in zip(out.unbind(0), pairwise(offsets), strict=True):
         if start < end:
@@ -104,6 +104,11 @@ def grouped_outer_product(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Te
         else:
             expert_out.zero_()
     return out
+
+
+def _ends(expert_offsets: Tensor) -> Tensor:
+    """Where the rows of each expert end, side by side in memory, as torch 2.14's grouped product takes them."""
+    return expert_offsets.contiguous()[1:]
 
 
 def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops._compat import CLAMP_PASSES_ITS_LIMIT
 from moe_ops.arguments import GatedActivation, GatedActivationBackward
 from moe_ops.errors import describe, type_error, value_error
 from moe_ops.formula import Formula
@@ -200,7 +201,7 @@ def _formula_backward(args: GatedActivationBackward) -> Tensor:
 
 
 def apply_activation_backward(grad: Tensor, gate_up: Tensor, activation: Activation) -> Tensor:
-    """The derivative formula, in gate_up's own dtype; clamped values pass gradient at the limit, as torch does."""
+    """The derivative formula, in gate_up's own dtype; at a limit a clamp passes what torch's own does."""
     if not activation.is_gated:
         return grad * _gate_slope(gate_up, activation)
     gate, up = split_gate_up(gate_up, activation)
@@ -229,12 +230,17 @@ def _sigmoid_gate_slope(gate: Tensor, activation: Activation) -> Tensor:
     slope = sigmoid * (1 + alpha * clamped * (1 - sigmoid))
     if activation.limit is None:
         return slope
-    return slope * ((gate * sigmoid if activation.function == "swiglustep" else gate) <= activation.limit)
+    return slope * _passes(gate * sigmoid if activation.function == "swiglustep" else gate, activation.limit)
 
 
 def _up_slope(up: Tensor, activation: Activation) -> Tensor:
     slope = _bounded_slope(up, activation.linear_beta)
-    return slope if activation.limit is None else slope * (up.abs() <= activation.limit)
+    return slope if activation.limit is None else slope * _passes(up.abs(), activation.limit)
+
+
+def _passes(value: Tensor, limit: float) -> Tensor:
+    """Where a clamp to at most `limit` has a slope of 1."""
+    return value <= limit if CLAMP_PASSES_ITS_LIMIT else value < limit
 
 
 def _cuda_backward(args: GatedActivationBackward) -> Tensor:

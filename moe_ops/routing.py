@@ -186,7 +186,7 @@ def _root_and_decay(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _near_and_beyond(logits: Tensor) -> tuple[Tensor, Tensor]:
     """x down to -36, below which log(1 + e^x) is e^x to the last bit of float64, and how far it is below that."""
     lowest = -36.0  # no global: Dynamo reads no shared float in two checkpoints
-    return logits.clamp(min=lowest), torch.relu(lowest - logits)
+    return logits.masked_fill(logits < lowest, lowest), torch.relu(lowest - logits)
 
 
 def _keep_best_groups(selection: Tensor, config: RoutingConfig, largest: Largest) -> Tensor:

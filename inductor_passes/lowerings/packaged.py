@@ -88,7 +88,8 @@ def multiply(graph: Graph, given: tuple[Node, Node, Node], like: Node) -> Node:
 
 
 def _operands(weight: Tensor, expert_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    return weight.transpose(1, 2), expert_offsets.narrow(0, 1, weight.shape[0])
+    # Side by side in memory: torch 2.14 asks for it, and before that kernels of CUDA's took it for granted.
+    return weight.transpose(1, 2), expert_offsets.contiguous().narrow(0, 1, weight.shape[0])
 
 
 def _result(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modes of torch, which are private in 2.11 and 2.13: the one file here that knows them."""
+"""Modes of torch, which are private in 2.11 to 2.14: the one file here that knows them."""
 
 from contextlib import AbstractContextManager
 from typing import Any

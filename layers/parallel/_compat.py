@@ -1,4 +1,4 @@
-"""Symmetric memory of torch, which is private in 2.11 and 2.13: the one file of `layers` that knows it.
+"""Symmetric memory of torch, which is private in 2.11 to 2.14: the one file of `layers` that knows it.
 
 The backend is the default one, "CUDA": plain peer-to-peer memory. `set_backend("CUDA")` raises on torch 2.11, and that
 of NVSHMEM has barriers that do nothing (pytorch/pytorch#191858). Multicast is never used.

@@ -1,4 +1,4 @@
-"""Every private Triton API that launches use, tested on Triton 3.6 and 3.9.
+"""Every private Triton API that launches use, tested on Triton 3.6, 3.8 and 3.9.
 
 Triton's own way to launch compiled code asks a tensor argument for its address and the driver whether that is the
 GPU's, makes TMA descriptors anew, and calls hooks where there are none. What is below all that is a function in C that
@@ -62,7 +62,7 @@ def _tensor_map(given: TensorDescriptor, meta: Any) -> Any:
     return make_tensordesc_arg(given, meta, *_MORE_OF_A_MAP[_VERSION])[0]
 
 
-_MORE_OF_A_MAP: dict[tuple[int, ...], tuple[None, ...]] = {(3, 6): (), (3, 9): (None,)}
+_MORE_OF_A_MAP: dict[tuple[int, ...], tuple[None, ...]] = {(3, 6): (), (3, 8): (None,), (3, 9): (None,)}
 
 
 def _launch_3_6(compiled: Any, launcher: Any) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _launch_3_6(compiled: Any, launcher: Any) -> Callable[..., Any]:
     return lambda grid, stream, args: run(*grid, stream, *options, *rest, *args)
 
 
-def _launch_3_9(compiled: Any, launcher: Any) -> Callable[..., Any]:
+def _launch_3_8(compiled: Any, launcher: Any) -> Callable[..., Any]:
     run = driver.active.utils.launch
     options = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     rest = compiled.packed_metadata, None, None, None, None, None  # no hooks, no memory
@@ -84,7 +84,7 @@ def _launch_3_9(compiled: Any, launcher: Any) -> Callable[..., Any]:
     return lambda grid, stream, args: run(*grid, stream, *options, *rest, *kinds, args)
 
 
-_LAUNCHES = {(3, 6): _launch_3_6, (3, 9): _launch_3_9}
+_LAUNCHES = {(3, 6): _launch_3_6, (3, 8): _launch_3_8, (3, 9): _launch_3_8}
 
 
 def has_hooks() -> bool:

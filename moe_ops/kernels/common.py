@@ -4,8 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops._compat import CLAMP_PASSES_ITS_LIMIT
+
 # The interpreter multiplies bfloat16 by its bit patterns, so there operands are widened first.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_PASSES_ITS_LIMIT = tl.constexpr(CLAMP_PASSES_ITS_LIMIT)
 
 
 def next_power_of_2(value: int) -> int:
@@ -141,7 +144,7 @@ def activation_gradient(
     grad, gate, up, NAME: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """(d gate, d up) of `apply_activation`. A clamped value passes the gradient where it equals its bound."""
+    """(d gate, d up) of `apply_activation`. At a limit a clamp passes what torch's does."""
     value, slope = _gate(gate, NAME, ALPHA, BETA, LIMIT)
     grad_gate = grad * slope
     grad_up = grad_gate
@@ -162,11 +165,12 @@ def _gate(gate, NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIM
         value = clamped * sigmoid
         slope = sigmoid + scaled * sigmoid * (1.0 - sigmoid)
         if LIMIT is not None:
-            slope = tl.where(gate > LIMIT, 0.0, slope)
+            slope = tl.where(_is_held(gate, LIMIT), 0.0, slope)
     elif NAME == "swiglustep":
         sigmoid = tl.sigmoid(gate)
         value = _at_most(gate * sigmoid, LIMIT)
-        slope = tl.where(gate * sigmoid > LIMIT, 0.0, sigmoid + gate * sigmoid * (1.0 - sigmoid))
+        slope = sigmoid + gate * sigmoid * (1.0 - sigmoid)
+        slope = tl.where(_is_held(gate * sigmoid, LIMIT), 0.0, slope)
     elif NAME == "situ":
         sigmoid = tl.sigmoid(gate)
         tanh = tanh_of(gate / BETA)
@@ -196,7 +200,7 @@ def _up(up, NAME: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, L
     slope = tl.full(up.shape, 1.0, up.dtype)
     if LIMIT is not None:
         value = _clamp(up, LIMIT)
-        slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, slope)
+        slope = tl.where(_is_held(tl.abs(up), LIMIT), 0.0, slope)
     if LINEAR_BETA is not None:
         tanh = tanh_of(up / LINEAR_BETA)
         value = LINEAR_BETA * tanh
@@ -217,6 +221,13 @@ def tanh_of(value):
         series = value - value * square * (0.3333333333333333 - square * series)
         result = tl.where(square < 0.0625, series, result)
     return result
+
+
+@triton.jit
+def _is_held(value, LIMIT: tl.constexpr):
+    """Where a clamp to at most LIMIT has a slope of 0."""
+    limit = tl.full(value.shape, LIMIT, value.dtype)
+    return value > limit if _PASSES_ITS_LIMIT else value >= limit
 
 
 @triton.jit

@@ -120,6 +120,9 @@ def _push_kernel(
                     _fill(row_ids_ptr.to(tl.int64) + here * (4 * K), ids_ptr, -1, K, BLOCK_K, 4)
                 if extra_ptr is not None:
                     _fill(row_extra_ptr.to(tl.int64) + here * C, extra_ptr, 0, C, BLOCK_C, 1)
+        # Loaded again: kept over the loop above, Triton 3.8 has too few registers for it.
+        mine = tl.load(addresses_ptr + rank)
+        counts_at = mine + parity * RANKS * SIGNAL_BYTES
         for index in range(cta, ROWS * (RANKS - 1), CTAS):
             sender, slot = (rank + 1 + index % (RANKS - 1)) % RANKS, index // (RANKS - 1)
             here = sender.to(tl.int64) * ROWS + slot

@@ -125,6 +125,23 @@ def test_activation_and_gradient(activation: Activation, dtype: torch.dtype, dev
     )
 
 
+@pytest.mark.parametrize("name", ["silu", "swiglu_oai", "swiglustep"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [*((dtype, 40.0) for dtype in DTYPES), (torch.float64, 40.1)], ids=str
+)
+def test_gradient_at_a_limit(name: str, dtype: torch.dtype, limit: float, device: str) -> None:
+    """Of 40.1 float32 has no more than the neighbour."""
+    activation = Activation(name, limit=limit)
+    values = torch.tensor([limit, -limit, limit - 1, limit + 1, 0.5], dtype=torch.float64)
+    gate_up = torch.cartesian_prod(values, values).to(dtype)
+    exact = gate_up.double().requires_grad_()
+    expected = torch.autograd.grad(oracles.activate(exact, activation).sum(), exact)[0]
+    grad = torch.ones(len(gate_up), 1, dtype=dtype)
+    ours = launch("gated_activation_backward", grad.to(device), gate_up.to(device), activation)
+    assert_close(ours, expected)
+    assert torch.equal(ours.cpu() == 0, expected.to(dtype) == 0)
+
+
 # Of the widest bound float64 keeps 12 digits, which cancel in a sum; `test_activation_and_gradient` has it.
 @pytest.mark.parametrize(
     ("activation", "dtype", "features"),

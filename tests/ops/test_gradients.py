@@ -34,13 +34,27 @@ def test_activation_gradcheck(activation):
     assert torch.autograd.gradcheck(lambda x: moe_ops.gated_activation(x, activation), (double(5, 8),))
 
 
-def test_activation_gradient_passes_at_the_limit():
-    gate_up = torch.tensor([[0.5, 0.5]], dtype=torch.float64, requires_grad=True)
-    activation = Activation("silu", limit=0.5)
-    (ours,) = torch.autograd.grad(moe_ops.gated_activation(gate_up, activation), gate_up)
-    gate, up = gate_up.clamp(max=0.5)[:, 0], gate_up.clamp(-0.5, 0.5)[:, 1]
-    (torchs,) = torch.autograd.grad(torch.nn.functional.silu(gate) * up, gate_up)
+@pytest.mark.parametrize("name", ["silu", "swiglu_oai", "swiglustep"])
+def test_activation_gradient_at_its_limit_is_what_clamp_has_there(name):
+    """1 before torch 2.14, and 0 from there on. Of 40 silu is 40, too."""
+    activation = Activation(name, limit=40.0)
+    values = torch.tensor([40.0, -40.0, 39.0, 41.0, 0.5], dtype=torch.float64)
+    gate_up = torch.cartesian_prod(values, values).requires_grad_()
+    function = lambda x: moe_ops.gated_activation(x, activation)  # noqa: E731
+    plain = lambda x: plain_activation(*x.split(1, dim=1), activation)  # noqa: E731
+    (ours,), (torchs,) = (torch.autograd.grad(f(gate_up).sum(), gate_up) for f in (function, plain))
     torch.testing.assert_close(ours, torchs)
+    along = torch.randn_like(gate_up)
+    ours, torchs = (torch.func.jvp(f, (gate_up.detach(),), (along,)) for f in (function, plain))
+    torch.testing.assert_close(ours, torchs)
+
+
+def plain_activation(gate, up, activation):
+    up = up.clamp(-activation.limit, activation.limit) + (activation.beta or 0.0)
+    if activation.name == "swiglustep":
+        return torch.nn.functional.silu(gate).clamp(max=activation.limit) * up
+    gate = gate.clamp(max=activation.limit)
+    return gate * torch.sigmoid(gate * (activation.alpha or 1.0)) * up
 
 
 def test_stage_gradchecks():

@@ -56,6 +56,15 @@ def test_values(dtype, has_bias, is_transposed):
     assert not out[OFFSETS[-1] :].any()
 
 
+def test_offsets_apart_in_memory_are_copied():
+    x, weight = given()
+    apart = torch.stack((OFFSETS, OFFSETS), dim=1)[:, 0]
+    result, out = computed(moe_ops.grouped_gemm, x, weight, apart, passes=PASS)
+    (product,) = result.graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default)
+    assert product.args[2].meta["val"].stride() == (1,)
+    assert_matches_oracle(out, oracle(x, weight))
+
+
 def test_the_product_is_a_call_that_costs_what_the_operator_did(monkeypatch):
     """It is no operator: a function takes it in, and what it multiplies is counted."""
     monkeypatch.undo()
