@@ -167,6 +167,17 @@ def define_no_gradient(arguments: type) -> None:
     )
 
 
+def define_constant(arguments: type) -> None:
+    """Registers an operator whose outputs, floating ones too, are constants to autograd."""
+    operator = OPERATORS[arguments]
+
+    def autograd_kernel(*leaves: Any) -> Any:
+        with _compat.below_autograd():
+            return operator.overload(*leaves)
+
+    LIBRARY.impl(operator.name, autograd_kernel, "Autograd")
+
+
 def define_gradient_of_formula(arguments: type, formula: Op) -> None:
     """Registers an operator's derivatives as those of `formula`, plain PyTorch that computes the same thing.
 

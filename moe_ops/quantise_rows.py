@@ -36,7 +36,7 @@ def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m
     Raises:
         ValueError, TypeError: the message names argument, value and expectation.
 
-    Gradient: none.
+    Gradient: none; both are constants.
 
     Example:
         >>> rows, scale = moe_ops.quantise_rows(hidden_states, columns=128)
@@ -105,5 +105,5 @@ def _fake(args: QuantiseRows) -> tuple[Tensor, Tensor]:
 
 _library.define(QuantiseRows, "(Tensor, Tensor)", check=_check, cpu=_reference, cuda=_cuda, fake=_fake)
 _library.define_compiled(QuantiseRows, cpu=_reference, fake=_fake)
-_autograd.define_no_gradient(QuantiseRows)
+_autograd.define_constant(QuantiseRows)
 _library.define_vmap_over_tokens(QuantiseRows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
 from moe_ops._cpu_products import expert_linear, read_offsets
-from moe_ops.errors import type_error, value_error
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.grouped_gemm import check_offsets, linear_gradient, product, product_flops
 from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.quantise_rows import blocks_of, expect_stored, quantised, spread
@@ -26,8 +26,6 @@ from moe_ops.records import partial
 from moe_ops.scaled_arguments import ScaledGroupedGemm
 from moe_ops.types import ScaledWeight
 from moe_ops.values import GroupedLinear, ScaledLinear
-
-_OF_8_BITS = (torch.bfloat16, torch.float16, torch.float32)  # results of rows in 8 bits
 
 
 def scaled_grouped_gemm(
@@ -47,8 +45,8 @@ def scaled_grouped_gemm(
             floating dtype, or with `x_scale` of the weight's.
         weight: of [E, B, A], never copied, and its scales.
         expert_offsets: [E+1] int32 exclusive prefix, from `build_dispatch`.
-        bias: [E, B], in `dtype`.
-        x_scale: float32 [S, ceil(A / columns)], or for each token, with the columns of the weight's blocks.
+        bias: [E, B], any floating dtype.
+        x_scale: [S, ceil(A / columns)], or for each token, with the columns of the weight's blocks, any floating dtype.
         sorted_slots: [S] int32 from `build_dispatch`: row r is that of token sorted_slots[r] // K.
         dtype: of the result; None for that of x, or bfloat16 for one of 8 bits.
 
@@ -77,7 +75,12 @@ def scaled_grouped_gemm(
 
 
 def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> ScaledLinear:
-    """The weight and bias that a public function got as `name`. Raises ValueError where sizes of blocks are unclear."""
+    """The weight and bias that a public function got as `name`.
+
+    Raises TypeError, ValueError for another kind of weight, and where sizes of blocks are unclear.
+    """
+    if not isinstance(weight, ScaledWeight):
+        type_error("{}={}: expected a ScaledWeight", name, describe(weight))
     stored, scale = weight.weight, weight.scale
     _checks.expect_shape(name, stored, ("E", "B", "A"))
     _checks.expect_shape(f"{name}.scale", scale, (stored.shape[0], "blocks of B", "blocks of A"))
@@ -120,7 +123,7 @@ def _check(args: ScaledGroupedGemm) -> None:
     _checks.expect_shape("weight", linear.weight, ("E", "B", x.shape[1]))
     if linear.bias is not None:
         _checks.expect_shape("bias", linear.bias, linear.weight.shape[:2])
-        _checks.expect_same_dtype(args.dtype, "the result", bias=linear.bias)
+        _checks.expect_floating("bias", linear.bias)
     _checks.expect_same_device(
         x.device, "x", weight=linear.weight, scale=linear.scale, bias=linear.bias, x_scale=args.x_scale
     )
@@ -137,7 +140,7 @@ def _check_weight(linear: ScaledLinear) -> None:
             value_error("{}={}: expected at least 1", name, size)
     blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(weight.shape[2], columns)
     _checks.expect_shape("scale", scale, blocks)
-    _checks.expect_same_dtype(torch.float32, "scales", scale=scale)
+    _checks.expect_floating("scale", scale)
 
 
 def _check_rows(args: ScaledGroupedGemm) -> None:
@@ -149,9 +152,9 @@ def _check_rows(args: ScaledGroupedGemm) -> None:
     else:
         _checks.expect_same_dtype(linear.weight.dtype, "weight", x=x)
         _checks.expect_shape("x_scale", scale, (x.shape[0], blocks_of(x.shape[1], linear.block_columns)))
-        _checks.expect_same_dtype(torch.float32, "scales", x_scale=scale)
-        if args.dtype not in _OF_8_BITS:
-            type_error("dtype={}: expected {}", args.dtype, " or ".join(map(str, _OF_8_BITS)))
+        _checks.expect_floating("x_scale", scale)
+        if args.dtype not in _checks.FLOATING_DTYPES:
+            type_error("dtype={}: expected a floating point dtype of 16 bits or more", args.dtype)
     if args.sorted_slots is not None:
         check_slots(args.sorted_slots, x.shape[0])
         _checks.expect_same_device(x.device, "x", sorted_slots=args.sorted_slots)
@@ -186,7 +189,8 @@ def _cuda(args: ScaledGroupedGemm) -> Tensor:
 
 def _dequantised(args: ScaledGroupedGemm) -> Tensor:
     """With the whole weight in x's dtype: for float64, whose tensor cores take no operand that was converted."""
-    weight = GroupedLinear(dequantised(args.weight, args.dtype), args.weight.bias)
+    bias = None if args.weight.bias is None else args.weight.bias.to(args.dtype)
+    weight = GroupedLinear(dequantised(args.weight, args.dtype), bias)
     return product(_rows(args, args.dtype), weight, args.expert_offsets)
 
 
@@ -206,7 +210,8 @@ def _backward(args: ScaledGroupedGemm, needs: ScaledGroupedGemm, grad: Tensor) -
     grad = grad.contiguous()
     to_x = _through(args, grad.to(args.x.dtype)) if needs.x and args.x_scale is None else None
     needed = partial(GroupedLinear, bias=needs.weight.bias)
-    to_bias = linear_gradient(grad, args.x, args.expert_offsets, needed).bias
+    to_bias, bias = linear_gradient(grad, args.x, args.expert_offsets, needed).bias, args.weight.bias
+    to_bias = to_bias if to_bias is None or bias is None else to_bias.to(bias.dtype)
     return partial(ScaledGroupedGemm, x=to_x, weight=partial(ScaledLinear, bias=to_bias))
 
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from moe_ops.records import Role
-from moe_ops.values import Index, PerToken, ScaledLinear
+from moe_ops.values import Index, ScaledLinear
 
 
 class QuantiseRows(NamedTuple):
     """Of `quantise_rows`."""
 
-    x: PerToken
+    x: Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
     columns: int
     dtype: torch.dtype
 

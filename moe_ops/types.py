@@ -59,9 +59,8 @@ class ScaledWeight:
     """Weights of 8 bits [E, B, A] that stand for themselves times a scale: what `grouped_gemm` and layers take as one.
 
     Attributes:
-        weight: [E, B, A], torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8, stride 1 in either of the last two
-            dimensions.
-        scale: [E, ceil(B / rows), ceil(A / columns)] float32: one of each block. [E, B, 1] is one of each row.
+        weight: [E, B, A], torch.float8_e4m3fn or torch.int8, stride 1 in either of the last two dimensions.
+        scale: [E, ceil(B / rows), ceil(A / columns)], any floating dtype: one of each block. [E, B, 1]: of each row.
         block: (rows, columns) of a block. None where blocks are as large as each other, and so follow from the sizes.
     """
 

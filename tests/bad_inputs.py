@@ -325,4 +325,11 @@ BAD_VALUES = {
         "dtype='float32': expected a torch.dtype"),
     "smaller dtype": (lambda: moe_ops.dense_gemm(X, ROWS, dtype=torch.float16), TypeError,
         "dtype=torch.float16: expected torch.float32$"),
+    "columns of a block": (lambda: moe_ops.quantise_rows(X, 0), ValueError, "columns=0: expected at least 1"),
+    "no scales": (lambda: moe_ops.scaled_grouped_gemm(ROWS, W13, index(*range(7))), TypeError,
+        "weight=<Tensor>: expected a ScaledWeight"),
+    "no scales of a layer": (
+        lambda: moe_ops.scaled_fused_experts(X, moe_ops.ScaledWeight(W13, W13[:, :, :1]), W2, WEIGHTS, IDS), TypeError,
+        "w2=<Tensor>: expected a ScaledWeight",
+    ),
 }  # fmt: skip

@@ -169,7 +169,7 @@ def _expect_supported(module: Any) -> None:
 def scaled_linears(module: Any) -> tuple[ScaledLinear, ScaledLinear]:
     """Both products of a `FusedMoE` that has scales. Raises ValueError where a block has gate rows and up rows."""
     w13, w2, (rows, columns) = module.w13_weight, module.w2_weight, module.weight_scale_block
-    up, down = module.w13_weight_scale.float(), module.w2_weight_scale.float()
+    up, down = module.w13_weight_scale, module.w2_weight_scale
     kind = WeightScale(module.weight_scales["w13_weight_scale"])
     _, hidden_size, features = w2.shape
     if kind is WeightScale.TENSOR:

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
-from moe_ops.kernels.common import cdiv, next_power_of_2, offset
+from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 
@@ -18,7 +19,7 @@ _LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 @triton.jit
 def _values(row_ptr, blocks, inside_block, columns, depth, x_stride_k):
     """float32 [BLOCKS, COLUMNS], zeros where a block has no column."""
-    places = blocks[:, None] * columns + inside_block[None, :]
+    places = offset(blocks[:, None], columns) + inside_block[None, :]
     inside = (inside_block[None, :] < columns) & (places < depth)
     return (
         tl.load(row_ptr + offset(places, x_stride_k), mask=inside, other=0.0).to(tl.float32),
@@ -29,9 +30,12 @@ def _values(row_ptr, blocks, inside_block, columns, depth, x_stride_k):
 
 @triton.jit
 def _rounded(value, TO_INTEGER: tl.constexpr):
-    """To the nearest integer, to even between two: what float32 does with numbers this large."""
+    """To the nearest integer, to even between two. The interpreter has no `rint`, but numbers that do it."""
     if TO_INTEGER:
-        value = (value + 12582912.0) - 12582912.0
+        if INTERPRETED:
+            value = (value + 12582912.0) - 12582912.0
+        else:
+            value = libdevice.rint(value)
     return value
 
 
@@ -55,7 +59,7 @@ def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr):
     factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest)
     multiplied = _rounded(value * factor[:, None], LARGEST == 127.0)
     clamped = tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST)
-    tl.store(rows_ptr + places, clamped.to(rows_ptr.dtype.element_ty), mask=inside)
+    tl.store(rows_ptr + offset(places, 1), clamped.to(rows_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -65,10 +69,10 @@ def quantise_rows_kernel(
 ):  # fmt: skip
     """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block."""
     programs = tl.cdiv(num_blocks, BLOCKS)
-    row = (tl.program_id(0) // programs).to(tl.int64)
+    row = tl.program_id(0) // programs
     blocks = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
-    x_row_ptr, row_ptr = x_ptr + row * x_stride_t, rows_ptr + row * depth
-    scale_ptrs, known = scale_ptr + row * num_blocks + blocks, blocks < num_blocks
+    x_row_ptr, row_ptr = x_ptr + offset(row, x_stride_t), rows_ptr + offset(row, depth)
+    scale_ptrs, known = scale_ptr + offset(row, num_blocks) + blocks, blocks < num_blocks
     inner = tl.arange(0, COLUMNS)
     largest = tl.zeros((BLOCKS,), tl.float32)
     if ONCE:

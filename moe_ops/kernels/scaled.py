@@ -109,17 +109,22 @@ def scaled_grouped_gemm_kernel(
                 product = _dot(weight, x, product)
             else:
                 part = _dot(weight, x, tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)).to(tl.float32)
-                scale = tl.load(scale_row_ptr + block * scale_stride_k, mask=known, other=0.0)
+                scale = tl.load(scale_row_ptr + offset(block, scale_stride_k), mask=known, other=0.0).to(
+                    tl.float32
+                )
                 part *= scale[:, None]
                 if x_scale_ptr is not None:
-                    x_scale_ptrs = x_scale_ptr + offset(source, x_scale_stride_m) + block * x_scale_stride_k
-                    part *= tl.load(x_scale_ptrs, mask=present, other=0.0)[None, :]
+                    x_scale_ptrs = (
+                        x_scale_ptr + offset(source, x_scale_stride_m) + offset(block, x_scale_stride_k)
+                    )
+                    part *= tl.load(x_scale_ptrs, mask=present, other=0.0).to(tl.float32)[None, :]
                 acc += part
         if ONE_BLOCK:
-            acc = product.to(tl.float32) * tl.load(scale_row_ptr, mask=known, other=0.0)[:, None]
+            scale = tl.load(scale_row_ptr, mask=known, other=0.0).to(tl.float32)
+            acc = product.to(tl.float32) * scale[:, None]
             if x_scale_ptr is not None:
                 x_scale_ptrs = x_scale_ptr + offset(source, x_scale_stride_m)
-                acc *= tl.load(x_scale_ptrs, mask=present, other=0.0)[None, :]
+                acc *= tl.load(x_scale_ptrs, mask=present, other=0.0).to(tl.float32)[None, :]
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
             acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
@@ -130,7 +135,7 @@ def scaled_grouped_gemm_kernel(
 
 def takes(args: Any, gpu: Gpu) -> bool:
     """Whether the kernel is for such arguments: Triton 3.6 does not compile a float64 product of converted operands."""
-    return args.x.dtype != torch.float64
+    return torch.float64 not in (args.x.dtype, args.dtype)
 
 
 def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moe_ops import arguments as of, invariant_arguments as invariant
+from moe_ops import arguments as of, invariant_arguments as invariant, scaled_arguments as scaled
 from moe_ops.arguments import (
     Epilogue,
     ExpertWeights,
@@ -19,7 +19,7 @@ from moe_ops.arguments import (
 from moe_ops.formula import Formula
 from moe_ops.kernels.program import TensorMeta
 from moe_ops.types import Activation, RoutingConfig
-from moe_ops.values import Gate, LoadRecord
+from moe_ops.values import Gate, LoadRecord, ScaledLinear
 
 INT = torch.int32
 
@@ -138,6 +138,7 @@ def _products(layer: Layer, tokens: int) -> Iterator[Any]:
     yield of.GroupedGemm(x, linear, offsets)
     yield invariant.BatchInvariantGemm(x, linear, offsets)
     yield of.GroupedGemmWeightBackward(product, x, offsets)
+    yield from _scaled(layer, tokens, offsets)
     padded = layer.of(layer.num_experts, tokens, layer.hidden)
     yield of.BatchedGemm(padded, linear.halves[0], layer.of(layer.num_experts, dtype=INT))
     hidden, bias = layer.of(tokens, layer.hidden), layer.of(64) if layer.joins else None
@@ -146,6 +147,24 @@ def _products(layer: Layer, tokens: int) -> Iterator[Any]:
     yield of.SharedAlone(
         hidden, SharedExpert(*shared, layer.of(tokens, 1) if layer.joins else None, ACTIVATION)
     )
+
+
+def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:
+    features, depth = 2 * layer.inner, layer.hidden
+    block = (128, 128) if layer.joins else (1, depth)
+    blocks = -(-features // block[0]), -(-depth // block[1])
+    weight = layer.gate_up().weight._replace(shape=(layer.num_experts, features, depth), dtype=torch.int8)
+    scale, bias = (
+        layer.of(layer.num_experts, *blocks, dtype=torch.float32),
+        layer.linear(features, depth).bias,
+    )
+    linear, hidden = ScaledLinear(weight, scale, bias, *block), layer.of(tokens, depth)
+    yield scaled.QuantiseRows(hidden, block[1], torch.int8)
+    yield scaled.ScaledGroupedGemm(
+        hidden, None, linear, offsets, layer.of(tokens * layer.top_k, dtype=INT), layer.dtype
+    )
+    rows, row_scale = hidden._replace(dtype=torch.int8), layer.of(tokens, blocks[1], dtype=torch.float32)
+    yield scaled.ScaledGroupedGemm(rows, row_scale, linear, offsets, None, layer.dtype)
 
 
 def _fused(layer: Layer, tokens: int) -> Iterator[Any]:

@@ -21,7 +21,9 @@ from moe_ops.kernels import (
     permute,
     placement,
     plans,
+    quantise_rows,
     routing,
+    scaled,
     tiles,
     weight_gradient,
 )
@@ -49,7 +51,9 @@ _MODULES = (
     gemm_tma,
     permute,
     placement,
+    quantise_rows,
     routing,
+    scaled,
     tiles,
     weight_gradient,
 )
@@ -67,7 +71,7 @@ TENSORS = {
     ),
     **dict.fromkeys(("shared_w13", "shared_w2"), torch.bfloat16),
     "shared_weights": torch.float32,
-    **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias", "scale"), torch.float32),
+    **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias", "scale", "x_scale"), torch.float32),
     **dict.fromkeys(
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
     ),
@@ -121,6 +125,15 @@ def shared_alone(
 ) -> Program:
     """What runs a shared expert beside routed ones."""
     return plans.program(SharedAlone(x, SharedExpert(*weights, activation.spec)), gpu)
+
+
+def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
+    """Rows of 16 bits times weights whose dtype the tests take for theirs: none is compiled with others."""
+    blocks = -(-128 // block[0]), -(-64 // block[1])
+    scale, weight = _strided(8, *blocks, dtype=torch.float32), weight.to(torch.int8)
+    named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
+    named |= {"block_rows": block[0], "block_columns": block[1]}
+    return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
 
 
 def _gemms(act: Activation) -> list[Program]:
@@ -220,6 +233,10 @@ def programs() -> list[Program]:
             "grouped_gemm_weight_backward", meta(1024, 136)[:, :128], meta(1024, 72)[:, :64], _index(9)
         ),
         program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
+        program_of("quantise_rows", _strided(512, 64), 24, torch.int8),
+        program_of("quantise_rows", _strided(8, 9000), 9000, torch.int8),
+        _scaled(_strided(8, 128, 64), (7, 10)),
+        _scaled(meta(8, 128, 64), (1, 64)),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),

@@ -122,6 +122,21 @@ def test_nan_in_rows_of_others_is_not_met(device):
     assert out[5].isnan().all() and not out[torch.arange(SLOTS) != 5].isnan().any() and not out[12:].any()
 
 
+def test_strange_slots_are_rows_of_zeros(device):
+    product, strange = (
+        Product("rows", torch.int8),
+        torch.tensor([-1, 8, 1 << 30, -(1 << 31), 3, (1 << 31) - 1, 2, 0]),
+    )
+    offsets = torch.tensor([0, 3, 5, 5, 8], dtype=torch.int32)
+    x, x_scale = _stored((8, 144), torch.int8), _scale(8, 1)
+    given = {"x_scale": x_scale, "slots": strange.int()}
+    out = product.launch(x, offsets, torch.float32, device, **given)
+    known = (strange >= 0) & (strange < 8)
+    rows = (x.double() * x_scale)[strange.where(known, 0)].where(known[:, None], 0)
+    assert_close(out, oracles.grouped_gemm(rows, product.dense, offsets, None))
+    assert not out.cpu()[~known].any()
+
+
 @pytest.mark.parametrize("rows", [16, 17, 40, 200])
 @pytest.mark.parametrize("stored", STORED)
 def test_tiles_of_every_height(rows, stored, device):

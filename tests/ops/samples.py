@@ -33,6 +33,11 @@ def matrix(*shape):
     return weight
 
 
+def whole(*shape):
+    """Rows or weights of 8 bits."""
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
 def samples():
     """One or more argument tuples for every operator; tensors that may require grad do."""
     w13, (w1, w3), (b1, b3) = t(3, 8, 4), (t(3, 4, 4), t(3, 4, 4)), (t(3, 4), t(3, 4))
@@ -100,6 +105,13 @@ def samples():
         "batched_gemm": [
             (t(3, 2, 4), t(3, 5, 4), COUNTS, t(3, 5)),
             (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), COUNTS, None),
+        ],
+        "quantise_rows": [(t(3, 4), 3, torch.int8), (t(3, 4), 4, torch.float8_e4m3fn)],
+        "scaled_grouped_gemm": [
+            (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, 2, 3, torch.float32),
+            (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, None, None, SLOTS, 1, 4, torch.float32),
+            (whole(3, 4), whole(3, 5, 4), torch.rand(3, 1, 2), OFFSETS, torch.rand(3, 2), None, SLOTS, 5, 2)
+            + (torch.float32,),
         ],
         "dense_gemm": [
             (matrix(3, 4), matrix(5, 4), matrix(5), torch.float32),
@@ -209,6 +221,9 @@ def empty_samples():
         "grouped_gemm": (none, w13, offsets, t(3, 8), None, None),
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
         "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
+        "quantise_rows": (none, 3, torch.int8),
+        "scaled_grouped_gemm": (none, whole(3, 5, 4), torch.rand(3, 5, 1), offsets, None, t(3, 5), None, 1, 4)
+        + (torch.float32,),
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),
@@ -272,11 +287,11 @@ def laid_out(args, layout, dtype, device="cpu"):
     def change(arg):
         if not isinstance(arg, torch.Tensor):
             return arg
+        is_weight = arg.dim() == 3 or hasattr(arg, "is_weight")
+        arrange = LAYOUTS["dense" if is_weight and layout == "strided" else layout]
         if arg.is_floating_point():
-            is_weight = arg.dim() == 3 or hasattr(arg, "is_weight")
-            arrange = LAYOUTS["dense" if is_weight and layout == "strided" else layout]
             cast = arrange(arg.detach().to(device, dtype))
             return cast.detach().requires_grad_(arg.requires_grad)
-        return LAYOUTS["dense" if layout == "expanded" else layout](arg.to(device))
+        return (LAYOUTS["dense"] if layout == "expanded" else arrange)(arg.to(device))
 
     return tuple(map(change, args))

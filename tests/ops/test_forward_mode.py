@@ -14,7 +14,7 @@ from moe_ops.route_and_record import route_and_record
 from moe_ops.values import ExchangePlan
 from tests.cases import MORE_ACTIVATIONS, ROUTINGS
 from tests.helpers import assert_same, mixed
-from tests.ops.samples import ROW_SLOTS, ROW_TOKENS, SENT
+from tests.ops.samples import ROW_SLOTS, ROW_TOKENS, SENT, whole
 
 OPS = torch.ops.moe
 SLOTS = torch.tensor([3, 0, 1, 2, 5, 4], dtype=torch.int32)
@@ -42,6 +42,7 @@ def dispatched_weights(logits):
 
 
 PLAN = moe_ops.DispatchPlan(SLOTS, INVERSE, OFFSETS)
+WHOLE, SCALE = whole(3, 5, 4), torch.rand(3, 3, 2)
 W13, W2, B13, B2 = (3, 10, 4), (3, 4, 5), (3, 10), (3, 4)
 FORMULA = (
     "a0=expert*5+0+column*1|a1=expert*1+0+column*0|t0=tanh(gate)|t1=mul(t0,a0)|t2=add(up,a1)|t3=mul(t1,t2)|t3"
@@ -61,6 +62,10 @@ CALLS = {
         [(6, 5), (6, 4)],
     ),
     "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
+    "scaled_grouped_gemm": (
+        lambda x, b: OPS.scaled_grouped_gemm(x, WHOLE, SCALE, OFFSETS, None, b, None, 2, 3, x.dtype),
+        [(6, 4), (3, 5)],
+    ),
     "dense_gemm": (moe_ops.dense_gemm, [(3, 4), (5, 4), (5,)]),
     "batch_invariant_gemm": (
         lambda x, w, b: OPS.batch_invariant_gemm(x, w, OFFSETS, b, None, None),
@@ -153,8 +158,9 @@ CALLS = {
 
 def test_every_operator_with_a_derivative_is_listed():
     names = {name[5:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe::")}
-    without = {"build_dispatch", "map_replicas", "map_and_record", "plan_exchange"}
+    without = {"build_dispatch", "map_replicas", "map_and_record", "plan_exchange", "quantise_rows"}
     without |= {"grouped_gemm.compiled", "grouped_gemm_weight_backward.compiled"}
+    without |= {"quantise_rows.compiled", "scaled_grouped_gemm.compiled"}
     assert names == {*CALLS, *without}
 
 
