@@ -8,6 +8,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from inductor_passes._compat import detect_fake_mode, trace, triton_launch_in_place
 
@@ -50,6 +51,11 @@ def traced_nodes() -> Iterator[torch.fx.Node]:
 def depends_on_data(value: Any) -> bool:
     """Whether a value, or a size of it, is known at run time only."""
     return isinstance(value, torch.Tensor | torch.SymInt) and bool(free_unbacked_symbols(value))
+
+
+def is_made_of_tensors(value: Any) -> bool:
+    """Whether a value is a tensor around others, such as a DTensor: what is called on it is not what it says."""
+    return is_traceable_wrapper_subclass(value)
 
 
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]  # pybind, without stubs

@@ -2,9 +2,9 @@
 
 A Dynamo graph calls whatever the user called, changes tensors in place, and has regions with autocast. Its image is
 what AOTAutograd would make of the forward, node by node, so that what a pass finds there can be brought back. What must
-not be looked into (higher-order operators, operators of ours, functions of the user's) or need not be (large dense
-operators) is an input of the image; what those change in place is random in the image from there on, as nothing is
-known of it.
+not be looked into (higher-order operators, operators of ours, functions of the user's, what is called on DTensors) or
+need not be (large dense operators) is an input of the image; what those change in place is random in the image from
+there on, as nothing is known of it. Whose memory a DTensor is cannot be told: where one changes there is no image.
 """
 
 import itertools
@@ -52,7 +52,12 @@ def _stops_gradients(node: Node, with_gradients: set[Node]) -> bool:
 
 
 def image_of(graph: Graph) -> Image:
-    """The image of a Dynamo graph, whose nodes have the fake values of tracing."""
+    """The image of a Dynamo graph, whose nodes have the fake values of tracing.
+
+    Raises:
+        ValueError: a tensor made of tensors changes in place.
+    """
+    _expect_unchanged_wrappers(graph)
     traced = set(_traced(graph))
     inputs = [*_read_by(traced, graph)]
     run = _Tracing(graph, traced, inputs)
@@ -165,7 +170,16 @@ def _is_size(node: Node) -> bool:
 
 
 def _has_value(node: Node) -> bool:
-    return isinstance(node.meta.get(VALUE), Tensor | int | float | torch.SymInt | torch.SymFloat)
+    value = node.meta.get(VALUE)
+    is_known = isinstance(value, Tensor | int | float | torch.SymInt | torch.SymFloat)
+    return is_known and not tracing.is_made_of_tensors(value)
+
+
+def _expect_unchanged_wrappers(graph: Graph) -> None:
+    for node in graph.nodes:
+        first = node.all_input_nodes[0].meta.get(VALUE) if node.all_input_nodes else None
+        if _changes_its_input(node) and tracing.is_made_of_tensors(first):
+            raise ValueError(f"{node.target} changes a {type(first).__name__} in place")
 
 
 def _is_looked_into(node: Node) -> bool:

@@ -19,8 +19,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context: an operator called inside goes past its autograd kernel."""
 
-SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""An autograd.Function that records at the innermost `torch.func` level only, as an operator's autograd kernel does."""
+_SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
+
+
+class SingleLevelFunction(_SingleLevelFunction):
+    """An autograd.Function that records at the innermost `torch.func` level only, as operators' autograd kernels do.
+
+    Compiled autograd knows it by the same key as any other.
+    """
+
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
 
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  # pybind, without stubs
 _profiler_enabled: Any = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]

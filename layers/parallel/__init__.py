@@ -9,6 +9,7 @@ from layers.parallel.config import ParallelConfig
 from layers.parallel.group import ExpertRanks, Group
 from layers.parallel.hierarchical import HierarchicalPrepareAndFinalize
 from layers.parallel.monolithic import AllGatherMonolithic
+from layers.parallel.ranks_own import names_of_ranks_own
 from layers.parallel.rebalancing import ExpertRebalancer
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
 from layers.parallel.symmetric import SymmetricPrepareAndFinalize
@@ -29,4 +30,5 @@ __all__ = [
     "ParallelConfig",
     "SymmetricPrepareAndFinalize",
     "clip_grad_norm_",
+    "names_of_ranks_own",
 ]

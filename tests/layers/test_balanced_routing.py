@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from layers import RoutedExpertsCapture, RouterConfig
 from tests.layers.test_balancing import CONFIG, E, balanced, inputs, place
@@ -45,3 +47,14 @@ def test_a_balanced_layer_scales_and_captures_as_others_do():
     routed = module.route(logits)
     assert torch.equal(module.capture.buffer, routed.topk_ids)
     assert torch.equal(output, module(hidden, routed))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_inside_a_checkpoint_eager_layers_count_again(is_compiled):
+    """As docs/balancing.md says: a forward that runs again records again."""
+    state, (module,), _ = balanced()
+    function = lambda *args: checkpoint(module, *args, use_reentrant=False)  # noqa: E731
+    function = torch.compile(function, backend="aot_eager", fullgraph=True) if is_compiled else function
+    hidden, logits = inputs(7)
+    function(hidden.requires_grad_(), logits).sum().backward()
+    assert state.expert_load_view.sum() == 7 * 2 * (1 if is_compiled else 2)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from layers import FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
+from layers import FusedMoE, MoEBlock, MoEConfig, RoutedExpertsCapture, RouterConfig, SharedExpertConfig
 
 H, I, E, K = 16, 24, 8, 2
 
@@ -56,6 +56,23 @@ def test_fully_sharded_block_trains_like_a_plain_one(mesh, wrap):
         torch.testing.assert_close(outs[1], outs[0])
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_experts_on_their_own_are_given_logits_as_they_are(mesh, casts):
+    """What docs/parallel.md says of mixed precision; with FSDP2's default, some tokens go elsewhere."""
+    block = MoEBlock(MoEConfig(E, K, H, I, router=RouterConfig(gate_dtype=torch.float32)))
+    plain, hidden, chosen = copy.deepcopy(block).bfloat16(), torch.randn(4000, H), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    theirs = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=casts)
+    fully_shard(block.experts, mesh=mesh, mp_policy=theirs)
+    fully_shard(block, mesh=mesh, mp_policy=policy)
+    for each, tokens in ((plain, hidden.bfloat16()), (block, hidden)):
+        chosen.append(torch.empty(len(hidden), K, dtype=torch.int32))
+        each.experts.capture = RoutedExpertsCapture(chosen[-1])
+        with torch.no_grad():
+            each(tokens)
+    assert torch.equal(*chosen) != casts
 
 
 def to_empty(block, state):

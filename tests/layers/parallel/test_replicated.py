@@ -1,0 +1,59 @@
+"""Shared experts in models that DistributedDataParallel keeps alike on all ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from layers import ExpertLora
+from layers.parallel import names_of_ranks_own
+from tests.helpers import assert_same
+from tests.layers.parallel.test_huggingface import models
+from tests.layers.parallel.test_styles import OPTIONS, H, make_block, parallel
+from tests.layers.parallel.world import on_ranks
+
+
+def replicated(model: nn.Module) -> DistributedDataParallel:
+    own = names_of_ranks_own(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return DistributedDataParallel(model)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["alltoall", "tensor_allgather"])
+def test_a_replicated_block_has_the_gradients_of_one(style):
+    plain = make_block(torch.float64, **OPTIONS["deepseek_v3"])
+    sharded, ranks = parallel(plain, style), dist.get_world_size()
+    tokens = torch.randn(ranks, 5, H, dtype=torch.float64)
+    model = replicated(sharded)
+    model(tokens[dist.get_rank()]).square().sum().backward()
+    (plain(tokens.flatten(0, 1)).square().sum() / ranks).backward()
+    for name, parameter in sharded.named_parameters():
+        grad, expected = parameter.grad, plain.get_parameter(name).grad
+        grad = grad.full_tensor() / ranks if isinstance(grad, DTensor) else grad  # a sum over tokens of all
+        assert_same([grad.reshape(expected.shape)], [expected])
+
+
+@on_ranks(2)
+def test_names_of_a_block():
+    block = make_block(**OPTIONS["deepseek_v3"])
+    assert names_of_ranks_own(copy.deepcopy(block)) == []
+    sharded = parallel(block, "alltoall")
+    sharded.experts.lora = ExpertLora(sharded.experts, 1, 2, torch.zeros(9, dtype=torch.int32))
+    parameters = ["w13_weight", "w2_weight", *(f"lora.{name}" for name in ("a13", "b13", "a2", "b2"))]
+    expected = [*parameters, "expert_map", "lora.adapter_ids"]
+    assert names_of_ranks_own(sharded.experts) == expected
+    assert names_of_ranks_own(sharded) == [f"experts.{name}" for name in expected]
+
+
+@on_ranks(2)
+def test_a_patched_model_is_replicated():
+    _, model = models("qwen3_moe", "alltoall")
+    maps = [each for each in model.buffers() if each.dtype == torch.int32]
+    before = [each.clone() for each in maps]
+    replicated(model)
+    assert maps and all(map(torch.equal, maps, before))
