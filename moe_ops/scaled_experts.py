@@ -19,6 +19,7 @@ from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import expect_routed, weigh_input
+from moe_ops.quantise_rows import expect_stored
 from moe_ops.scaled import scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
 from moe_ops.types import Activation, ScaledWeight, is_gated_spec
@@ -110,6 +111,8 @@ def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> Non
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
     _checks.expect_floating("hidden_states", args.hidden_states)
     _checks.expect_shape("hidden_states", args.hidden_states, ("T", "H"))
+    expect_stored("w13.dtype", w13.weight.dtype)
+    expect_stored("w2.dtype", w2.weight.dtype)
     num_experts, columns, _ = w13.weight.shape
     hidden_size = args.hidden_states.shape[1]
     _checks.expect_shape("w13", w13.weight, ("E", "2I", hidden_size))

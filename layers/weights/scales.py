@@ -1,7 +1,7 @@
 """Quantised expert weights: their scales as parameters, how weights become such, and what products take of them."""
 
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,8 @@ def quantise_experts(
     expect_stored("dtype", dtype)
     add_weight_scales(module, kind, block)
     _expect_supported(module)
+    if rows not in get_args(Rows):
+        raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
     if module.w13_weight.dtype in DTYPES:
         raise ValueError(
             f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"

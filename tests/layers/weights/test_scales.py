@@ -7,9 +7,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import FusedMoE, MoEConfig, WeightScale, add_weight_scales
+import inductor_passes
+from layers import FusedMoE, MoEConfig, WeightScale, add_weight_scales, quantise_experts
+from layers.config import ExpertsConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel
+from layers.weights.scales import scaled_linears
 from moe_ops import Activation
+from moe_ops.scaled import dequantised as dequantise
+from tests.helpers import assert_same
 from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
 
 E, H, I = 6, 10, 12
@@ -88,3 +93,110 @@ def test_integers_that_pack_alternating_rows_are_refused(name):
     columns.is_transposed, columns.quant_method = True, "group"
     experts.weight_loader(columns, torch.ones(5, 16, dtype=torch.int32), f"experts.0.up_proj.{name}", "w3", 0)
     assert columns[0, 0].tolist() == [0, 1] * 16
+
+
+KINDS = {"TENSOR": (128, 128), "CHANNEL": (128, 128), "GROUP": (1, 2), "BLOCK": (4, 5)}
+
+
+def quantisable(**changed):
+    config = MoEConfig(E, 2, H, I, has_bias=True, **changed)
+    experts = FusedMoE(config)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return experts
+
+
+def dequantised(experts):
+    """A layer with the weights that a quantised one stands for."""
+    usual = FusedMoE(experts.config)
+    with torch.no_grad():
+        for name, linear in zip(("w13", "w2"), scaled_linears(experts), strict=True):
+            getattr(usual, f"{name}_weight").copy_(dequantise(linear, torch.float32))
+            getattr(usual, f"{name}_bias").copy_(linear.bias)
+    return usual
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_layer_is_that_of_the_weights_it_stands_for(kind, dtype):
+    usual = quantisable()
+    experts, x, logits = copy.deepcopy(usual), torch.randn(9, H), torch.randn(9, E)
+    quantise_experts(experts, WeightScale[kind], KINDS[kind], dtype=dtype, rows="exact")
+    assert experts.w13_weight.dtype == experts.w2_weight.dtype == dtype
+    stood_for = dequantised(experts)
+    for name in ("w13_weight", "w2_weight"):
+        before, after = getattr(usual, name), getattr(stood_for, name)
+        assert 1e-4 < (after - before).norm() / before.norm() < (0.02 if dtype == torch.int8 else 0.04)
+    assert_same([experts(x, logits)], [stood_for(x, logits)], 1e-5)
+    shared = torch.randn(9, H)
+    assert_same([experts(x, logits, shared)], [stood_for(x, logits, shared)], 1e-5)
+    experts.quantised_rows = "quantised"
+    with torch.no_grad():
+        expected, found = stood_for(x, logits), experts(x, logits)
+    assert 1e-4 < (found - expected).norm() / expected.norm() < (0.03 if dtype == torch.int8 else 0.08)
+
+
+def test_a_quantised_layer_compiles_into_one_graph():
+    experts, x, logits = quantisable(), torch.randn(9, H), torch.randn(9, E)
+    quantise_experts(experts, WeightScale.CHANNEL)
+    with torch.no_grad():
+        compiled = torch.compile(experts, fullgraph=True, options=inductor_passes.options())
+        assert_same([compiled(x, logits)], [experts(x, logits)], 1e-5)
+
+
+def test_a_quantised_checkpoint_is_loaded_into_a_layer_made_for_it():
+    made = quantisable()
+    quantise_experts(made, WeightScale.BLOCK, (4, 5), dtype=torch.int8)
+    experts = FusedMoE(made.config, device="meta")
+    quantise_experts(experts, WeightScale.BLOCK, (4, 5), dtype=torch.int8)
+    experts.to_empty(device="cpu")
+    for expert in range(E):
+        for shard, rows in (("w1", slice(0, I)), ("w3", slice(I, 2 * I))):
+            blocks = slice(rows.start // 4, rows.stop // 4)
+            given = made.w13_weight[expert, rows], made.w13_weight_scale[expert, blocks]
+            experts.weight_loader(experts.w13_weight, given[0], "up.weight", shard, expert)
+            experts.weight_loader(experts.w13_weight_scale, given[1], "up.weight_scale", shard, expert)
+            experts.weight_loader(experts.w13_bias, made.w13_bias[expert, rows], "up.bias", shard, expert)
+        for name in ("w2_weight", "w2_weight_scale", "w2_bias"):
+            experts.weight_loader(getattr(experts, name), getattr(made, name)[expert], name, "w2", expert)
+    x, logits = torch.randn(5, H), torch.randn(5, E)
+    with torch.no_grad():
+        assert torch.equal(experts(x, logits), made(x, logits))
+
+
+def test_what_quantised_experts_refuse():
+    experts = quantisable()
+    quantise_experts(experts, WeightScale.CHANNEL)
+    with pytest.raises(
+        ValueError, match=r"w13_weight has dtype torch.float8_e4m3fn: expected weights that are not"
+    ):
+        quantise_experts(experts, WeightScale.CHANNEL)
+    with pytest.raises(
+        ValueError, match=r"w13_weight has dtype torch.float8_e4m3fn: expected weights that are not"
+    ):
+        experts.reset_parameters()
+    with pytest.raises(TypeError, match=r"dtype=torch.float16: expected torch.float8_e4m3fn or torch.int8"):
+        quantise_experts(quantisable(), WeightScale.CHANNEL, dtype=torch.float16)
+    with pytest.raises(ValueError, match="rows='some': expected 'quantised' or 'exact'"):
+        quantise_experts(quantisable(), WeightScale.CHANNEL, rows="some")
+    with pytest.raises(ValueError, match="emit='fused' with quantised experts: expected 'auto' or 'stages'"):
+        quantise_experts(quantisable(emit="fused"), WeightScale.CHANNEL)
+    with pytest.raises(
+        ValueError, match="intermediate_size of the shard is 12: expected a multiple of the block's 8"
+    ):
+        quantise_experts(quantisable(), WeightScale.BLOCK, (8, 5))
+    with pytest.raises(ValueError, match="gate and up rows in turns: expected one of CHANNEL and GROUP"):
+        quantise_experts(quantisable(activation=Activation(interleaved=True)), WeightScale.TENSOR)
+    with pytest.raises(ValueError, match="post_norm_eps=1e-05 with quantised experts: expected None"):
+        quantise_experts(quantisable(experts=ExpertsConfig(post_norm_eps=1e-5)), WeightScale.CHANNEL)
+    experts.lora = torch.nn.Identity()
+    with pytest.raises(ValueError, match="lora with quantised experts: expected None"), torch.no_grad():
+        experts._run_experts(None)
+
+
+def test_scales_beside_weights_of_16_bits_are_not_passed_over():
+    with pytest.raises(
+        TypeError, match=r"w13.dtype=torch.float32: expected torch.float8_e4m3fn or torch.int8"
+    ):
+        with_scales(WeightScale.CHANNEL)(torch.randn(3, H), torch.randn(3, E))
