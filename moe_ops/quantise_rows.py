@@ -78,13 +78,19 @@ def _check(args: QuantiseRows) -> None:
     _checks.expect_int("columns", args.columns)
     if args.columns < 1:
         value_error("columns={}: expected at least 1", args.columns)
-    expect_stored("dtype", args.dtype)
+    expect_dtype("dtype", args.dtype)
 
 
-def expect_stored(name: str, dtype: torch.dtype) -> None:
+def expect_dtype(name: str, dtype: torch.dtype) -> None:
     """Raises TypeError unless it is a dtype of 8 bits that we multiply in."""
     if dtype not in DTYPES:
         type_error("{}={}: expected {}", name, dtype, " or ".join(map(str, DTYPES)))
+
+
+def expect_stored(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless a tensor has such a dtype."""
+    if tensor.dtype not in DTYPES:
+        type_error("{} has dtype {}: expected {}", name, tensor.dtype, " or ".join(map(str, DTYPES)))
 
 
 def _reference(args: QuantiseRows) -> tuple[Tensor, Tensor]:

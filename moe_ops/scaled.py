@@ -133,7 +133,7 @@ def _check(args: ScaledGroupedGemm) -> None:
 def _check_weight(linear: ScaledLinear) -> None:
     weight, scale, _, rows, columns = linear
     _checks.expect_shape("weight", weight, ("E", "B", "A"))
-    expect_stored("weight.dtype", weight.dtype)
+    expect_stored("weight", weight)
     _checks.expect_weight_strides("weight", weight)
     for name, size in (("block_rows", rows), ("block_columns", columns)):
         if size < 1:

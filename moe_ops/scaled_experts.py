@@ -111,8 +111,8 @@ def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> Non
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
     _checks.expect_floating("hidden_states", args.hidden_states)
     _checks.expect_shape("hidden_states", args.hidden_states, ("T", "H"))
-    expect_stored("w13.dtype", w13.weight.dtype)
-    expect_stored("w2.dtype", w2.weight.dtype)
+    expect_stored("w13", w13.weight)
+    expect_stored("w2", w2.weight)
     num_experts, columns, _ = w13.weight.shape
     hidden_size = args.hidden_states.shape[1]
     _checks.expect_shape("w13", w13.weight, ("E", "2I", hidden_size))

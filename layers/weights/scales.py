@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from layers._checks import expect_positive, expect_type
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import value_error
-from moe_ops.quantise_rows import DTYPES, expect_stored
+from moe_ops.quantise_rows import DTYPES, expect_dtype
 from moe_ops.scaled import quantised_weight
 from moe_ops.scaled_experts import Rows, run as run_scaled
 from moe_ops.values import ScaledLinear
@@ -132,7 +132,7 @@ def quantise_experts(
             has gate rows and up rows, or the module has what quantised experts have not: an `emit` of its own, a norm
             of the experts' output, adapters.
     """
-    expect_stored("dtype", dtype)
+    expect_dtype("dtype", dtype)
     add_weight_scales(module, kind, block)
     _expect_supported(module)
     if rows not in get_args(Rows):

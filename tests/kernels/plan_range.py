@@ -194,36 +194,6 @@ def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
         yield from _programs(f"{dtype} M={max_tokens} depth={depth}", dtype, program)
 
 
-def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
-    """Rows and weights of 8 bits: every block size, blocks of every kind, and rows that are quantised."""
-    wide = size is Range.WIDE
-    blocks = ((128, 128), (1, 2048), (1, 32), (7, 10)) if wide else ((128, 128), (1, 2048))
-    stored = (torch.int8,) if gpu.capability < 89 else (torch.float8_e4m3fn, torch.int8)
-    for dtype, block, rows in itertools.product(stored, blocks, (4, 16, 50, 200) if wide else (4, 200)):
-        for x_dtype in (dtype, torch.bfloat16, torch.float32):
-            yield from _quantised(gpu, dtype, x_dtype, block, 8 * rows)
-    for dtype, columns in itertools.product(stored, (5, 128, 2048, 16384) if wide else (128, 16384)):
-        program = program_of("quantise_rows", meta(8, max(columns, 512)), columns, dtype, gpu=gpu)
-        yield from _programs(f"{dtype} rows of {columns}", torch.bfloat16, program)
-
-
-def _quantised(gpu, stored, x_dtype, block, slots) -> Iterator[Planned]:
-    depth = 2048 if block[1] != 10 else 511
-    blocks, is_stored = (-(-1536 // block[0]), -(-depth // block[1])), x_dtype == stored
-    dtype = torch.bfloat16 if is_stored else x_dtype
-    x, x_scale = meta(slots // 2, depth, dtype=x_dtype), meta(slots // 2, blocks[1], dtype=torch.float32)
-    weight, scale = meta(8, 1536, depth, dtype=stored), meta(8, *blocks, dtype=torch.float32)
-    index = {"expert_offsets": meta(9, dtype=torch.int32), "sorted_slots": meta(slots, dtype=torch.int32)}
-    named = {"x": x, "x_scale": x_scale if is_stored else None, "weight": weight, "scale": scale, **index}
-    named |= {"bias": meta(8, 1536, dtype=dtype), "dtype": dtype}
-    named |= {"block_rows": block[0], "block_columns": block[1]}
-    program = program_of("scaled_grouped_gemm", gpu=gpu, **named)
-    name = f"{stored} times {x_dtype} block={block} slots={slots}"
-    dtypes = {"x": x_dtype, "weight": stored}
-    for each in _planned(name, program.buffers, program.launches, dtype):
-        yield replace(each, dtypes=each.dtypes | dtypes)
-
-
 def few_tokens(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Routers and wide products: a program's row and warps for every length of it."""
     sizes = ((1, 8), (8, 8), (1, 4096)) if size is Range.WIDE else ((8, 8),)
@@ -364,7 +334,6 @@ FAMILIES = {
         products,
         mixed,
         batches,
-        quantised,
         few_tokens,
         gradients,
         rows,

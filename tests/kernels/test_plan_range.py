@@ -13,13 +13,14 @@ from moe_ops.kernels.decode_blocks import GemvConfig, column_config, down_config
 from moe_ops.kernels.gpu import H200, KIB, Gpu
 from moe_ops.kernels.program import TensorMeta, describe
 from moe_ops.types import Activation
-from tests.kernels import aot
+from tests.kernels import aot, plan_range, quantised_range
 from tests.kernels.catalogue import meta
-from tests.kernels.plan_range import FAMILIES, GPUS, Range
+from tests.kernels.plan_range import GPUS, Range
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 # A few registers that ptxas parks outside of loops and around calls; which kernels differs from version to version.
 PARKED = 32
+FAMILIES = {**plan_range.FAMILIES, "quantised": quantised_range.quantised}
 
 # What all is measured on, and the products where there is the least shared memory; `make exhaustive` compiles the rest.
 of_every_plan = pytest.mark.parametrize(

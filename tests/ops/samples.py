@@ -108,10 +108,20 @@ def samples():
         ],
         "quantise_rows": [(t(3, 4), 3, torch.int8), (t(3, 4), 4, torch.float8_e4m3fn)],
         "scaled_grouped_gemm": [
+            (
+                whole(3, 4),
+                whole(3, 5, 4),
+                torch.rand(3, 3, 2),
+                OFFSETS,
+                torch.rand(3, 2),
+                t(3, 5),
+                SLOTS,
+                2,
+                3,
+            )
+            + (torch.float32,),
             (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, 2, 3, torch.float32),
             (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, None, None, SLOTS, 1, 4, torch.float32),
-            (whole(3, 4), whole(3, 5, 4), torch.rand(3, 1, 2), OFFSETS, torch.rand(3, 2), None, SLOTS, 5, 2)
-            + (torch.float32,),
         ],
         "dense_gemm": [
             (matrix(3, 4), matrix(5, 4), matrix(5), torch.float32),

@@ -31,6 +31,7 @@ FREE_SIZES = {
     ("grouped_gemm_weight_backward", "expert_offsets", 0),
     ("batched_gemm", "x", 1),
     ("dense_gemm", "x", 0),
+    *itertools.product(("quantise_rows",), ("x",), (0, 1)),
     *itertools.product(("plan_exchange",), ("topk_ids",), (0, 1)),
     ("plan_exchange", "owners", 0),
     *itertools.product(("push_rows",), ("hidden_states", "tokens", "extra"), (1,)),
@@ -44,10 +45,10 @@ FREE_SIZES = {
     ("fused_experts_formula", "expert_map", 0),
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
-FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights", "scale"}
+FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights", "scale", "x_scale"}
 FREE_DTYPES |= {f"operand{index}" for index in range(4)}
 ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones too
-NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation"}
+NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation", "quantise_rows", "scaled_grouped_gemm"}
 
 
 def complete(name):

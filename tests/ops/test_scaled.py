@@ -228,7 +228,7 @@ def _other(**fields):
 REFUSED = {
     "weights of 16 bits": (
         lambda: _call(weight=_other(weight=torch.randn(E, B, A))), TypeError,
-        "weight.dtype=torch.float32: expected torch.float8_e4m3fn or torch.int8",
+        "weight has dtype torch.float32: expected torch.float8_e4m3fn or torch.int8",
     ),
     "other scales": (
         lambda: _call(weight=_other(scale=torch.rand(E, 4, 4))), ValueError,
@@ -334,3 +334,17 @@ def test_autocast():
 def test_a_scaled_weight_can_be_copied():
     weight = stored_weight((4, 8), torch.int8)
     assert torch.equal(copy.deepcopy(weight).scale, weight.scale)
+
+
+def test_rows_without_columns():
+    rows, scale = moe_ops.quantise_rows(torch.randn(3, 0), 4)
+    assert rows.shape == (3, 0) and scale.shape == (3, 0)
+
+
+def test_a_tracer_refuses_slots_of_other_tokens():
+    weight, at = stored_weight((1, A), torch.int8), plan()
+    weight = ScaledWeight(weight.weight.to("meta"), weight.scale.to("meta"))
+    x, offsets, slots = (each.to("meta") for each in (torch.randn(T, A), at.expert_offsets, at.sorted_slots))
+    assert moe_ops.scaled_grouped_gemm(x, weight, offsets, sorted_slots=slots).shape == (T * K, B)
+    with pytest.raises(ValueError, match="sorted_slots has 13"):
+        moe_ops.scaled_grouped_gemm(x, weight, offsets, sorted_slots=slots[:-1])

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
 SERVED = ROOT / "benchmarks" / "results" / "h200-2026-11-23"
 STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "stock.json"
+QUANTISED = ROOT / "benchmarks" / "results" / "h200-2026-11-27" / "quantised.csv"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
 """Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
@@ -224,6 +225,23 @@ def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
         stock, ours = rows[load, "stock"], rows[load, "ours"]
         assert all(ours[name] < stock[name] for name in stock if name.startswith(("first", "between")))
         assert ours["tokens/s"] > stock["tokens/s"]
+
+
+def test_the_page_shows_what_quantised_experts_take() -> None:
+    rows = list(csv.DictReader(QUANTISED.open()))
+    ways = ("float8 rows", "float8 blocks", "int8 rows", "float8 rows, exact")
+    section = PAGE.partition("## Quantised experts")[2].partition("\n## ")[0]
+    assert len(rows) == 40
+    for row in rows:
+        usual = float(row["bfloat16"])
+        assert f" {usual:.0f} |" in section
+        for way in ways:
+            assert f" {float(row[way]):.0f} ({float(row[way]) / usual:.2f}) |" in section
+    ratios = [float(row["float8 rows"]) / float(row["bfloat16"]) for row in rows if int(row["tokens"]) >= 4]
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} of bfloat16's time" in section
+    errors = [100 * float(row["error of float8 rows"]) for row in rows]
+    blocks = [100 * float(row["error of float8 blocks"]) for row in rows]
+    assert f"by {min(errors + blocks):.1f} to {max(errors + blocks):.1f} %" in section
 
 
 def test_the_page_shows_what_batch_invariance_costs() -> None:

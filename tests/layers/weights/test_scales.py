@@ -197,6 +197,6 @@ def test_what_quantised_experts_refuse():
 
 def test_scales_beside_weights_of_16_bits_are_not_passed_over():
     with pytest.raises(
-        TypeError, match=r"w13.dtype=torch.float32: expected torch.float8_e4m3fn or torch.int8"
+        TypeError, match=r"w13 has dtype torch.float32: expected torch.float8_e4m3fn or torch.int8"
     ):
         with_scales(WeightScale.CHANNEL)(torch.randn(3, H), torch.randn(3, E))
