@@ -23,7 +23,7 @@ _OURS = {
     **dict.fromkeys(("topk_routing", "build_dispatch", "map_replicas", "map_and_record"), "routing"),
     "batch_invariant_routing": "routing",
     "batch_invariant_gemm": "product",
-    **dict.fromkeys(("grouped_gemm", "batched_gemm", "dense_gemm"), "product"),
+    **dict.fromkeys(("grouped_gemm", "batched_gemm", "dense_gemm", "scaled_grouped_gemm"), "product"),
     **dict.fromkeys(("permute", "combine"), "move"),
 }
 _TORCH = (

@@ -68,6 +68,18 @@ def add_weight_scales(
             positive, groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded
             the module.
     """
+    _expect_scalable(module, kind, block)
+    shapes = _shapes(module, kind, *block)
+    module.weight_scales = {"w13_weight_scale": kind.value, "w2_weight_scale": kind.value}
+    module.weight_scale_block, module.quantised_rows = block, "quantised"
+    for name, shape in zip(("w13_weight_scale", "w2_weight_scale"), shapes, strict=True):
+        scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
+        param = nn.Parameter(scale, requires_grad=False)
+        param.quant_method = kind.value  # type: ignore[attr-defined]
+        module.register_parameter(name, param)
+
+
+def _expect_scalable(module: Any, kind: WeightScale, block: tuple[int, int]) -> None:
     from layers.fused_moe import FusedMoE  # its loader knows the kinds of scales
 
     expect_type("module", module, FusedMoE)
@@ -78,14 +90,6 @@ def add_weight_scales(
         raise ValueError(f"block={block!r}: expected (rows, columns)")
     for name, size in zip(("block rows", "block columns"), block):
         expect_positive(name, size)
-    shapes = _shapes(module, kind, *block)
-    module.weight_scales = {"w13_weight_scale": kind.value, "w2_weight_scale": kind.value}
-    module.weight_scale_block, module.quantised_rows = block, "quantised"
-    for name, shape in zip(("w13_weight_scale", "w2_weight_scale"), shapes, strict=True):
-        scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
-        param = nn.Parameter(scale, requires_grad=False)
-        param.quant_method = kind.value  # type: ignore[attr-defined]
-        module.register_parameter(name, param)
 
 
 def _shapes(
@@ -133,14 +137,10 @@ def quantise_experts(
             of the experts' output, adapters.
     """
     expect_dtype("dtype", dtype)
-    add_weight_scales(module, kind, block)
-    _expect_supported(module)
     if rows not in get_args(Rows):
         raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
-    if module.w13_weight.dtype in DTYPES:
-        raise ValueError(
-            f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
-        )
+    _expect_quantisable(module, kind, block)
+    add_weight_scales(module, kind, block)
     module.quantised_rows = rows
     with torch.no_grad():
         for name, linear in zip(("w13", "w2"), scaled_linears(module), strict=True):
@@ -148,6 +148,16 @@ def quantise_experts(
             module.register_parameter(f"{name}_weight", nn.Parameter(made.weight, requires_grad=False))
             parameter = getattr(module, f"{name}_weight_scale")
             parameter.copy_(made.scale.reshape(parameter.shape))
+
+
+def _expect_quantisable(module: Any, kind: WeightScale, block: tuple[int, int]) -> None:
+    _expect_scalable(module, kind, block)
+    _expect_supported(module)
+    if module.w13_weight.dtype in DTYPES:
+        raise ValueError(
+            f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
+        )
+    _blocks(module, kind, block)
 
 
 def run_quantised(module: Any, args: FusedExperts) -> Tensor:
@@ -170,21 +180,29 @@ def _expect_supported(module: Any) -> None:
 
 def scaled_linears(module: Any) -> tuple[ScaledLinear, ScaledLinear]:
     """Both products of a `FusedMoE` that has scales. Raises ValueError where a block has gate rows and up rows."""
-    w13, w2, (rows, columns) = module.w13_weight, module.w2_weight, module.weight_scale_block
-    up, down = module.w13_weight_scale, module.w2_weight_scale
     kind = WeightScale(module.weight_scales["w13_weight_scale"])
-    _, hidden_size, features = w2.shape
+    of_up, of_down = _blocks(module, kind, module.weight_scale_block)
+    up, down = module.w13_weight_scale, module.w2_weight_scale
+    if kind is WeightScale.TENSOR:
+        up, down = up.unsqueeze(2), down[:, None, None]
+    w13 = ScaledLinear(module.w13_weight, up, module.w13_bias, *of_up)
+    return w13, ScaledLinear(module.w2_weight, down, module.w2_bias, *of_down)
+
+
+def _blocks(
+    module: Any, kind: WeightScale, block: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a block of w13, and of w2."""
+    rows, columns = block
+    _, hidden_size, features = module.w2_weight.shape
     if kind is WeightScale.TENSOR:
         blocks = (features, hidden_size), (hidden_size, features)
-        up, down = up.unsqueeze(2), down[:, None, None]
     elif kind is WeightScale.CHANNEL:
         blocks = (1, hidden_size), (1, features)
     else:
         blocks = ((rows if kind is WeightScale.BLOCK else 1, columns),) * 2
     _expect_apart(module, blocks[0][0], features)
-    return ScaledLinear(w13, up, module.w13_bias, *blocks[0]), ScaledLinear(
-        w2, down, module.w2_bias, *blocks[1]
-    )
+    return blocks
 
 
 def _expect_apart(module: Any, rows: int, features: int) -> None:
