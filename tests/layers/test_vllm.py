@@ -142,7 +142,7 @@ def test_parameters_know_their_loader():
         ({"num_experts": 4, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2,
           "e_score_correction_bias": torch.zeros(4)}, r"group_score='top2_sum' with groups of 1 expert"),
         ({"num_redundant_experts": 2}, "num_redundant_experts=2 with enable_eplb=False"),
-        ({"quant_config": "fp8"}, r"quant_config='fp8': expected None; .*floating"),
+        ({"quant_config": "fp8"}, r"quant_config='fp8': expected None; .*quantise_experts"),
         ({"use_grouped_topk": True}, r"num_expert_group=None, topk_group=None: expected both"),
         (
             {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "custom_routing_function": _by_logit},
