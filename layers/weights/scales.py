@@ -200,7 +200,8 @@ def _blocks(
     elif kind is WeightScale.CHANNEL:
         blocks = (1, hidden_size), (1, features)
     else:
-        blocks = ((rows if kind is WeightScale.BLOCK else 1, columns),) * 2
+        size = rows if kind is WeightScale.BLOCK else 1, columns
+        blocks = size, size
     _expect_apart(module, blocks[0][0], features)
     return blocks
 
