@@ -185,7 +185,8 @@ def test_what_quantised_experts_refuse():
     with pytest.raises(
         ValueError, match="intermediate_size of the shard is 12: expected a multiple of the block's 8"
     ):
-        quantise_experts(quantisable(), WeightScale.BLOCK, (8, 5))
+        quantise_experts(untouched := quantisable(), WeightScale.BLOCK, (8, 5))
+    assert not untouched.weight_scales and untouched(torch.randn(2, H), torch.randn(2, E)).isfinite().all()
     with pytest.raises(ValueError, match="gate and up rows in turns: expected one of CHANNEL and GROUP"):
         quantise_experts(quantisable(activation=Activation(interleaved=True)), WeightScale.TENSOR)
     with pytest.raises(ValueError, match="post_norm_eps=1e-05 with quantised experts: expected None"):
