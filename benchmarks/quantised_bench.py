@@ -17,28 +17,26 @@ from torch import Tensor
 import moe_ops
 from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
-from benchmarks.workloads import WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
+from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
 from moe_ops import RoutingConfig, ScaledWeight
 from moe_ops.scaled import quantised_weight
 from moe_ops.scaled_experts import Rows
 
-TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
-
 
 class Way(NamedTuple):
-    """How experts are quantised. `block`: (0, 0) stands for one scale for each row. `bound`: of the relative error."""
+    """How experts are quantised. `block`: None for one scale for each row. `bound`: of the relative error."""
 
     dtype: torch.dtype
-    block: tuple[int, int]
+    block: tuple[int, int] | None
     rows: Rows
     bound: float
 
 
 WAYS = {
     "float8 blocks": Way(torch.float8_e4m3fn, (128, 128), "quantised", 0.08),
-    "float8 rows": Way(torch.float8_e4m3fn, (0, 0), "quantised", 0.08),
-    "int8 rows": Way(torch.int8, (0, 0), "quantised", 0.04),
-    "float8 rows, exact": Way(torch.float8_e4m3fn, (0, 0), "exact", 0.06),
+    "float8 rows": Way(torch.float8_e4m3fn, None, "quantised", 0.08),
+    "int8 rows": Way(torch.int8, None, "quantised", 0.04),
+    "float8 rows, exact": Way(torch.float8_e4m3fn, None, "exact", 0.06),
 }
 
 
@@ -57,7 +55,7 @@ Layer = Callable[[Routed], Tensor]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks quantised`."""
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKEN_COUNTS))
     parser.add_argument("--cell-ms", type=float, default=60.0, help="milliseconds of replays on a GPU")
     parser.add_argument("--out", type=Path, default=Path("build/quantised.csv"), help="where the figures go")
 
@@ -101,9 +99,9 @@ def layers_of(workload: Workload, device: str) -> dict[str, Layer]:
 
 
 def _quantised(
-    weights: Weights, dtype: torch.dtype, block: tuple[int, int]
+    weights: Weights, dtype: torch.dtype, block: tuple[int, int] | None
 ) -> tuple[ScaledWeight, ScaledWeight]:
-    sizes = (block if block[0] else (1, weight.shape[2]) for weight in (weights.w13, weights.w2))
+    sizes = (block or (1, weight.shape[2]) for weight in (weights.w13, weights.w2))
     w13, w2 = (quantised_weight(w, size, dtype) for w, size in zip((weights.w13, weights.w2), sizes))
     return w13, w2
 

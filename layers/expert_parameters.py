@@ -11,6 +11,7 @@ from layers._checks import expect_floating_dtype, expect_type
 from layers.config import MoEConfig
 from layers.placement import local_experts
 from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
+from layers.weights.scales import SCALES, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
 
 
@@ -45,7 +46,7 @@ class ExpertParameters(nn.Module):
             )
         self.config = config
         self.shard = shard
-        self.weight_scales: dict[str, str] = {}
+        self.quantisation: Quantisation | None = None
         self._placement = (
             None if expert_map is None else local_experts(expert_map, config.num_physical_experts)
         )
@@ -170,13 +171,23 @@ class ExpertParameters(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertParameters":
         # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
         correction, expert_map = self.e_score_correction_bias, self.expert_map
+        stored = {} if self.quantisation is None else self._stored()
         super()._apply(fn, recurse)
+        for name, before in stored.items():
+            parameter = getattr(self, name)
+            # Cast, they would not be what their scales are for, nor the scales what they were.
+            if parameter.dtype != before.dtype:
+                parameter.data = before.to(parameter.device)
         moved = self.e_score_correction_bias
         if correction is not None and moved is not None and moved.dtype != correction.dtype:
             self.e_score_correction_bias = correction.to(moved.device)
         if expert_map is not None and self.expert_map is not None:
             self._place(expert_map, self.expert_map.device)
         return self
+
+    def _stored(self) -> dict[str, Tensor]:
+        """Quantised weights and their scales, as they are."""
+        return {name: getattr(self, name).data for name in ("w13_weight", "w2_weight", *SCALES)}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -76,6 +76,7 @@ class FusedMoE(ExpertParameters):
         balancing: None, or the `ExpertBalancing` that `set_eplb_state` made.
         lora: None, or the `ExpertLora` whose adapters tokens may have; it runs between the stages, also where
             `config.emit` is "fused".
+        quantisation: None, or how `quantise_experts` or `add_weight_scales` left the weights.
         parallel: None, or the `RankExperts` that a style of `layers.parallel` made; parameters are then DTensors.
 
     Raises:
@@ -199,7 +200,7 @@ class FusedMoE(ExpertParameters):
             expect_none(self, "balancing", "lora", "parallel")
         if isinstance(shared, SharedExpert):
             config.expect_overlap()
-            if self.lora is not None or self.weight_scales:
+            if self.lora is not None or self.quantisation is not None:
                 value_error("shared_experts.overlap=True with lora or quantised experts: expected False")
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
         addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
@@ -218,7 +219,7 @@ class FusedMoE(ExpertParameters):
 
     def _is_routed_apart(self) -> bool:
         """Whether something looks at the chosen experts before they run, which the fused operator would hide."""
-        if self._routes_first or self.weight_scales or self.routing_override is not None:
+        if self._routes_first or self.routing_override is not None or self.quantisation is not None:
             return True
         return any(each is not None for each in (self.capture, self.balancing, self.lora, self.parallel))
 
@@ -305,7 +306,7 @@ class FusedMoE(ExpertParameters):
 
     def _run_experts(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
         config = self.config
-        if self.weight_scales:
+        if self.quantisation is not None:
             return run_quantised(self, args)
         if self.lora is not None and adapter_ids is not None:
             return self._run_adapted(args, self.lora, adapter_ids)

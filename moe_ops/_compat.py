@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._library.utils import MutationChecker
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Context: an operator called inside goes past its autograd kernel."""
@@ -143,13 +142,8 @@ def is_in_vmap() -> bool:
     return any(each.key() == _functorch.TransformType.Vmap for each in active)
 
 
-def _clamp_passes_its_limit() -> bool:
-    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
-        limit = torch.zeros((), device="cpu", requires_grad=True)
-        return bool(torch.autograd.grad(limit.clamp(max=0.0), limit)[0])
-
-
-CLAMP_PASSES_ITS_LIMIT = _clamp_passes_its_limit()
+# By version: to try it, a backward would start autograd's threads, after which a process with GPUs cannot fork.
+CLAMP_PASSES_ITS_LIMIT = torch.__version__ < "2.14"
 """Whether the slope of a clamp is 1 where a value equals the limit, as it was before torch 2.14, or 0."""
 
 

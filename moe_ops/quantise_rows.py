@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from moe_ops import _autograd, _checks, _library
 from moe_ops.errors import type_error, value_error
 from moe_ops.scaled_arguments import QuantiseRows
+from moe_ops.types import largest_of
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def blocks_of(size: int, block: int) -> int:
 
 def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[B, A] in 8 bits, and the scales [ceil(B / rows), ceil(A / columns)] of its blocks of rows and columns."""
-    values, most = matrix.float(), LARGEST[dtype]
+    values, most = matrix.float(), largest_of(dtype)
     largest = _maxima(values.abs(), rows, columns)
     quotient = torch.full_like(largest, most) / largest  # of a number torch would take the reciprocal
     factor = torch.where(largest == 0, 1, quotient)

@@ -69,6 +69,11 @@ class ScaledWeight:
     block: tuple[int, int] | None = None
 
 
+def largest_of(dtype: torch.dtype) -> float:
+    """The largest number that weights and rows of 8 bits reach: 448 of float8_e4m3fn, 127 of int8."""
+    return torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
 def _require_choice(name: str, value: object, choices: object) -> None:
     allowed = get_args(choices)
     if value not in allowed:

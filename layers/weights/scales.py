@@ -1,5 +1,6 @@
 """Quantised expert weights: their scales as parameters, how weights become such, and what products take of them."""
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args
 
@@ -34,7 +35,8 @@ class WeightScale(Enum):
         A copy, what `to_empty` makes and what is assigned have no such attribute: of those the module knows it.
         """
         names = (name for name, each in module.named_parameters(recurse=False) if each is param)
-        known = getattr(module, "weight_scales", {}).get(next(names, ""))
+        quantisation: Quantisation | None = getattr(module, "quantisation", None)
+        known = quantisation.kind if quantisation is not None and next(names, "") in SCALES else None
         value = getattr(param, "quant_method", known)
         value = value.value if isinstance(value, Enum) else value
         try:
@@ -42,6 +44,18 @@ class WeightScale(Enum):
         except ValueError:
             kinds = ", ".join(repr(kind.value) for kind in WeightScale)
             raise ValueError(f"quant_method={value!r} of the scale: expected one of {kinds}") from None
+
+
+SCALES = ("w13_weight_scale", "w2_weight_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the experts of a layer are quantised: what shares a scale, and whether tokens are quantised too."""
+
+    kind: WeightScale
+    block: tuple[int, int]
+    rows: Rows = "quantised"
 
 
 def add_weight_scales(
@@ -70,9 +84,8 @@ def add_weight_scales(
     """
     _expect_scalable(module, kind, block)
     shapes = _shapes(module, kind, *block)
-    module.weight_scales = {"w13_weight_scale": kind.value, "w2_weight_scale": kind.value}
-    module.weight_scale_block, module.quantised_rows = block, "quantised"
-    for name, shape in zip(("w13_weight_scale", "w2_weight_scale"), shapes, strict=True):
+    module.quantisation = Quantisation(kind, block)
+    for name, shape in zip(SCALES, shapes, strict=True):
         scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(scale, requires_grad=False)
         param.quant_method = kind.value  # type: ignore[attr-defined]
@@ -141,7 +154,7 @@ def quantise_experts(
         raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
     _expect_quantisable(module, kind, block)
     add_weight_scales(module, kind, block)
-    module.quantised_rows = rows
+    module.quantisation = Quantisation(kind, block, rows)
     with torch.no_grad():
         for name, linear in zip(("w13", "w2"), scaled_linears(module), strict=True):
             made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
@@ -163,7 +176,7 @@ def _expect_quantisable(module: Any, kind: WeightScale, block: tuple[int, int]) 
 def run_quantised(module: Any, args: FusedExperts) -> Tensor:
     """The experts of a `FusedMoE` that has scales, for tokens and routing in `args`. Raises as `quantise_experts`."""
     _expect_supported(module)
-    return run_scaled(args, *scaled_linears(module), module.quantised_rows)
+    return run_scaled(args, *scaled_linears(module), module.quantisation.rows)
 
 
 def _expect_supported(module: Any) -> None:
@@ -180,8 +193,8 @@ def _expect_supported(module: Any) -> None:
 
 def scaled_linears(module: Any) -> tuple[ScaledLinear, ScaledLinear]:
     """Both products of a `FusedMoE` that has scales. Raises ValueError where a block has gate rows and up rows."""
-    kind = WeightScale(module.weight_scales["w13_weight_scale"])
-    of_up, of_down = _blocks(module, kind, module.weight_scale_block)
+    kind = module.quantisation.kind
+    of_up, of_down = _blocks(module, kind, module.quantisation.block)
     up, down = module.w13_weight_scale, module.w2_weight_scale
     if kind is WeightScale.TENSOR:
         up, down = up.unsqueeze(2), down[:, None, None]

@@ -44,6 +44,22 @@ def source_row(slots_ptr, rows, mask, top_k, num_tokens):
 
 
 @triton.jit
+def rows_of_tile(
+    row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """(rows from `row` on, where each comes from, whether it does) of a tile of `expert`, which has those before `end`.
+
+    Rows past the last expert (dropped slots) come from nowhere: they are stored as zeros.
+    """
+    rows = row + tl.arange(0, BLOCK_M)
+    present = rows < tl.where(expert < num_experts, end, 0)
+    source = rows
+    if slots_ptr is not None:
+        source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
+    return rows, source, present
+
+
+@triton.jit
 def slot_pointers(ids_ptr, slots, top_k, stride_t, stride_k):
     """Where the expert id of each slot is."""
     return ids_ptr + offset(slots // top_k, stride_t) + offset(slots % top_k, stride_k)

@@ -8,7 +8,7 @@ against rows sorted beforehand.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import activate, dot, offset, source_row
+from moe_ops.kernels.common import activate, dot, offset, rows_of_tile
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -108,12 +108,7 @@ def multiply_tile(
     HALVES: tl.constexpr = GATED and not INTERLEAVED
     PAIRED: tl.constexpr = _is_paired(GATED, INTERLEAVED, TRANSPOSED, up_desc is not None)
     LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
-    rows = row + tl.arange(0, BLOCK_M)
-    # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
-    present = rows < tl.where(expert < num_experts, end, 0)
-    source = rows
-    if slots_ptr is not None:
-        source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
+    rows, source, present = rows_of_tile(row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M)
     depths = tl.arange(0, BLOCK_K)
     x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
     column = column_block * OUT_N

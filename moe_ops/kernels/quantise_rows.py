@@ -10,10 +10,10 @@ from triton.language.extra import libdevice
 from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
+from moe_ops.types import largest_of
 
 _MOST = 8192  # columns at a time
 _LEAST = 1024  # elements of a program
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _quotient(dividend, divisor):
 @triton.jit
 def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr):
     factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest)
-    multiplied = _rounded(value * factor[:, None], LARGEST == 127.0)
+    multiplied = _rounded(value * factor[:, None], rows_ptr.dtype.element_ty == tl.int8)
     clamped = tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST)
     tl.store(rows_ptr + offset(places, 1), clamped.to(rows_ptr.dtype.element_ty), mask=inside)
 
@@ -108,7 +108,7 @@ def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
         "num_blocks": num_blocks,
         "x_stride_t": args.x.strides[0],
         "x_stride_k": args.x.strides[1],
-        "LARGEST": _LARGEST[args.dtype],
+        "LARGEST": largest_of(args.dtype),
         "ONCE": columns <= width,
         "BLOCKS": blocks,
         "COLUMNS": width,

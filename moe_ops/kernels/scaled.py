@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels import tma
-from moe_ops.kernels.common import INTERPRETED, cdiv, dot, offset, source_row
+from moe_ops.kernels.common import INTERPRETED, cdiv, dot, offset, rows_of_tile
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.gemm_config import rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
@@ -74,12 +74,9 @@ def scaled_grouped_gemm_kernel(
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * feature_blocks:
         expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
-        rows = row + tl.arange(0, BLOCK_M)
-        # Rows past the last expert (dropped slots) multiply nothing: they are stored as zeros.
-        present = rows < tl.where(expert < num_experts, end, 0)
-        source = rows
-        if slots_ptr is not None:
-            source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
+        rows, source, present = rows_of_tile(
+            row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M
+        )
         columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
         known = columns < tl.where(expert < num_experts, features, 0)
         x_row_ptr = x_ptr + offset(source, x_stride_m)[None, :]
@@ -179,7 +176,7 @@ def _weight_args(linear: Any, config: LaunchConfig, itemsize: int, gpu: Gpu) -> 
     """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
     weight, bias = linear.weight, linear.bias
     depth = weight.shape[2]
-    block_columns = min(linear.block_columns, max(depth, 1))
+    block_columns = min(linear.block_columns, depth)
     block_k = _step(config.block_k, itemsize, block_columns, depth)
     shared = block_columns % block_k != 0
     in_block = cdiv(block_columns, block_k)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from moe_ops.kernels import plans
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.scaled import IN_8_BITS, IN_16_BITS
 from tests.helpers import mixed
 from tests.kernels import oracles
-from tests.kernels.by_name import launch, program_of
+from tests.kernels.by_name import launch, program_of, record
 from tests.kernels.catalogue import meta
 from tests.kernels.oracles import assert_close
 
@@ -184,6 +185,8 @@ def test_steps_divide_blocks_and_depth():
         assert (args["BLOCK_K"], args["EVEN"]) == (step, even), depth
         blocks = -(-depth // block[1])
         assert args["steps"] >= blocks and args["steps"] * step >= depth
+    # Tensor cores take 32 numbers of 8 bits at once.
+    assert _planned(64, 51, (7, 10), 64, torch.int8, torch.int8).args["BLOCK_K"] == 32
 
 
 def test_rows_in_8_bits_have_tiles_of_their_own():
@@ -196,6 +199,35 @@ def test_rows_in_8_bits_have_tiles_of_their_own():
         assert [(each.args["BLOCK_M"], each.args["BLOCK_N"]) for each in found] == [
             (height, table[height].block_n) for height in (16, 32, 64, most)
         ]
+
+
+def test_float64_is_not_for_the_kernel():
+    x, scale, linear = meta(8, 64), meta(8, 1, dtype=torch.float32), meta(4, 16, 64, dtype=torch.int8)
+    others = linear, meta(4, 16, 1, dtype=torch.float32), meta(5, dtype=torch.int32)
+    for dtype, row_scale, result, is_taken in (
+        (torch.bfloat16, None, torch.bfloat16, True),
+        (torch.float64, None, torch.float64, False),
+        (torch.int8, scale, torch.float32, True),
+        (torch.int8, scale, torch.float64, False),
+    ):
+        args = record("scaled_grouped_gemm", x.to(dtype), *others, row_scale, None, None, 1, 64, result)
+        assert plans.is_taken(args) == is_taken, (dtype, result)
+
+
+def test_nothing_to_sum_up(device):
+    bias, offsets = torch.randn(EXPERTS, 3), torch.tensor(OFFSETS["ragged"], dtype=torch.int32)
+    tensors = (
+        torch.randn(SLOTS, 0),
+        _stored((EXPERTS, 3, 0), torch.int8),
+        _scale(EXPERTS, 1, 0),
+        offsets,
+        None,
+        bias,
+    )
+    given = (None if each is None else each.to(device) for each in tensors)
+    out = launch("scaled_grouped_gemm", *given, None, 3, 1, torch.float32)
+    expected = oracles.grouped_gemm(tensors[0], torch.zeros(EXPERTS, 3, 0), offsets, bias)
+    assert_close(out, expected)
 
 
 def test_a_gpu_that_knows_no_float8():

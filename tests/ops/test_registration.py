@@ -209,3 +209,11 @@ def test_modes_see_calls_with_gradients_on():
     with Scaled():
         moe_ops.permute(torch.ones(2, 4), torch.tensor([1, 0], dtype=torch.int32))
     assert [each.requires_grad for each in seen] == [True]
+
+
+def test_an_import_runs_no_backward():
+    """It would start autograd's threads, one for each GPU, after which a process cannot fork."""
+    engine = "torch.autograd.Variable._execution_engine"
+    code = f"import torch; {engine} = type('Engine', (), {{}})(); import moe_ops, layers, inductor_passes"
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr

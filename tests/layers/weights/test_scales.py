@@ -1,6 +1,7 @@
 """Scales of weights in layers that were copied, came off the meta device or were reset."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from layers.config import ExpertsConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from layers.weights.scales import scaled_linears
 from moe_ops import Activation
+from moe_ops.arguments import SharedExpert
 from moe_ops.scaled import dequantised as dequantise
 from tests.helpers import assert_same
 from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
@@ -131,7 +133,7 @@ def test_a_quantised_layer_is_that_of_the_weights_it_stands_for(kind, dtype):
     assert_same([experts(x, logits)], [stood_for(x, logits)], 1e-5)
     shared = torch.randn(9, H)
     assert_same([experts(x, logits, shared)], [stood_for(x, logits, shared)], 1e-5)
-    experts.quantised_rows = "quantised"
+    experts.quantisation = dataclasses.replace(experts.quantisation, rows="quantised")
     with torch.no_grad():
         expected, found = stood_for(x, logits), experts(x, logits)
     assert 1e-4 < (found - expected).norm() / expected.norm() < (0.03 if dtype == torch.int8 else 0.08)
@@ -186,7 +188,7 @@ def test_what_quantised_experts_refuse():
         ValueError, match="intermediate_size of the shard is 12: expected a multiple of the block's 8"
     ):
         quantise_experts(untouched := quantisable(), WeightScale.BLOCK, (8, 5))
-    assert not untouched.weight_scales and untouched(torch.randn(2, H), torch.randn(2, E)).isfinite().all()
+    assert untouched.quantisation is None and untouched(torch.randn(2, H), torch.randn(2, E)).isfinite().all()
     with pytest.raises(ValueError, match="gate and up rows in turns: expected one of CHANNEL and GROUP"):
         quantise_experts(quantisable(activation=Activation(interleaved=True)), WeightScale.TENSOR)
     with pytest.raises(ValueError, match="post_norm_eps=1e-05 with quantised experts: expected None"):
@@ -201,3 +203,28 @@ def test_scales_beside_weights_of_16_bits_are_not_passed_over():
         TypeError, match=r"w13 has dtype torch.float32: expected torch.float8_e4m3fn or torch.int8"
     ):
         with_scales(WeightScale.CHANNEL)(torch.randn(3, H), torch.randn(3, E))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_cast_changes_neither_weights_of_8_bits_nor_their_scales(cast, dtype):
+    experts = quantisable()
+    quantise_experts(experts, WeightScale.CHANNEL, dtype=dtype)
+    before = copy.deepcopy(experts)
+    torch.nn.Sequential(experts).to(cast)
+    assert experts.w13_bias.dtype == experts.w2_bias.dtype == cast
+    for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
+        kept, found = getattr(before, name), getattr(experts, name)
+        assert found.dtype == kept.dtype and torch.equal(found.float(), kept.float())
+    x, logits = torch.randn(5, H), torch.randn(5, E)
+    with torch.no_grad():
+        expected, found = before(x, logits), experts(x.to(cast), logits)
+    assert found.dtype == cast and (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_shared_expert_does_not_overlap_with_quantised_ones():
+    experts = quantisable()
+    quantise_experts(experts, WeightScale.CHANNEL)
+    shared = SharedExpert(torch.randn(8, H), torch.randn(H, 4), None, "silu")
+    with pytest.raises(ValueError, match=r"overlap=True with lora or quantised experts: expected False"):
+        experts(torch.randn(3, H), torch.randn(3, E), shared)
