@@ -44,19 +44,16 @@ def source_row(slots_ptr, rows, mask, top_k, num_tokens):
 
 
 @triton.jit
-def rows_of_tile(
-    row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """(rows from `row` on, where each comes from, whether it does) of a tile of `expert`, which has those before `end`.
+def sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens):
+    """(where each of a tile's rows comes from, whether it does); `expert` has those before `end`.
 
     Rows past the last expert (dropped slots) come from nowhere: they are stored as zeros.
     """
-    rows = row + tl.arange(0, BLOCK_M)
     present = rows < tl.where(expert < num_experts, end, 0)
     source = rows
     if slots_ptr is not None:
         source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
-    return rows, source, present
+    return source, present
 
 
 @triton.jit

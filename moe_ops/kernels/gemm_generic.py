@@ -7,7 +7,7 @@ and float64. One CTA per tile; tiles past the last one return at once.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import activate, dot, offset, rows_of_tile
+from moe_ops.kernels.common import activate, dot, offset, sources_of_tile
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -30,9 +30,8 @@ def grouped_gemm_generic_kernel(
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * column_blocks:
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
-        rows, source, present = rows_of_tile(
-            row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M
-        )
+        rows = row + tl.arange(0, BLOCK_M)
+        source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
         columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
         column_mask = columns < tl.where(expert < num_experts, features, 0)
         gate_columns = columns * 2 if INTERLEAVED else columns

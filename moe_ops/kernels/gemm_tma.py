@@ -8,7 +8,7 @@ against rows sorted beforehand.
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import activate, dot, offset, rows_of_tile
+from moe_ops.kernels.common import activate, dot, offset, sources_of_tile
 from moe_ops.kernels.tiles import tile_at
 
 
@@ -108,7 +108,9 @@ def multiply_tile(
     HALVES: tl.constexpr = GATED and not INTERLEAVED
     PAIRED: tl.constexpr = _is_paired(GATED, INTERLEAVED, TRANSPOSED, up_desc is not None)
     LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
-    rows, source, present = rows_of_tile(row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M)
+    # Not from a function that is given slots_ptr: torch would take what is stored at them for a write through it.
+    rows = row + tl.arange(0, BLOCK_M)
+    source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
     depths = tl.arange(0, BLOCK_K)
     x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
     column = column_block * OUT_N

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels import tma
-from moe_ops.kernels.common import INTERPRETED, cdiv, dot, offset, rows_of_tile
+from moe_ops.kernels.common import INTERPRETED, cdiv, dot, offset, sources_of_tile
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.gemm_config import rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
@@ -74,9 +74,8 @@ def scaled_grouped_gemm_kernel(
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * feature_blocks:
         expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
-        rows, source, present = rows_of_tile(
-            row, end, expert, num_experts, slots_ptr, top_k, num_tokens, BLOCK_M
-        )
+        rows = row + tl.arange(0, BLOCK_M)
+        source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
         columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
         known = columns < tl.where(expert < num_experts, features, 0)
         x_row_ptr = x_ptr + offset(source, x_stride_m)[None, :]
