@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.fuzz import (
     halves as _halves,  # noqa: F401  # adds its level
@@ -81,7 +82,7 @@ def _judge(problem: Problem, make: Maker, verdict: Verdict) -> None:
         _compare(name, value, exact, verdict)
     if make.case.level != "compiled":
         _judge_again(problem, inputs, grad, actual, make, verdict)
-    if make.case.poisoned and make.case.level in TOKEN_BY_TOKEN:
+    if make.case.poisoned and make.case.level in TOKEN_BY_TOKEN and not _torch_reads_on(make):
         _judge_containment(problem, inputs, grad, actual, make, verdict)
 
 
@@ -125,6 +126,19 @@ def _judge_containment(
             verdict.wrong.append(
                 f"{name}: other tokens changed beside {int(is_bad.sum())} that are not finite"
             )
+
+
+def _torch_reads_on(make: Maker) -> bool:
+    """Whether torch's own products of these sizes let a token that is NaN into the sums of the token before it.
+
+    oneDNN takes bfloat16 in pairs. On processors with AMX it multiplies what lies behind a row of odd length by zero.
+    """
+    is_odd = make.case.hidden % 2 or make.case.intermediate % 2
+    if make.device != "cpu" or make.case.dtype != "bfloat16" or not is_odd:
+        return False
+    rows = torch.ones(256, 31, dtype=torch.bfloat16)
+    rows[1::2] = float("nan")
+    return bool(F.linear(rows, rows.new_ones(130, 31))[::2].isnan().any())
 
 
 @contextmanager
