@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from layers._checks import expect_choice, expect_positive
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import start_all_gathers, start_reduce_scatter
-from layers.parallel.exchange import Exchange, Start, Started, nothing, plus, start_tokens
+from layers.parallel.exchange import Exchange, Start, Started, nothing, of_rows, plus, start_tokens
 from layers.parallel.group import Group
 from layers.parallel.sizes import expect_at_most, most_tokens
 from moe_ops import combine
@@ -108,14 +107,7 @@ def rows_of_each(given: Prepared, name: str, max_tokens: int | None, group: Grou
 
 def gathering(num_rows: int, group: Group) -> Start:
     """What gathers tensors [T, ...] of each rank, brought to so many rows."""
-    return lambda filled: start_all_gathers([_of_rows(x, num_rows, fill) for x, fill in filled], group)
-
-
-def _of_rows(x: Tensor, num_rows: int, fill: int) -> Tensor:
-    missing = num_rows - x.shape[0]
-    if not torch.compiler.is_compiling() and missing == 0:  # padding by nothing copies
-        return x
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=fill)
+    return lambda filled: start_all_gathers([of_rows(x, num_rows, fill) for x, fill in filled], group)
 
 
 def _each_slot_a_token(prepared: Prepared) -> Prepared:

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import Receiver
@@ -133,6 +135,14 @@ def start_tokens(given: Prepared, start: Start, way_back: Any) -> Started:
 
 def nothing() -> None:
     """The hook of an exchange whose receiver waits."""
+
+
+def of_rows(x: Tensor, num_rows: int, fill: int = 0) -> Tensor:
+    """Brought to so many rows by some of `fill`."""
+    missing = num_rows - x.shape[0]
+    if not torch.compiler.is_compiling() and missing == 0:  # padding by nothing copies
+        return x
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=fill)
 
 
 def plus(sums: Tensor, shared: Tensor | None) -> Tensor:

@@ -38,11 +38,11 @@ class Portions:
         chunk = self.max_tokens if self.chunk_tokens is None else min(self.chunk_tokens, self.max_tokens)
         return -(-chunk // self.batches)
 
-    def rows(self, num_tokens: int, most: int) -> list[list["Rows"]]:
-        """Of each batch of each chunk: none of chunks that only other ranks have, of which one has `most` tokens."""
+    def rows(self, num_tokens: int) -> list[list["Rows"]]:
+        """Of each batch of each chunk."""
         if self.chunk_tokens is None:
             return [[ALL_ROWS]] if self.batches == 1 else [self._batches(Rows(0, num_tokens))]
-        starts = [min(start, num_tokens) for start in range(0, max(most, 1), self.chunk_tokens)]
+        starts = range(0, max(num_tokens, 1), self.chunk_tokens)
         return [self._batches(chunk) for chunk in _rows_between([*starts, num_tokens])]
 
     def _batches(self, chunk: "Rows") -> list["Rows"]:

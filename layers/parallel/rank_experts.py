@@ -12,7 +12,7 @@ from layers.lora import ExpertLora, LowRank
 from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput, Prepared
 from layers.parallel.collectives import shared_by_all, start_broadcast
-from layers.parallel.exchange import Exchange
+from layers.parallel.exchange import Exchange, of_rows
 from layers.parallel.group import Group
 from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
 from layers.parallel.sharding import adapter_splits
@@ -62,8 +62,26 @@ class RankExperts:
         local = _checked(args._replace(experts=self.local_weights(args.experts)))
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
         given = Prepared(*tokens, extra_tensors=tuple(extra_tensors))
+        if self.portions.chunk_tokens is None:
+            return self._run(given, local, num_experts, run, shared)
+        num_rows, later = self._most_tokens(given), shared
+        if local.shared is not None:
+            local = local._replace(shared=of_rows(local.shared, num_rows))
+        shared = None if later is None else lambda: of_rows(later(), num_rows)
+        output = self._run(_filled_up(given, num_rows), local, num_experts, run, shared)
+        return output[: args.hidden_states.shape[0]]
+
+    def _run(
+        self,
+        given: Prepared,
+        local: FusedExperts,
+        num_experts: int,
+        run: Callable[..., Tensor],
+        shared: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        """The output for tokens that are `given`, portion by portion."""
         outputs: list[Tensor] = []
-        for chunk in self._rows(given):
+        for chunk in self.portions.rows(given.hidden_states.shape[0]):
             started = [self._start(_portion(given, rows), local, num_experts) for rows in chunk]
             if shared is not None:
                 local, shared = local._replace(shared=shared()), None
@@ -72,17 +90,15 @@ class RankExperts:
             outputs += [each.wait() for each in sent_back]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _rows(self, given: Prepared) -> list[list[Rows]]:
-        """Of each batch of each chunk; as many of both as on the other ranks."""
-        tokens, portions, most = given.hidden_states, self.portions, self.portions.max_tokens
-        if portions.chunk_tokens is None:
-            return portions.rows(tokens.shape[0], tokens.shape[0])
+    def _most_tokens(self, given: Prepared) -> int:
+        """Of any rank, so that all have as many chunks."""
+        most = self.portions.max_tokens
         if most is None:
             if torch.compiler.is_compiling():
                 value_error("max_tokens=None with chunk_tokens: expected a number in compiled code")
             most = most_tokens(given, "top_k", self.group)
-        expect_at_most(tokens.shape[0], most, self.group)
-        return portions.rows(tokens.shape[0], most)
+        expect_at_most(given.hidden_states.shape[0], most, self.group)
+        return most
 
     def _start(self, batch: Prepared, local: FusedExperts, num_experts: int) -> Pending[Prepared]:
         tokens, expert_map = (
@@ -162,6 +178,16 @@ def _checked(args: FusedExperts) -> FusedExperts:
     hidden, shared = autocast((args.hidden_states, args.shared))
     check_routed(args._replace(hidden_states=hidden, shared=shared))
     return args._replace(shared=shared)
+
+
+def _filled_up(given: Prepared, num_rows: int) -> Prepared:
+    """With rows behind the tokens that have no expert: in a graph for any T, chunks have a size that is no symbol."""
+    return given._replace(
+        hidden_states=of_rows(given.hidden_states, num_rows),
+        topk_weights=of_rows(given.topk_weights, num_rows),
+        topk_ids=of_rows(given.topk_ids, num_rows, -1),
+        extra_tensors=tuple(of_rows(each, num_rows) for each in given.extra_tensors),
+    )
 
 
 def _portion(given: Prepared, rows: Rows) -> Prepared:
