@@ -1,7 +1,7 @@
 """quantise_rows: rows in 8 bits, each block of whose columns has a scale.
 
     largest[t, b] = max over c in block b of |x[t, c]|
-    scale[t, b]   = largest[t, b] / most                            (1 for a block of zeros)
+    scale[t, b]   = largest[t, b] / most                            (1 where largest < 2**-118: rows are 0)
     rows[t, c]    = round(x[t, c] * (most / largest[t, c // columns]))
 
 T rows, A columns; `most` is 448 for float8_e4m3fn and 127 for int8, all in float32, and rounding is to the nearest, to
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from moe_ops import _autograd, _checks, _library
 from moe_ops.errors import type_error, value_error
 from moe_ops.scaled_arguments import QuantiseRows
-from moe_ops.types import largest_of
+from moe_ops.types import LEAST_LARGEST, largest_of
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 
@@ -53,11 +53,12 @@ def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tu
     """[B, A] in 8 bits, and the scales [ceil(B / rows), ceil(A / columns)] of its blocks of rows and columns."""
     values, most = matrix.float(), largest_of(dtype)
     largest = _maxima(values.abs(), rows, columns)
+    is_zero = largest < LEAST_LARGEST
     quotient = torch.full_like(largest, most) / largest  # of a number torch would take the reciprocal
-    factor = torch.where(largest == 0, 1, quotient)
+    factor = torch.where(is_zero, 1, quotient)
     multiplied = values * spread(factor, matrix.shape, rows, columns)
     rounded = multiplied if dtype.is_floating_point else multiplied.round()
-    return rounded.clamp(-most, most).to(dtype), torch.where(largest == 0, 1, largest / most)
+    return rounded.clamp(-most, most).to(dtype), torch.where(is_zero, 1, largest / most)
 
 
 def _maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:

@@ -56,7 +56,7 @@ class DispatchPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledWeight:
-    """Weights of 8 bits [E, B, A] that stand for themselves times a scale: what `grouped_gemm` and layers take as one.
+    """Weights of 8 bits [E, B, A] that stand for themselves times a scale: what `scaled_grouped_gemm` takes as one.
 
     Attributes:
         weight: [E, B, A], torch.float8_e4m3fn or torch.int8, stride 1 in either of the last two dimensions.
@@ -67,6 +67,10 @@ class ScaledWeight:
     weight: torch.Tensor
     scale: torch.Tensor
     block: tuple[int, int] | None = None
+
+
+LEAST_LARGEST = 2.0**-118
+"""A block whose magnitudes are all below counts as zeros: 448 over one of less may be infinite in float32."""
 
 
 def largest_of(dtype: torch.dtype) -> float:

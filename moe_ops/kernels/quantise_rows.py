@@ -10,7 +10,7 @@ from triton.language.extra import libdevice
 from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
-from moe_ops.types import largest_of
+from moe_ops.types import LEAST_LARGEST, largest_of
 
 _MOST = 8192  # columns at a time
 _LEAST = 1024  # elements of a program
@@ -48,15 +48,14 @@ def _with_largest(largest, value):
 
 
 @triton.jit
-def _quotient(dividend, divisor):
+def _quotient(dividend, divisor, is_zero):
     """As a CPU divides; 1 where the result would be that of a block of zeros."""
-    is_zero = (dividend == 0.0) | (divisor == 0.0)
     return tl.where(is_zero, 1.0, tl.div_rn(dividend, tl.where(is_zero, 1.0, divisor)))
 
 
 @triton.jit
-def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr):
-    factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest)
+def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest, largest < LEAST)
     multiplied = _rounded(value * factor[:, None], rows_ptr.dtype.element_ty == tl.int8)
     clamped = tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST)
     tl.store(rows_ptr + offset(places, 1), clamped.to(rows_ptr.dtype.element_ty), mask=inside)
@@ -65,7 +64,7 @@ def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr):
 @triton.jit
 def quantise_rows_kernel(
     x_ptr, rows_ptr, scale_ptr, columns, depth, num_blocks, x_stride_t, x_stride_k,
-    LARGEST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block."""
     programs = tl.cdiv(num_blocks, BLOCKS)
@@ -78,15 +77,15 @@ def quantise_rows_kernel(
     if ONCE:
         value, places, inside = _values(x_row_ptr, blocks, inner, columns, depth, x_stride_k)
         largest = _with_largest(largest, value)
-        _store(row_ptr, value, places, inside, largest, LARGEST)
+        _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
     else:
         for start in range(0, columns, COLUMNS):
             value, places, inside = _values(x_row_ptr, blocks, start + inner, columns, depth, x_stride_k)
             largest = _with_largest(largest, value)
         for start in range(0, columns, COLUMNS):
             value, places, inside = _values(x_row_ptr, blocks, start + inner, columns, depth, x_stride_k)
-            _store(row_ptr, value, places, inside, largest, LARGEST)
-    scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32))
+            _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
+    scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
     tl.store(scale_ptrs, scale, mask=known)
 
 
@@ -109,6 +108,7 @@ def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
         "x_stride_t": args.x.strides[0],
         "x_stride_k": args.x.strides[1],
         "LARGEST": largest_of(args.dtype),
+        "LEAST": LEAST_LARGEST,
         "ONCE": columns <= width,
         "BLOCKS": blocks,
         "COLUMNS": width,

@@ -274,3 +274,14 @@ def test_strided_rows_and_nan(dtype, device):
     dequantised = rows.cpu().float() * scale.cpu().repeat_interleave(3, 1)
     bound = 0.01 if dtype == torch.int8 else 0.04
     assert (dequantised - x)[kept].norm() <= bound * x[kept].norm()
+
+
+@pytest.mark.parametrize("dtype", STORED)
+def test_blocks_too_small_for_a_factor_are_zeros(dtype, device):
+    x = torch.zeros(4, 8)
+    # Triton's interpreter makes 0.01 of what is below 2**-126.
+    x[:, 1:3] = torch.tensor([1e-36, 1e-37, 2.0**-119, 2.0**-118])[:, None] * torch.tensor([1, -0.5])
+    rows, scale = (each.cpu() for each in launch("quantise_rows", x.to(device), 8, dtype))
+    assert (scale[:3] == 1).all() and not rows[:3].float().any()
+    largest = 127 if dtype == torch.int8 else 448
+    assert scale[3] == 2.0**-118 / largest and rows[3, 1].float() == largest

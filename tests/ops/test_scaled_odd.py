@@ -1,0 +1,31 @@
+"""Quantised rows and weights at the edges: numbers too small, scales of other dtypes, values of other kinds."""
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops.scaled import quantised_weight
+
+STORED = (torch.float8_e4m3fn, torch.int8)
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("largest", [1e-44, 1e-39, 1e-37, 2.0**-119])
+def test_blocks_too_small_for_a_factor_are_zeros(stored, largest):
+    """448 over the largest would be infinite, and that times the zeros beside it NaN."""
+    x = torch.zeros(2, 8)
+    x[0, 1], x[0, 2], x[1, 0] = largest, -largest / 2, 1
+    rows, scale = moe_ops.quantise_rows(x, 4, stored)
+    assert not rows[0].float().any() and scale[0].tolist() == [1, 1]
+    assert (rows[1].float() * scale[1, 0])[0] == 1
+    made = quantised_weight(x[None], (1, 4), stored)
+    assert not made.weight[0, 0].float().any() and (made.weight[0, 1].float() * made.scale[0, 1, 0])[0] == 1
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_the_smallest_block_that_has_a_factor(stored):
+    x = torch.zeros(1, 4)
+    x[0, 2] = 2.0**-118
+    rows, scale = moe_ops.quantise_rows(x, 4, stored)
+    assert rows[0, 2].float() == (127 if stored == torch.int8 else 448) and not rows[0, :2].float().any()
+    assert abs(rows[0, 2].float() * scale[0, 0] / x[0, 2] - 1) < 1e-4  # scales of less than 2**-126 lose bits
