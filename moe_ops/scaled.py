@@ -177,7 +177,7 @@ def _rows(args: ScaledGroupedGemm, dtype: torch.dtype) -> Tensor:
     """[S, A] in `dtype`."""
     x = args.x.to(dtype)
     if args.x_scale is not None:
-        x = x * spread(args.x_scale, x.shape, 1, args.weight.block_columns)
+        x = x * spread(args.x_scale.to(dtype), x.shape, 1, args.weight.block_columns)
     return x if args.sorted_slots is None else permute(x, args.sorted_slots)
 
 

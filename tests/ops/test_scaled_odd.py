@@ -4,9 +4,17 @@ import pytest
 import torch
 
 import moe_ops
+from moe_ops import ScaledWeight
 from moe_ops.scaled import quantised_weight
+from tests.helpers import assert_matches_oracle
+from tests.kernels import oracles
 
 STORED = (torch.float8_e4m3fn, torch.int8)
+
+
+def _weight(**changed):
+    given = {"weight": torch.randint(-127, 128, (2, 8, 6)).to(torch.int8), "scale": torch.rand(2, 8, 1)}
+    return ScaledWeight(**given | changed)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -29,3 +37,14 @@ def test_the_smallest_block_that_has_a_factor(stored):
     rows, scale = moe_ops.quantise_rows(x, 4, stored)
     assert rows[0, 2].float() == (127 if stored == torch.int8 else 448) and not rows[0, :2].float().any()
     assert abs(rows[0, 2].float() * scale[0, 0] / x[0, 2] - 1) < 1e-4  # scales of less than 2**-126 lose bits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("of_scale", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_scales_of_rows_have_any_floating_dtype(of_scale, dtype):
+    weight, offsets = _weight(), torch.tensor([0, 3, 4], dtype=torch.int32)
+    rows = torch.randint(-127, 128, (4, 6)).to(torch.int8)
+    scale = torch.tensor([0.5, 1, 2, 4])[:, None].to(of_scale)
+    out = moe_ops.scaled_grouped_gemm(rows, weight, offsets, x_scale=scale, dtype=dtype)
+    tokens, dense = rows.double() * scale.double(), weight.weight.double() * weight.scale.double()
+    assert_matches_oracle(out, oracles.grouped_gemm(tokens, dense, offsets, None))
