@@ -111,10 +111,15 @@ def expect_same_dtype(dtype: torch.dtype, reference: str, **tensors: Tensor | No
             type_error("{} has dtype {}: expected {}, the dtype of {}", name, tensor.dtype, dtype, reference)
 
 
+def expect_dtype(name: str, value: Any) -> None:
+    """Raises TypeError unless `value` is a dtype."""
+    if not isinstance(value, torch.dtype):
+        type_error("{}={}: expected a torch.dtype", name, describe(value))
+
+
 def expect_result_dtype(name: str, dtype: torch.dtype, given: torch.dtype) -> None:
     """Raises TypeError unless a result of `given` can be in `dtype`: the same, or what sums are in."""
-    if not isinstance(dtype, torch.dtype):
-        type_error("{}={}: expected a torch.dtype", name, describe(dtype))
+    expect_dtype(name, dtype)
     allowed = dict.fromkeys((given, compute_dtype(given)))
     if dtype not in allowed:
         type_error("{}={}: expected {}", name, dtype, " or ".join(map(str, allowed)))

@@ -41,6 +41,8 @@ def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m
     Example:
         >>> rows, scale = moe_ops.quantise_rows(hidden_states, columns=128)
     """
+    _checks.expect_int("columns", columns)
+    expect_dtype("dtype", dtype)
     return _library.call(QuantiseRows(x, columns, dtype))
 
 
@@ -63,20 +65,21 @@ def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tu
 
 def _maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
     height, width = magnitudes.shape
+    rows, columns = min(rows, max(height, 1)), min(columns, max(width, 1))  # a block may be larger
     padded = F.pad(magnitudes, (0, -width % columns, 0, -height % rows))
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
 
 
 def spread(scale: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
     """[..., B, A], the scale of each of a matrix' elements."""
-    per_row = scale.repeat_interleave(rows, -2)[..., : shape[-2], :]
-    return per_row.repeat_interleave(columns, -1)[..., : shape[-1]]
+    height, width = shape[-2:]
+    per_row = scale.repeat_interleave(min(rows, height), -2)[..., :height, :]
+    return per_row.repeat_interleave(min(columns, width), -1)[..., :width]
 
 
 def _check(args: QuantiseRows) -> None:
     _checks.expect_floating("x", args.x)
     _checks.expect_shape("x", args.x, ("T", "A"))
-    _checks.expect_int("columns", args.columns)
     if args.columns < 1:
         value_error("columns={}: expected at least 1", args.columns)
     expect_dtype("dtype", args.dtype)

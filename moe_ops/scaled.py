@@ -68,9 +68,11 @@ def scaled_grouped_gemm(
         ...     rows, weight, plan.expert_offsets, x_scale=scale, sorted_slots=plan.sorted_slots
         ... )
     """
+    _checks.expect_tensor("x", x)
     linear = scaled_linear("weight", weight, bias)
     if dtype is None:
         dtype = x.dtype if x_scale is None else torch.bfloat16
+    _checks.expect_dtype("dtype", dtype)
     return _library.call(ScaledGroupedGemm(x, x_scale, linear, expert_offsets, sorted_slots, dtype))
 
 
@@ -82,10 +84,20 @@ def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> Scale
     if not isinstance(weight, ScaledWeight):
         type_error("{}={}: expected a ScaledWeight", name, describe(weight))
     stored, scale = weight.weight, weight.scale
+    _expect_block(f"{name}.block", weight.block)
     _checks.expect_shape(name, stored, ("E", "B", "A"))
     _checks.expect_shape(f"{name}.scale", scale, (stored.shape[0], "blocks of B", "blocks of A"))
-    rows, columns = weight.block or _block_of(name, stored, scale)
+    rows, columns = _block_of(name, stored, scale) if weight.block is None else weight.block
     return ScaledLinear(stored, scale, bias, rows, columns)
+
+
+def _expect_block(name: str, block: Any) -> None:
+    if block is None:
+        return
+    if not isinstance(block, tuple | list) or len(block) != 2:
+        type_error("{}={}: expected None or (rows, columns)", name, repr(block))
+    for size in block:
+        _checks.expect_int(name, size)
 
 
 def _block_of(name: str, stored: Tensor, scale: Tensor) -> tuple[int, int]:

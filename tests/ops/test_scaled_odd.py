@@ -48,3 +48,44 @@ def test_scales_of_rows_have_any_floating_dtype(of_scale, dtype):
     out = moe_ops.scaled_grouped_gemm(rows, weight, offsets, x_scale=scale, dtype=dtype)
     tokens, dense = rows.double() * scale.double(), weight.weight.double() * weight.scale.double()
     assert_matches_oracle(out, oracles.grouped_gemm(tokens, dense, offsets, None))
+
+
+def _product(x=None, **named):
+    weight = named.pop("weight", None) or _weight()
+    offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
+    return moe_ops.scaled_grouped_gemm(torch.randn(4, 6) if x is None else x, weight, offsets, **named)
+
+
+IN_8_BITS = {"x": torch.ones(4, 6).to(torch.int8), "x_scale": torch.ones(4, 1)}
+OTHERS = {
+    "rows": (lambda: _product([1.0]), r"x=<list>: expected a torch.Tensor"),
+    "result": (lambda: _product(dtype="float32"), "dtype='float32': expected a torch.dtype"),
+    "result of rows in 8 bits": (lambda: _product(**IN_8_BITS, dtype=float), "dtype=<type>: expected a torch.dtype"),
+    "one size": (lambda: _product(weight=_weight(block=128)), r"weight.block=128: expected None or \(rows, columns\)"),
+    "a size": (lambda: _product(weight=_weight(block=(4,))), r"weight.block=\(4,\): expected None or \(rows,"),
+    "no sizes": (lambda: _product(weight=_weight(block=())), r"weight.block=\(\): expected None or \(rows,"),
+    "a broken size": (lambda: _product(weight=_weight(block=(1.0, 6))), r"weight.block=1.0: expected an int"),
+    "columns": (lambda: moe_ops.quantise_rows(torch.randn(2, 3), "2"), "columns='2': expected an int"),
+    "no dtype": (lambda: moe_ops.quantise_rows(torch.randn(2, 3), 2, None), "dtype=None: expected torch.float8_e4m3fn"),
+    "another dtype": (
+        lambda: torch.ops.moe.quantise_rows(torch.randn(2, 3), 2, torch.uint8), "dtype=torch.uint8: expected",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_of_other_kinds(name):
+    call, message = OTHERS[name]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("size", [100, 1 << 40, (1 << 63) - 1])
+def test_blocks_larger_than_the_matrix(size):
+    x, weight = torch.randn(4, 6), _weight(scale=torch.rand(2, 1, 1), block=(size, size))
+    assert torch.equal(
+        _product(x, weight=weight), _product(x, weight=ScaledWeight(weight.weight, weight.scale))
+    )
+    for found, expected in zip(moe_ops.quantise_rows(x, size), moe_ops.quantise_rows(x, 6), strict=True):
+        assert torch.equal(found.float(), expected.float())
+    assert moe_ops.quantise_rows(torch.randn(3, 0), size)[1].shape == (3, 0)
