@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _library
+from moe_ops import _checks, _compat, _library
 from moe_ops.activation import activation_spec, gated_activation
 from moe_ops.arguments import FusedExperts
 from moe_ops.combine import combine
@@ -61,7 +61,8 @@ def scaled_fused_experts(
     Raises:
         ValueError, TypeError: the message names argument, value and expectation.
 
-    Gradient: with exact rows to hidden_states, topk_weights, biases and shared, not to weights and scales.
+    Gradient: with exact rows to hidden_states, topk_weights, biases and shared, not to weights and scales. With
+    quantised rows there is none to hidden_states and w13_bias, which then must not ask for one.
 
     Example:
         >>> w13 = moe_ops.ScaledWeight(w13_int8, w13_scale)  # [E, 2I, H] and [E, 2I, 1]
@@ -83,7 +84,7 @@ def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> 
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
     x, up_bias, down_bias, shared = _library.autocast((args.hidden_states, w13.bias, w2.bias, args.shared))
     _check_sizes(args, w13, w2)
-    _check_rows(x, rows)
+    _check_rows({"hidden_states": x, "w13_bias": up_bias}, rows)
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     gate_up = _product(x, w13._replace(bias=up_bias), plan.expert_offsets, plan.sorted_slots, rows)
     activated = gated_activation(gate_up, args.activation)
@@ -98,13 +99,21 @@ def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | N
     return _library.call(ScaledGroupedGemm(stored, scale, linear, offsets, slots, x.dtype))
 
 
-def _check_rows(x: Tensor, rows: Rows) -> None:
+def _check_rows(before: dict[str, Tensor | None], rows: Rows) -> None:
+    """Of what is rounded, or comes into what is rounded, a gradient would be missing without a word."""
     if rows not in get_args(Rows):
         value_error("rows={!r}: expected 'quantised' or 'exact'", rows)
-    if rows == "quantised" and torch.is_grad_enabled() and x.requires_grad:
-        value_error(
-            "rows='quantised' of hidden_states that require a gradient: expected 'exact' or torch.no_grad()"
-        )
+    for name, tensor in before.items():
+        if rows == "quantised" and tensor is not None and _is_differentiated(tensor):
+            value_error("rows='quantised' and {} with a gradient: expected 'exact' or torch.no_grad()", name)
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return True
+    if torch.compiler.is_compiling() or not _compat.may_be_dual((tensor,)):
+        return False
+    return _compat.unpack_dual(tensor)[1] is not None
 
 
 def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> None:
@@ -123,4 +132,7 @@ def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> Non
         )
     features = columns // 2 if gated else columns
     _checks.expect_shape("w2", w2.weight, (num_experts, hidden_size, features))
+    for name, linear in (("w13_bias", w13), ("w2_bias", w2)):
+        if linear.bias is not None:
+            _checks.expect_shape(name, linear.bias, linear.weight.shape[:2])
     expect_routed(args)

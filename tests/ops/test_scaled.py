@@ -314,7 +314,7 @@ def test_what_a_layer_refuses():
         ({"topk_ids": torch.randint(3, (5, 2))}, r"topk_ids has shape \[5, 2\]: expected \[4, K\]"),
         (
             {"hidden_states": torch.randn(4, 6, requires_grad=True)},
-            "rows='quantised' of hidden_states that require",
+            "rows='quantised' and hidden_states with a gradient",
         ),
     ):
         with pytest.raises(ValueError, match=message):

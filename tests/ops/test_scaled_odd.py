@@ -89,3 +89,59 @@ def test_blocks_larger_than_the_matrix(size):
     for found, expected in zip(moe_ops.quantise_rows(x, size), moe_ops.quantise_rows(x, 6), strict=True):
         assert torch.equal(found.float(), expected.float())
     assert moe_ops.quantise_rows(torch.randn(3, 0), size)[1].shape == (3, 0)
+
+
+def _layer(x, rows="quantised", topk_weights=None, **named):
+    w13, w2 = _weight(), _weight(weight=torch.ones(2, 6, 4).to(torch.int8), scale=torch.rand(2, 6, 1))
+    topk_weights = torch.rand(3, 2) if topk_weights is None else topk_weights
+    return moe_ops.scaled_fused_experts(
+        x, w13, w2, topk_weights, torch.randint(2, (3, 2)), rows=rows, **named
+    )
+
+
+REFUSED_GRADIENT = "rows='quantised' and {} with a gradient: expected 'exact' or torch.no_grad"
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "w13_bias"])
+def test_quantised_rows_lose_no_gradient_without_a_word(name):
+    """Rows behind a bias are rounded as well, and what is rounded is a constant."""
+    x, biases = torch.randn(3, 6), {"w13_bias": torch.randn(2, 8), "w2_bias": torch.randn(2, 6)}
+    asked = x if name == "hidden_states" else biases[name]
+    asked.requires_grad_()
+    with pytest.raises(ValueError, match=REFUSED_GRADIENT.format(name)):
+        _layer(x, **biases)
+    with torch.no_grad():
+        assert _layer(x, **biases).isfinite().all()
+    (found,) = torch.autograd.grad(_layer(x, "exact", **biases).sum(), asked)
+    assert found.any()
+
+
+def test_what_comes_behind_quantised_rows_has_a_gradient():
+    weights, bias = torch.rand(3, 2, requires_grad=True), torch.randn(2, 6, requires_grad=True)
+    out = _layer(torch.randn(3, 6), topk_weights=weights, w2_bias=bias)
+    to_weights, to_bias = torch.autograd.grad(out.sum(), (weights, bias))
+    assert to_weights.any() and torch.allclose(to_bias.sum(), 6 * weights.sum())
+
+
+def test_quantised_rows_lose_no_tangent_without_a_word():
+    x, bias = torch.randn(3, 6), torch.randn(2, 8)
+    for name, function, at in (
+        ("hidden_states", _layer, x),
+        ("w13_bias", lambda bias: _layer(x, w13_bias=bias), bias),
+    ):
+        with pytest.raises(ValueError, match=REFUSED_GRADIENT.format(name)):
+            torch.func.jvp(function, (at,), (torch.ones_like(at),))
+        with pytest.raises(ValueError, match=REFUSED_GRADIENT.format(name)):
+            torch.func.grad(lambda at, function=function: function(at).sum())(at)
+    _, tangent = torch.func.jvp(
+        lambda weights: _layer(x, topk_weights=weights), (torch.rand(3, 2),), (torch.ones(3, 2),)
+    )
+    assert tangent.any()
+
+
+def test_a_layer_names_its_biases():
+    for name, shape in (("w13_bias", (2, 6)), ("w2_bias", (2, 8))):
+        with pytest.raises(
+            ValueError, match=rf"{name} has shape \[2, {shape[1]}\]: expected \[2, {14 - shape[1]}\]"
+        ):
+            _layer(torch.randn(3, 6), **{name: torch.randn(shape)})
