@@ -1,7 +1,7 @@
 """What the routed experts of a layer hold: weights, their place among the ranks, and how checkpoints get into them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from layers._checks import expect_floating_dtype, expect_type
 from layers.config import MoEConfig
 from layers.placement import local_experts
 from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
-from layers.weights.scales import SCALES, Quantisation
+from layers.weights.scales import SCALES, WEIGHTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
+from moe_ops.quantise_rows import DTYPES
 
 
 class ExpertParameters(nn.Module):
@@ -187,15 +188,36 @@ class ExpertParameters(nn.Module):
 
     def _stored(self) -> dict[str, Tensor]:
         """Quantised weights and their scales, as they are."""
-        return {name: getattr(self, name).data for name in ("w13_weight", "w2_weight", *SCALES)}
+        stored = {name: getattr(self, name).data for name in (*WEIGHTS, *SCALES)}
+        return {name: each for name, each in stored.items() if name in SCALES or each.dtype in DTYPES}
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if not local_metadata.get("assign_to_params_buffers", False):
+            error_msgs.extend(self._converted(state_dict, prefix))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         # Loaded with assign=True, a module leaves the meta device without a move, and buffers take any dtype.
         if self.e_score_correction_bias is not None:
             self.e_score_correction_bias = self.e_score_correction_bias.float()
         if self.expert_map is not None and self.expert_map.is_meta:
             self._place(self.expert_map, self.w13_weight.device)
+
+    def _converted(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Weights of 8 bits that would be copied into ones of another dtype, or from such: their scales are others."""
+        for name in WEIGHTS:
+            given, ours = state_dict.get(prefix + name), getattr(self, name).dtype
+            if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(DTYPES):
+                yield f"{prefix}{name} has dtype {given.dtype}: expected {ours}, that of the module"
 
     def _place(self, expert_map: Tensor, device: torch.device) -> None:
         leaves_meta = expert_map.is_meta and device.type != "meta"

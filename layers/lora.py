@@ -87,7 +87,7 @@ class ExpertLora(nn.Module):
         scaling: [N] float32 buffer, ones; it stays float32 when the module is cast.
 
     Raises:
-        TypeError, ValueError: an argument is not as described. In a forward: more than M tokens.
+        TypeError, ValueError: an argument is not as described, experts are quantised. In a forward: more than M tokens.
 
     Example:
         >>> adapter_ids = torch.full((max_tokens,), -1, dtype=torch.int32)
@@ -113,6 +113,10 @@ class ExpertLora(nn.Module):
     ) -> None:
         super().__init__()
         expect_type("layer", layer, (ExpertParameters, AdaptedExperts))
+        if isinstance(layer, ExpertParameters) and layer.quantisation is not None:
+            raise ValueError(
+                "layer has quantised experts: expected experts without scales, which adapters change"
+            )
         gate_up_rank = rank if gate_up_rank is None else gate_up_rank
         for name, size in {"num_adapters": num_adapters, "rank": rank, "gate_up_rank": gate_up_rank}.items():
             expect_positive(name, size)

@@ -46,6 +46,7 @@ class WeightScale(Enum):
             raise ValueError(f"quant_method={value!r} of the scale: expected one of {kinds}") from None
 
 
+WEIGHTS = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale", "w2_weight_scale")
 
 
@@ -146,8 +147,8 @@ def quantise_experts(
 
     Raises:
         TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these, weights are of 8 bits already, a block
-            has gate rows and up rows, or the module has what quantised experts have not: an `emit` of its own, a norm
-            of the experts' output, adapters.
+            has gate rows and up rows, a weight is no plain parameter (`fully_shard`, a parametrisation), or the module
+            has what quantised experts have not: an `emit` of its own, a norm of the experts' output, adapters.
     """
     expect_dtype("dtype", dtype)
     if rows not in get_args(Rows):
@@ -156,21 +157,37 @@ def quantise_experts(
     add_weight_scales(module, kind, block)
     module.quantisation = Quantisation(kind, block, rows)
     with torch.no_grad():
-        for name, linear in zip(("w13", "w2"), scaled_linears(module), strict=True):
-            made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
-            module.register_parameter(f"{name}_weight", nn.Parameter(made.weight, requires_grad=False))
-            parameter = getattr(module, f"{name}_weight_scale")
-            parameter.copy_(made.scale.reshape(parameter.shape))
+        for index, name in enumerate(WEIGHTS):
+            _quantise(module, index, name, dtype)
+
+
+def _quantise(module: Any, index: int, name: str, dtype: torch.dtype) -> None:
+    """One weight, and nothing here keeps what it was."""
+    linear = scaled_linears(module)[index]
+    made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
+    module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
+    scale = getattr(module, SCALES[index])
+    scale.copy_(made.scale.reshape(scale.shape))
 
 
 def _expect_quantisable(module: Any, kind: WeightScale, block: tuple[int, int]) -> None:
     _expect_scalable(module, kind, block)
     _expect_supported(module)
+    _expect_plain(module)
     if module.w13_weight.dtype in DTYPES:
         raise ValueError(
             f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
         )
     _blocks(module, kind, block)
+
+
+def _expect_plain(module: nn.Module) -> None:
+    parameters = dict(module.named_parameters(recurse=False))
+    for name in WEIGHTS:
+        if name not in parameters or hasattr(parameters[name], "placements"):
+            raise ValueError(
+                f"{name} is sharded or parametrised: expected a plain parameter, to be quantised first"
+            )
 
 
 def run_quantised(module: Any, args: FusedExperts) -> Tensor:
