@@ -136,6 +136,12 @@ def make_dual(primal: Tensor, tangent: Tensor | None) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
+def is_in_jvp() -> bool:
+    """Whether forward mode is active. Dynamo asks while it traces, and guards the level."""
+    return forward_ad._current_level >= 0
+
+
+@torch.compiler.assume_constant_result
 def is_in_vmap() -> bool:
     """Whether `torch.vmap` is active. Dynamo asks while it traces, and guards the transforms that are active."""
     active = _functorch.get_interpreter_stack() or ()

@@ -111,7 +111,8 @@ def _check_rows(before: dict[str, Tensor | None], rows: Rows) -> None:
 def _is_differentiated(tensor: Tensor) -> bool:
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
-    if torch.compiler.is_compiling() or not _compat.may_be_dual((tensor,)):
+    is_dual = _compat.is_in_jvp() if torch.compiler.is_compiling() else _compat.may_be_dual((tensor,))
+    if not is_dual:
         return False
     return _compat.unpack_dual(tensor)[1] is not None
 

@@ -139,6 +139,19 @@ def test_quantised_rows_lose_no_tangent_without_a_word():
     assert tangent.any()
 
 
+def test_compiled_quantised_rows_lose_no_tangent_without_a_word():
+    x, weights = torch.randn(3, 6), torch.rand(3, 2)
+
+    def compiled(function):
+        return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+    with pytest.raises(Exception, match=REFUSED_GRADIENT.format("hidden_states")):
+        compiled(lambda at: torch.func.jvp(_layer, (at,), (at,)))(x)
+    of_weights = compiled(lambda at: torch.func.jvp(lambda w: _layer(x, topk_weights=w), (at,), (at,)))
+    out, tangent = of_weights(weights)
+    assert tangent.any() and torch.allclose(out, tangent)
+
+
 def test_a_layer_names_its_biases():
     for name, shape in (("w13_bias", (2, 6)), ("w2_bias", (2, 8))):
         with pytest.raises(
