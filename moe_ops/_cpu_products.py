@@ -6,7 +6,9 @@ each padded to the rows of the fullest, where that costs less than it spares. La
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +24,10 @@ _HUGE_EXPERT = 1 << 20  # weights: those of a product that is better alone
 _MANY_EXPERTS = 32  # with rows: float32 calls of fewer are as good
 _CALL = {torch.bfloat16: 3_000_000, torch.float32: 1_500_000}
 """What a call costs, in multiplications of the same time."""
-_COPY = {torch.bfloat16: 26, torch.float32: 80}
+_COPY = {torch.bfloat16: 26, torch.float32: 125}
 """What bringing one element of a padded row in or out costs, in the same unit."""
+_SUMMED = 3
+"""How many times that in a product that sums over rows: padding has to be zeros, and rows lie across."""
 _READ = 40
 """What reading a weight costs that no row needs, in the same unit."""
 
@@ -75,7 +79,7 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
     weight, bias = linear
     offsets = read_offsets(expert_offsets, x.shape[0])
     if (most := _rows_to_pad_to(offsets, x.dtype, weight.shape[1:])) is not None:
-        out = _all_at_once(x, linear, expert_offsets, most)
+        out = _all_at_once(x, linear, _padding(tuple(offsets), most))
     elif _suits_torch_grouped_mm(x, linear):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(expert_offsets))
     else:
@@ -93,8 +97,8 @@ def grouped_outer_product(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Te
     """[E, B, A]: grad [m, B].T @ x [m, A] over the rows of each expert, zeros where it has none."""
     offsets = read_offsets(expert_offsets, x.shape[0])
     out_shape = (len(offsets) - 1, grad.shape[1], x.shape[1])
-    if (most := _rows_to_pad_to(offsets, x.dtype, out_shape[1:])) is not None:
-        return _outer_all_at_once(grad, x, expert_offsets, most)
+    if (most := _rows_to_pad_to(offsets, x.dtype, out_shape[1:], _SUMMED)) is not None:
+        return _outer_all_at_once(grad, x, _padding(tuple(offsets), most))
     if _suits_torch_grouped_outer(grad, x):
         return F.grouped_mm(grad.t(), x, offs=_ends(expert_offsets))
     out = x.new_empty(out_shape)
@@ -127,7 +131,9 @@ def read_offsets(expert_offsets: Tensor, num_rows: int) -> list[int]:
     return offsets
 
 
-def _rows_to_pad_to(offsets: list[int], dtype: torch.dtype, features: Sequence[int]) -> int | None:
+def _rows_to_pad_to(
+    offsets: list[int], dtype: torch.dtype, features: Sequence[int], copies: int = 1
+) -> int | None:
     """Rows of the fullest expert where one `bmm` of all experts beats a call for each, else None."""
     (columns, depth), cores = features, torch.get_num_threads()
     numel = columns * depth
@@ -140,50 +146,56 @@ def _rows_to_pad_to(offsets: list[int], dtype: torch.dtype, features: Sequence[i
         return None
     rows = most * len(sizes)
     added = (rows - offsets[-1]) * numel
-    copied = rows * (columns + depth) * _COPY[dtype]
+    copied = rows * (columns + depth) * _COPY[dtype] * copies
     read = sizes.count(0) * numel * _READ
     # Each further core makes small calls dearer.
     return most if added + copied + read < cores * busy * _CALL[dtype] else None
 
 
-def _all_at_once(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor, most: int) -> Tensor:
-    """One `bmm` of all experts, each padded to `most` rows."""
-    weight, bias = linear
-    num_experts, padded = weight.shape[0], _padded_rows(expert_offsets, most)
-    kept = padded.shape[0]
-    rows = torch.arange(kept)
-    source = rows.new_zeros(most * num_experts).index_copy_(
-        0, padded, rows
-    )  # padding reads a row that is there
-    inputs = x.index_select(0, source).unflatten(0, (num_experts, most))
-    if x.dtype == torch.float32 and most <= _FEW_ROWS and weight.stride(2) == 1:
+class _Padding(NamedTuple):
+    """Rows in the order of their experts, and the same with as many for each: `most`.
+
+    places: [R], of each row. sources: [E, most], the row that stands there; where none does, one that exists.
+    """
+
+    places: Tensor
+    sources: Tensor
+
+
+@lru_cache(maxsize=8)
+def _padding(offsets: tuple[int, ...], most: int) -> _Padding:
+    """Kept, since it takes as long as a small product: the two of a layer and the four of its backward share it."""
+    starts, rows = torch.tensor(offsets, device="cpu"), torch.arange(offsets[-1], device="cpu")
+    shift = torch.arange(0, most * (len(offsets) - 1), most, device="cpu") - starts[:-1]
+    places = rows + shift.repeat_interleave(starts.diff(), output_size=offsets[-1])
+    sources = rows.new_zeros(len(shift) * most).index_copy_(0, places, rows)
+    return _Padding(places, sources.unflatten(0, (len(shift), most)))
+
+
+def _all_at_once(x: Tensor, linear: GroupedLinear, padding: _Padding) -> Tensor:
+    """One `bmm` of all experts, each with the rows of the fullest."""
+    (weight, bias), (places, sources) = linear, padding
+    inputs = x.index_select(0, sources.flatten()).unflatten(0, sources.shape)
+    if x.dtype == torch.float32 and sources.shape[1] <= _FEW_ROWS and weight.stride(2) == 1:
         products = torch.bmm(weight, inputs.transpose(1, 2)).transpose(1, 2)
     else:
         products = torch.bmm(inputs, weight.transpose(1, 2))
     if bias is not None:
         products += bias[:, None]
     out = x.new_empty((x.shape[0], weight.shape[1]))
-    torch.index_select(products.flatten(0, 1), 0, padded, out=out[:kept])
+    torch.index_select(products.flatten(0, 1), 0, places, out=out[: places.shape[0]])
     return out
 
 
-def _outer_all_at_once(grad: Tensor, x: Tensor, expert_offsets: Tensor, most: int) -> Tensor:
+def _outer_all_at_once(grad: Tensor, x: Tensor, padding: _Padding) -> Tensor:
     """`grouped_outer_product` as one `bmm`; padding is zeros, for no other row may be part of a sum."""
-    num_experts, padded = expert_offsets.shape[0] - 1, _padded_rows(expert_offsets, most)
-    kept = padded.shape[0]
+    places, sources = padding
 
     def pad(rows: Tensor) -> Tensor:
-        filled = rows.new_zeros((most * num_experts, rows.shape[1])).index_copy_(0, padded, rows[:kept])
-        return filled.unflatten(0, (num_experts, most))
+        padded = rows.new_zeros((sources.numel(), rows.shape[1]))
+        return padded.index_copy_(0, places, rows[: places.shape[0]]).unflatten(0, sources.shape)
 
     return torch.bmm(pad(grad).transpose(1, 2), pad(x))
-
-
-def _padded_rows(expert_offsets: Tensor, most: int) -> Tensor:
-    """Where each row of an expert goes when each expert has `most`."""
-    kept, num_experts = int(expert_offsets[-1]), expert_offsets.shape[0] - 1
-    shift = torch.arange(0, most * num_experts, most) - expert_offsets[:-1]
-    return torch.arange(kept) + shift.repeat_interleave(expert_offsets.diff(), output_size=kept)
 
 
 def _suits_torch_grouped_outer(grad: Tensor, x: Tensor) -> bool:

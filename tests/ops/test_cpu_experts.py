@@ -49,6 +49,8 @@ def test_skewed_rows_are_not_padded(name, shape, threads, dtype, monkeypatch):
         ([12, 16, 9, 14] * 8, SMALL, torch.float32, 2, True),  # 0.14, 0.20
         ([12, 16, 9, 14] * 8, SMALL, torch.float32, 1, False),
         ([12, 16, 9, 14] * 8, (256, 256), torch.float32, 2, True),  # 0.63, 0.79
+        ([6, 12, 7, 7] * 8, (512, 256), torch.float32, 2, False),  # 0.91, 0.73, on a Xeon
+        ([8, 17, 4, 3] * 16, (256, 256), torch.float32, 2, False),  # 1.01, 0.76, on a Xeon
         ([2, 3, 1, 4] * 8, LARGE, torch.bfloat16, 1, True),  # 2.7, 3.0
         ([30, 34, 28, 30] * 8, LARGE, torch.bfloat16, 1, True),  # 6.4, 7.3
         ([30, 44, 20, 28] * 8, LARGE, torch.bfloat16, 1, False),  # 5.8, 5.0
@@ -67,6 +69,48 @@ def test_skewed_rows_are_not_padded(name, shape, threads, dtype, monkeypatch):
 def test_padding_where_it_costs_less_than_calls(sizes, shape, dtype, threads, pays, monkeypatch):
     found = rows_to_pad_to(sizes, shape, dtype, threads, monkeypatch)
     assert found == (max(sizes) if pays else None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "pays"),  # measured on a Xeon, one thread
+    [
+        ([22, 10, 16, 16] * 2, (384, 128), True),  # 0.15, 0.22
+        ([74, 52, 65, 65] * 2, (384, 128), False),  # 0.38, 0.37
+        ([76, 52, 64, 64] * 2, (128, 192), True),  # 0.25, 0.27
+        ([144, 110, 129, 129] * 2, (128, 192), False),  # 0.38, 0.33
+        ([139, 117, 128, 128] * 4, (256, 256), False),  # 1.21, 1.00
+        ([26, 10, 14, 14] * 8, (512, 256), True),  # 0.87, 1.24
+    ],
+)
+def test_sums_over_rows_are_padded_where_that_costs_less_than_calls(sizes, shape, pays, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    padded, called = [], _cpu_products._outer_all_at_once
+    monkeypatch.setattr(_cpu_products, "_outer_all_at_once", lambda *args: padded.append(1) or called(*args))
+    grad, x = (torch.randn(sum(sizes), columns).bfloat16() for columns in shape)
+    offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
+    out = _cpu_products.grouped_outer_product(grad, x, offsets)
+    assert bool(padded) == pays
+    rows = zip(grad.double().split(sizes), x.double().split(sizes), strict=True)
+    assert_matches_oracle(out, torch.stack([one.T @ other for one, other in rows]))
+
+
+def test_where_rows_go_is_found_once():
+    """Whatever device tensors are made on by default, and in whichever mode they are first needed."""
+    offsets = (0, 2, 2, 5)
+    _cpu_products._padding.cache_clear()
+    with torch.device("meta"), torch.inference_mode():
+        padding = _cpu_products._padding(offsets, 3)
+    assert padding.places.tolist() == [0, 1, 6, 7, 8]
+    assert padding.sources.tolist() == [[0, 1, 0], [0, 0, 0], [2, 3, 4]]
+    assert _cpu_products._padding(offsets, 3) is padding
+    x, weight = (
+        torch.randn(5, 4).bfloat16().requires_grad_(),
+        torch.randn(3, 6, 4).bfloat16().requires_grad_(),
+    )
+    out = moe_ops.grouped_gemm(x, weight, torch.tensor(offsets, dtype=torch.int32))
+    assert _cpu_products._padding.cache_info().hits == 2
+    out.sum().backward()
+    assert_matches_oracle(x.grad, weight.detach().double().sum(1)[[0, 0, 2, 2, 2]])
 
 
 def expected_product(x, weight, bias, sizes):
