@@ -26,7 +26,7 @@ _CALL = {torch.bfloat16: 3_000_000, torch.float32: 1_500_000}
 """What a call costs, in multiplications of the same time."""
 _COPY = {torch.bfloat16: 26, torch.float32: 125}
 """What bringing one element of a padded row in or out costs, in the same unit."""
-_SUMMED = 3
+_SUMMED = 2
 """How many times that in a product that sums over rows: padding has to be zeros, and rows lie across."""
 _READ = 40
 """What reading a weight costs that no row needs, in the same unit."""

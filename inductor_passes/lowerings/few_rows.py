@@ -18,8 +18,10 @@ from moe_ops.arguments import GroupedGemm, GroupedGemmWeightBackward
 
 _FEW_ROWS, _MOST_ROWS, _FEW_PRODUCTS = 16, 64, 1 << 21
 """Rows of a product; up to so many where it multiplies no more numbers than this."""
-_FEW_TERMS = 8
-"""Rows of a weight gradient: each takes a sum over all of them."""
+_FEW_TERMS, _LARGE_GRADIENT = 8, 1 << 22
+"""Rows of a weight gradient: each takes a sum over all of them. Numbers of one in float32 that are written twice, first
+as zeros, for longer than a call takes; bfloat16's calls take longer.
+"""
 
 
 def has_few_rows(node: Node) -> bool:
@@ -29,7 +31,9 @@ def has_few_rows(node: Node) -> bool:
     if not isinstance(num_rows, int) or num_rows < 1:
         return False
     if isinstance(args, GroupedGemmWeightBackward):
-        return num_rows <= _FEW_TERMS
+        gradient = node.meta["val"]
+        is_large = gradient.dtype == torch.float32 and gradient.numel() >= _LARGE_GRADIENT
+        return num_rows <= _FEW_TERMS and not is_large
     columns = args.weight.weight.meta["val"].shape[1]
     is_small = num_rows <= _MOST_ROWS and num_rows * features * columns <= _FEW_PRODUCTS
     return num_rows <= _FEW_ROWS or is_small

@@ -182,20 +182,21 @@ def _checked(args: FusedExperts) -> FusedExperts:
 
 def _filled_up(given: Prepared, num_rows: int) -> Prepared:
     """With rows behind the tokens that have no expert: in a graph for any T, chunks have a size that is no symbol."""
-    return given._replace(
-        hidden_states=of_rows(given.hidden_states, num_rows),
-        topk_weights=of_rows(given.topk_weights, num_rows),
-        topk_ids=of_rows(given.topk_ids, num_rows, -1),
-        extra_tensors=tuple(of_rows(each, num_rows) for each in given.extra_tensors),
-    )
+    filled = _each(given, lambda tensor: of_rows(tensor, num_rows))
+    return filled._replace(topk_ids=of_rows(given.topk_ids, num_rows, -1))
 
 
 def _portion(given: Prepared, rows: Rows) -> Prepared:
+    return _each(given, lambda tensor: _rows_of(tensor, rows))
+
+
+def _each(given: Prepared, function: Callable[[Tensor], Tensor]) -> Prepared:
+    """With what `function` makes of each tensor that has a row for each token."""
     return given._replace(
-        hidden_states=_rows_of(given.hidden_states, rows),
-        topk_weights=_rows_of(given.topk_weights, rows),
-        topk_ids=_rows_of(given.topk_ids, rows),
-        extra_tensors=tuple(_rows_of(each, rows) for each in given.extra_tensors),
+        hidden_states=function(given.hidden_states),
+        topk_weights=function(given.topk_weights),
+        topk_ids=function(given.topk_ids),
+        extra_tensors=tuple(map(function, given.extra_tensors)),
     )
 
 

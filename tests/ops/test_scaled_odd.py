@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import moe_ops
 from moe_ops import ScaledWeight
@@ -158,3 +159,18 @@ def test_a_layer_names_its_biases():
             ValueError, match=rf"{name} has shape \[2, {shape[1]}\]: expected \[2, {14 - shape[1]}\]"
         ):
             _layer(torch.randn(3, 6), **{name: torch.randn(shape)})
+
+
+def test_asking_for_tangents_leaves_nothing_in_a_graph():
+    """torch has no rule for unpacking a tangent under vmap, where Dynamo traces it too."""
+    x, ids, weights = torch.randn(5, 3, 6), torch.randint(2, (3, 2)), torch.rand(3, 2)
+    w13, w2 = _weight(), _weight(weight=torch.ones(2, 6, 4).to(torch.int8), scale=torch.rand(2, 6, 1))
+
+    def layer(x):
+        return moe_ops.scaled_fused_experts(x, w13, w2, weights, ids)
+
+    graphs = EagerAndRecordGraphs()
+    compiled = torch.compile(torch.vmap(layer), backend=graphs, fullgraph=True)
+    assert torch.allclose(compiled(x), torch.stack([layer(each) for each in x]))
+    torch.compile(layer, backend=graphs, fullgraph=True)(x[0])
+    assert len(graphs.graphs) == 2 and not any("dual" in graph.code for graph in graphs.graphs)

@@ -106,7 +106,7 @@ def test_a_row_that_is_not_finite_stays_its_experts():
 
 
 def test_what_is_few():
-    """By rows, and for more of them by what is multiplied; of a weight gradient by rows alone."""
+    """By rows, and for more of them by what is multiplied."""
 
     def graph_of(rows, size):
         offsets = torch.tensor([0, rows, rows], dtype=torch.int32)
@@ -119,6 +119,27 @@ def test_what_is_few():
             for given in ((0, 8), (64, 8), (65, 8), (16, 512), (17, 512))
         }
     assert few == {(0, 8): False, (64, 8): True, (65, 8): False, (16, 512): True, (17, 512): False}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "experts", "dtype", "few"),
+    [
+        (8, 4, torch.float32, True),
+        (9, 4, torch.float32, False),
+        (8, 1 << 10, torch.float32, False),
+        (8, (1 << 10) - 1, torch.float32, True),
+        (8, 1 << 10, torch.bfloat16, True),
+        (8, 1 << 10, torch.float64, True),
+    ],
+)
+def test_weight_gradients_of_few_rows(rows, experts, dtype, few):
+    """Large ones in float32 are calls: loops write zeros first."""
+    offsets = torch.zeros(experts + 1, dtype=torch.int32)
+    given = torch.randn(rows, 64, dtype=dtype), torch.randn(rows, 64, dtype=dtype), offsets
+    name = "grouped_gemm_weight_backward"
+    (node,) = find(rewrite(getattr(torch.ops.moe, name).default, *given, passes=()).graph, name)
+    assert has_few_rows(node) == few
 
 
 @torch.no_grad()
