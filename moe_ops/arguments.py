@@ -278,12 +278,10 @@ class FusedExpertsWithShared(NamedTuple):
     shared: SharedExpert
     activation: str
 
-
-class SharedAlone(NamedTuple):
-    """Of no operator: what `fused_experts_with_shared` launches beside its routed experts."""
-
-    hidden_states: PerToken
-    shared: SharedExpert
+    @property
+    def routed(self) -> FusedExperts:
+        """What is left without the shared expert."""
+        return FusedExperts(*self[:5], None, self.activation)  # type: ignore[arg-type]  # a slice
 
 
 class FusedMoe(NamedTuple):

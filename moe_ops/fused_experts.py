@@ -226,7 +226,7 @@ def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
     x, (w13, w2) = args.hidden_states, args.experts
     _check_tokens(x)
     expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
-    expect_halves(w13, gated, is_interleaved_spec(args.activation))
+    expect_halves("w13", w13, gated, is_interleaved_spec(args.activation))
     columns = w13.columns
     if gated and isinstance(columns, int) and columns % 2:
         value_error(

@@ -44,10 +44,15 @@ def expect_pair(name: str, linear: PairedLinear, input_name: str, x: Tensor) -> 
     up, up_bias = (records.leaf_name(name, "weight", leaf) for leaf in ("up", "up_bias"))
     for leaf, first, second in ((up, linear.weight, linear.up), (up_bias, linear.bias, linear.up_bias)):
         if first is not None and second is not None:
-            _checks.expect_shape(leaf, second, first.shape)
-            _checks.expect_same_dtype(x.dtype, input_name, **{leaf: second})
-            _checks.expect_same_device(x.device, input_name, **{leaf: second})
-            _expect_same_strides(leaf, second, first)
+            expect_like_gate(leaf, second, first, input_name, x)
+
+
+def expect_like_gate(name: str, up: Tensor, gate: Tensor, input_name: str, x: Tensor) -> None:
+    """Checks the up half of a weight or bias against its gate half: both are of a product of x, its input."""
+    _checks.expect_shape(name, up, gate.shape)
+    _checks.expect_same_dtype(x.dtype, input_name, **{name: up})
+    _checks.expect_same_device(x.device, input_name, **{name: up})
+    _expect_same_strides(name, up, gate)
 
 
 def _expect_same_strides(name: str, tensor: Tensor, gate: Tensor) -> None:
@@ -67,14 +72,14 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 def up_features(w13: PairedLinear, gate: Activation | Formula) -> int:
     """I, of a first product whose outcome goes through `gate`. Raises ValueError where they do not fit."""
-    expect_halves(w13, gate.is_gated, gate.interleaved)
+    expect_halves("w13", w13, gate.is_gated, gate.interleaved)
     return out_features(w13.columns, gate, "w13")
 
 
-def expect_halves(w13: PairedLinear, gated: bool, interleaved: bool) -> None:
+def expect_halves(name: str, w13: PairedLinear, gated: bool, interleaved: bool) -> None:
     """Raises ValueError for a pair where a gate wants other columns than gate ones, then up ones."""
     if w13.up is not None and (interleaved or not gated):
         layout = "interleaved" if interleaved else "ungated"
         value_error(
-            "w13 is a pair with an {} activation: expected one of gate columns, then up columns", layout
+            "{} is a pair with an {} activation: expected one of gate columns, then up columns", name, layout
         )

@@ -83,12 +83,23 @@ class Epilogue(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """The expert that every token visits: gate and up [2J, H], down [H, J], weight [T, 1], and its activation."""
+    """The expert that every token visits: gate and up [2J, H], down [H, J], weight [T, 1], and its activation.
+
+    Where up is a tensor of its own, as in a `PairedLinear`, `shared_w13` has the gate rows [J, H].
+    """
 
     shared_w13: Tensor
     shared_w2: Tensor
     shared_weights: PerTokenOrNone
     shared_activation: str
+    shared_up: Tensor | None = None
+
+
+class SharedAlone(NamedTuple):
+    """Of no operator: what `fused_experts_with_shared` launches beside its routed experts, where it does."""
+
+    hidden_states: PerToken
+    shared: SharedExpert
 
 
 class Gate(NamedTuple):

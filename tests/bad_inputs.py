@@ -319,6 +319,11 @@ BAD_VALUES = {
         lambda: moe_ops.fused_experts_with_shared(X, W13, W2, WEIGHTS, IDS, W13[0], W2[0, 1:]), ValueError,
         r"shared_w2 has shape \[7, 5\]: exp",
     ),
+    "shared halves": (
+        lambda: moe_ops.fused_experts_with_shared(
+            X, W13, W2, WEIGHTS, IDS, (W13[0, :5], W13[0, 5:].t().contiguous().t()), W2[0]
+        ), ValueError, r"shared_up has strides \[1, 5\]: expected \[8, 1\], those of the gate",
+    ),
     "product of others": (lambda: moe_ops.dense_gemm(X, ROWS[:, 1:]), ValueError,
         r"weight has shape \[8, 7\]: expected \['?B'?, 8\]"),
     "name of a dtype": (lambda: moe_ops.dense_gemm(X, ROWS, dtype="float32"), TypeError,

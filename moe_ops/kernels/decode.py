@@ -139,21 +139,52 @@ def multiply_and_activate(
 
 
 @triton.jit
+def multiply_shared(
+    program, programs, x_ptr, weight_ptr, up_ptr, out_ptr, features, x_stride_m, x_stride_k, stride_n, stride_k,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out[token] = activation(weight @ x[token]), of one of so many programs, in which tokens take turns."""
+    token, first = slot_and_column(program, programs, features, BLOCK_N, True)
+    multiply_and_activate(
+        x_ptr, weight_ptr, up_ptr, None, None, out_ptr, token, token, 0, first, features,
+        x_stride_m, x_stride_k, 0, stride_n, stride_k, 0, 0, None, None, None, None,
+        NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
 def gemv_activation_kernel(
     x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, ids_ptr, map_ptr, out_ptr,
-    top_k, num_ids, num_experts, features,
+    shared_w13_ptr, shared_up_ptr, shared_out_ptr,
+    top_k, num_tokens, num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    bias_stride_e, bias_stride_n, shared_features, shared_stride_n, shared_stride_k,
+    operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TAKE_TURNS: tl.constexpr,
 ):  # fmt: skip
-    """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing."""
-    slot, first = slot_and_column(tl.program_id(0), tl.num_programs(0), features, BLOCK_N, TAKE_TURNS)
+    """out[slot] = activation(weight[expert of slot] @ x[slot // top_k]); a dropped slot writes nothing.
+
+    And the same of a shared expert, if there is one, of every token: its programs are the last ones.
+    """
+    program, beside = tl.program_id(0), num_tokens * tl.cdiv(shared_features, BLOCK_N)
+    programs = tl.num_programs(0) - beside
+    slot, first = slot_and_column(program, programs, features, BLOCK_N, TAKE_TURNS)
+    is_routed = program < programs
     expert = local_expert(
-        ids_ptr, map_ptr, slot, slot >= 0, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
+        ids_ptr, map_ptr, slot, is_routed, top_k, ids_stride_t, ids_stride_k, num_ids, num_experts
     )
+    if shared_w13_ptr is not None:
+        if not is_routed:
+            multiply_shared(
+                program - programs, beside, x_ptr, shared_w13_ptr, shared_up_ptr, shared_out_ptr, shared_features,
+                x_stride_m, x_stride_k, shared_stride_n, shared_stride_k,
+                NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
     if expert < num_experts:
         multiply_and_activate(
             x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, slot // top_k, slot, expert, first, features,
@@ -177,18 +208,51 @@ def _add_products(
 
 
 @triton.jit
+def _shared_products(
+    x_row_ptr, weight_ptr, columns, inside, stride_n, stride_k,
+    ACC: tl.constexpr, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[columns, BLOCK_K], to be added up: the products of the shared expert's weight and one row x."""
+    row_ptr = weight_ptr + offset(columns, stride_n)
+    x_row_ptrs = x_row_ptr + tl.zeros(columns.shape, tl.int64)
+    sums = tl.zeros((columns.shape[0], BLOCK_K), ACC)
+    for start in tl.static_range(0, DEPTH, BLOCK_K):
+        sums = _add_products(
+            sums, row_ptr, x_row_ptrs, start, stride_k, inside, DEPTH, start + BLOCK_K <= DEPTH
+        )
+    return sums
+
+
+@triton.jit
+def _shared_output(
+    products, weights_ptr, gate_ptr, token, weights_stride_t, gate_stride_t, DTYPE: tl.constexpr
+):
+    """What `products` come to, rounded as if it lay in memory, times the token's weight and the sigmoid of its gate."""
+    output = tl.sum(products, 1).to(DTYPE).to(products.dtype)
+    if weights_ptr is not None:
+        weight = tl.load(weights_ptr + offset(token, weights_stride_t)).to(products.dtype)
+        output = (output * weight).to(DTYPE).to(products.dtype)
+    if gate_ptr is not None:
+        output *= tl.sigmoid(tl.load(gate_ptr + offset(token, gate_stride_t)).to(products.dtype))
+    return output
+
+
+@triton.jit
 def gemv_combine_kernel(
     x_ptr, weight_ptr, bias_ptr, ids_ptr, map_ptr, weights_ptr,
-    shared_ptr, shared_gate_ptr, residual_ptr, out_ptr,
+    shared_ptr, shared_gate_ptr, residual_ptr, shared_x_ptr, shared_w2_ptr, shared_weights_ptr, out_ptr,
     num_ids, num_experts, features,
     ids_stride_t, ids_stride_k, route_stride_t, route_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n,
     shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h,
+    shared_stride_n, shared_stride_k, shared_weights_stride_t,
     TOP_K: tl.constexpr, F64: tl.constexpr, DEPTH: tl.constexpr,
     ROUTES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    TAKE_TURNS: tl.constexpr,
+    TAKE_TURNS: tl.constexpr, SHARED_DEPTH: tl.constexpr, SHARED_BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of topk_weights[t, k] * (weight[expert] @ x[t * TOP_K + k] + bias[expert]) + shared[t].
+
+    What is shared lies in memory, or is the product of a shared expert's weight and shared_x[t].
 
     A program multiplies BLOCK_N output columns of every route of its token: step by step where their weights are too
     many (STAGES of them in flight), else all steps at once.
@@ -216,6 +280,11 @@ def gemv_combine_kernel(
         shared_ptr, shared_gate_ptr, residual_ptr, token, columns, columns < features,
         shared_stride_t, shared_stride_h, gate_stride_t, residual_stride_t, residual_stride_h, ACC,
     )  # fmt: skip
+    if shared_w2_ptr is not None:  # added up below: a sum over lanes would keep the loads of routes waiting
+        alone = _shared_products(
+            shared_x_ptr + offset(token, SHARED_DEPTH), shared_w2_ptr, columns, columns < features,
+            shared_stride_n, shared_stride_k, ACC, SHARED_DEPTH, SHARED_BLOCK_K,
+        )  # fmt: skip
     row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(column, weight_stride_n)
     x_row_ptr = x_ptr + offset(slot, DEPTH)
     sums = tl.zeros((ROUTES * BLOCK_N, BLOCK_K), ACC)
@@ -228,6 +297,11 @@ def gemv_combine_kernel(
                 sums, row_ptr, x_row_ptr, start, weight_stride_k, live, DEPTH, start + BLOCK_K <= DEPTH
             )  # fmt: skip
     value = tl.where(live, (tl.sum(sums, 1) + bias) * route_weight, 0.0)
+    if shared_w2_ptr is not None:
+        beside += _shared_output(
+            alone, shared_weights_ptr, shared_gate_ptr, token, shared_weights_stride_t, gate_stride_t,
+            out_ptr.dtype.element_ty,
+        )  # fmt: skip
     total = tl.sum(tl.reshape(value, (ROUTES, BLOCK_N)), 0) + beside
     out_row_ptr = out_ptr + token.to(tl.int64) * features
     tl.store(out_row_ptr + columns, total.to(out_ptr.dtype.element_ty), mask=columns < features)

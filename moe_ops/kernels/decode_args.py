@@ -5,11 +5,19 @@ from typing import Any
 import torch
 
 from moe_ops.kernels.combine import joined_args
-from moe_ops.kernels.common import next_power_of_2
+from moe_ops.kernels.common import cdiv, next_power_of_2
 from moe_ops.kernels.decode_blocks import GemvConfig
 from moe_ops.kernels.dispatch import placement_args
 from moe_ops.kernels.gemm import Operand, bias_args, operands
-from moe_ops.kernels.program import Ref
+from moe_ops.kernels.program import Ref, TensorMeta
+from moe_ops.values import SharedExpert
+
+SHARED = "shared_activated"
+"""The buffer between the two products of a shared expert, [T, J]."""
+_SHARED_STEP, _MOST_SHARED_STEPS = (
+    2048,
+    16,
+)  # numbers of its weight that a program reads at once, and how often
 
 
 def route_args(args: Any) -> dict[str, Any]:
@@ -51,3 +59,37 @@ def output_args(args: Any) -> dict[str, Any]:
         "TOP_K": top_k,
         "ROUTES": next_power_of_2(top_k),
     }
+
+
+def shared_up_args(shared: SharedExpert | None) -> dict[str, Any]:
+    """What a kernel needs that multiplies by gate and up rows of a shared expert, too."""
+    w13 = _NO_WEIGHT if shared is None else shared.shared_w13
+    return {
+        "shared_w13_ptr": None if shared is None else Ref("shared_w13"),
+        "shared_up_ptr": None if shared is None or shared.shared_up is None else Ref("shared_up"),
+        "shared_out_ptr": None if shared is None else Ref(SHARED),
+        "shared_features": 0 if shared is None else shared.shared_w2.shape[1],
+        "shared_stride_n": w13.strides[0],
+        "shared_stride_k": w13.strides[1],
+    }
+
+
+def shared_down_args(shared: SharedExpert | None, config: GemvConfig) -> dict[str, Any]:
+    """What a kernel needs that multiplies by down rows of a shared expert, too."""
+    w2 = _NO_WEIGHT if shared is None else shared.shared_w2
+    weights = None if shared is None else shared.shared_weights
+    depth = w2.shape[1]
+    shortest = next_power_of_2(cdiv(depth, _MOST_SHARED_STEPS))
+    return {
+        "shared_x_ptr": None if shared is None else Ref(SHARED),
+        "shared_w2_ptr": None if shared is None else Ref("shared_w2"),
+        "shared_weights_ptr": None if weights is None else Ref("shared_weights"),
+        "shared_stride_n": w2.strides[0],
+        "shared_stride_k": w2.strides[1],
+        "shared_weights_stride_t": 0 if weights is None else weights.strides[0],
+        "SHARED_DEPTH": depth,
+        "SHARED_BLOCK_K": min(max(_SHARED_STEP // config.block_n, shortest), next_power_of_2(depth)),
+    }
+
+
+_NO_WEIGHT = TensorMeta((0, 0), (0, 0), torch.float32, True)

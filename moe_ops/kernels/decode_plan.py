@@ -5,7 +5,14 @@ from typing import Any
 from moe_ops.kernels.activation import activation_args
 from moe_ops.kernels.common import cdiv
 from moe_ops.kernels.decode import gemv_activation_kernel, gemv_combine_kernel
-from moe_ops.kernels.decode_args import output_args, route_args, weight_args
+from moe_ops.kernels.decode_args import (
+    SHARED,
+    output_args,
+    route_args,
+    shared_down_args,
+    shared_up_args,
+    weight_args,
+)
 from moe_ops.kernels.decode_blocks import MOST_ROWS, down_config, up_config
 from moe_ops.kernels.decode_columns_plan import down_columns_launches, up_columns_launches
 from moe_ops.kernels.formula import gate_of, operand_args, with_formula
@@ -13,11 +20,14 @@ from moe_ops.kernels.gemm import bias_args, operands, reference_to
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
 from moe_ops.kernels.tma import is_transposed
+from moe_ops.values import SharedExpert
 
 _MAX_TOKENS = 8
 # Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs;
 # and up to that one it saves some that slots take turns.
 _DISTINCT_SHARE, _TURNS_SHARE = 0.85, 0.95
+# Of a shared expert in the same launches, and of one that is no wider than a routed one (H200, five layers).
+_MOST_TOKENS_BESIDE, _MOST_TOKENS_BESIDE_NARROW = 2, 4
 
 
 def prefers_gemv(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -44,37 +54,61 @@ def takes_turns(args: Any) -> bool:
     return not is_transposed(w13) and (args.shared is not None or share <= _TURNS_SHARE)
 
 
-def gemv_launches(args: Any, gpu: Gpu) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
-    """Launches from `hidden_states`, `topk_ids` and `topk_weights` to the buffer `combined` [T, H]."""
+def joins_shared(args: Any, shared: SharedExpert) -> bool:
+    """Whether launches for so few tokens can be those of a shared expert as well: weights in rows, one activation.
+
+    More tokens than these read its weights from the L2 cache once each, which a product for all of them does not.
+    """
+    experts, features = args.experts, shared.shared_w2.shape[1]
+    is_narrow = features <= experts.w2.weight.shape[2]
+    if args.topk_ids.shape[0] > (_MOST_TOKENS_BESIDE_NARROW if is_narrow else _MOST_TOKENS_BESIDE):
+        return False
+    in_rows = all(weight.strides[1] == 1 for weight in (shared.shared_w13, shared.shared_w2))
+    is_alike = getattr(args, "activation", None) == shared.shared_activation
+    return in_rows and is_alike and not any(is_transposed(each.weight) for each in experts)
+
+
+def gemv_launches(
+    args: Any, gpu: Gpu, shared: SharedExpert | None = None
+) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+    """Launches from `hidden_states`, `topk_ids` and `topk_weights` to the buffer `combined` [T, H].
+
+    With a `shared` expert, which `takes_shared` allows, what it makes of each token joins the sum.
+    """
     (num_tokens, top_k), dtype = args.topk_ids.shape, args.hidden_states.dtype
     hidden_size, features = args.experts.w2.weight.shape[1:]
     activated = Buffer("activated", (num_tokens * top_k, features), dtype)
     combined = Buffer("combined", (num_tokens, hidden_size), dtype)
-    up_buffers, up = _up_launches(args, gpu)
-    down_buffers, down = _down_launches(args, activated, gpu)
-    return (activated, combined, *up_buffers, *down_buffers), (*up, *down)
+    beside = () if shared is None else (Buffer(SHARED, (num_tokens, shared.shared_w2.shape[1]), dtype),)
+    up_buffers, up = _up_launches(args, gpu, shared)
+    down_buffers, down = _down_launches(args, activated, gpu, shared)
+    return (activated, *beside, combined, *up_buffers, *down_buffers), (*up, *down)
 
 
 def first_launch(args: Any, gpu: Gpu) -> Launch:
     """The first of `gemv_launches`."""
-    return _up_launches(args, gpu)[1][0]
+    return _up_launches(args, gpu, None)[1][0]
 
 
-def _up_launches(args: Any, gpu: Gpu) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+def _up_launches(
+    args: Any, gpu: Gpu, shared: SharedExpert | None
+) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     if not is_transposed(args.experts.w13.weight):
-        return (), (_up_launch(args, gpu),)
+        return (), (_up_launch(args, gpu, shared),)
     products, launches = up_columns_launches(args, gpu)
     return (products,), launches
 
 
-def _down_launches(args: Any, activated: Buffer, gpu: Gpu) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
+def _down_launches(
+    args: Any, activated: Buffer, gpu: Gpu, shared: SharedExpert | None
+) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     if not is_transposed(args.experts.w2.weight):
-        return (), (_down_launch(args, gpu),)
+        return (), (_down_launch(args, gpu, shared),)
     partial, launches = down_columns_launches(args, activated, gpu)
     return (partial,), launches
 
 
-def _up_launch(args: Any, gpu: Gpu) -> Launch:
+def _up_launch(args: Any, gpu: Gpu, shared: SharedExpert | None) -> Launch:
     (num_tokens, top_k), x = args.topk_ids.shape, args.hidden_states
     w13, gate = operands("w13", args.experts.w13), gate_of(args)
     features = args.experts.w2.weight.shape[2]
@@ -87,16 +121,19 @@ def _up_launch(args: Any, gpu: Gpu) -> Launch:
         "up_bias_ptr": reference_to(w13.up_bias),
         **activation_args(gate),
         **operand_args(gate),
+        **shared_up_args(shared),
         "x_ptr": Ref("hidden_states"),
         "out_ptr": Ref("activated"),
         "top_k": top_k,
+        "num_tokens": num_tokens,
         "features": features,
         "x_stride_m": x.strides[0],
         "x_stride_k": x.strides[1],
         "STAGES": config.stages,
-        "TAKE_TURNS": takes_turns(args),
+        "TAKE_TURNS": shared is not None or takes_turns(args),
     }
-    grid = (num_tokens * top_k * cdiv(features, config.block_n),)
+    beside = 0 if shared is None else num_tokens * cdiv(shared.shared_w2.shape[1], config.block_n)
+    grid = (num_tokens * top_k * cdiv(features, config.block_n) + beside,)
     return Launch(with_formula(gemv_activation_kernel, gate), grid, given, config.num_warps, 4)
 
 
@@ -111,16 +148,17 @@ def _as_one(w13: Any) -> TensorMeta:
     )
 
 
-def _down_launch(args: Any, gpu: Gpu) -> Launch:
+def _down_launch(args: Any, gpu: Gpu, shared: SharedExpert | None) -> Launch:
     top_k, w2 = args.topk_ids.shape[1], operands("w2", args.experts.w2).weight
     config = down_config(w2.meta, top_k, gpu)
     given = {
         **route_args(args),
         **weight_args(w2, config),
         **output_args(args),
+        **shared_down_args(shared, config),
         "x_ptr": Ref("activated"),
         "STAGES": config.stages,
-        "TAKE_TURNS": takes_turns(args),
+        "TAKE_TURNS": shared is not None or takes_turns(args),
     }
     grid = (args.topk_ids.shape[0] * cdiv(w2.meta.shape[1], config.block_n),)
     return Launch(gemv_combine_kernel, grid, given, config.num_warps, 4)

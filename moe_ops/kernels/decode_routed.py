@@ -13,7 +13,7 @@ import triton.language as tl
 
 from moe_ops.kernels.choosing import nth_choice, route_tokens
 from moe_ops.kernels.common import mapped
-from moe_ops.kernels.decode import multiply_and_activate, slot_and_column
+from moe_ops.kernels.decode import multiply_and_activate, multiply_shared, slot_and_column
 from moe_ops.kernels.decode_columns import gemv_columns_kernel, multiply_columns, part_and_slot
 from moe_ops.kernels.formula import with_formula
 from moe_ops.kernels.program import Launch
@@ -41,9 +41,11 @@ def _chosen_expert(
 def routed_gemv_activation_kernel(
     x_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr,
     logits_ptr, correction_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
+    shared_w13_ptr, shared_up_ptr, shared_out_ptr,
     num_tokens, num_ids, num_experts, features, stride_t, stride_e, stride_b,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    bias_stride_e, bias_stride_n, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+    bias_stride_e, bias_stride_n, shared_features, shared_stride_n, shared_stride_k,
+    operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -54,15 +56,22 @@ def routed_gemv_activation_kernel(
     BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """`topk_routing` and `gemv_activation_kernel` in one."""
-    program = tl.program_id(0)
+    program, beside = tl.program_id(0), num_tokens * tl.cdiv(shared_features, BLOCK_N)
+    programs = tl.num_programs(0) - num_tokens - beside
+    if shared_w13_ptr is not None:
+        if program >= num_tokens + programs:
+            multiply_shared(
+                program - num_tokens - programs, beside, x_ptr, shared_w13_ptr, shared_up_ptr, shared_out_ptr,
+                shared_features, x_stride_m, x_stride_k, shared_stride_n, shared_stride_k,
+                NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT, F64, DEPTH, BLOCK_N, BLOCK_K, STAGES,
+            )  # fmt: skip
     if program < num_tokens:
         route_tokens(
             logits_ptr, correction_ptr, weights_ptr, ids_ptr, num_tokens, stride_t, stride_e, stride_b,
             TOP_K, SCORE, SCORE_FIRST, RENORMALIZE, RENORM_EPS, SCALE, NUM_GROUPS, TOPK_GROUPS, TOP2_SUM,
             GROUP_FILL, NUM_EXPERTS, MEMBERS, 1, BLOCK_E, BLOCK_G, BLOCK_K_SLOTS,
         )  # fmt: skip
-    else:
-        programs = tl.num_programs(0) - num_tokens
+    elif program < num_tokens + programs:
         slot, first = slot_and_column(program - num_tokens, programs, features, BLOCK_N, TAKE_TURNS)
         expert = _chosen_expert(
             logits_ptr, correction_ptr, map_ptr, slot, num_ids, num_experts, stride_t, stride_e, stride_b,

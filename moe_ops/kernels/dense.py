@@ -65,9 +65,9 @@ def dense_gemv_kernel(
 
 def takes(args: Any, gpu: Gpu) -> bool:
     """Whether these kernels are for a `SharedAlone`: few tokens, and rows of both weights that a program can keep."""
-    x, (w13, w2, _, spec) = args
+    x, (w13, w2, _, spec, up) = args
     halves = 2 if Activation.from_spec(spec).is_gated else 1
-    return x.shape[0] <= _MOST_TOKENS and _keeps(w13, halves, gpu) and _keeps(w2, 1, gpu)
+    return up is None and x.shape[0] <= _MOST_TOKENS and _keeps(w13, halves, gpu) and _keeps(w2, 1, gpu)
 
 
 def _keeps(weight: TensorMeta, halves: int, gpu: Gpu) -> bool:
@@ -81,7 +81,7 @@ def _config(weight: TensorMeta, halves: int, gpu: Gpu) -> GemvConfig:
 
 def shared_alone_program(args: Any, gpu: Gpu) -> Program:
     """The program of a `SharedAlone` that `takes` allows."""
-    x, (w13, w2, weights, spec) = args
+    x, (w13, w2, weights, spec, _) = args
     activation, num_tokens = Activation.from_spec(spec), x.shape[0]
     activated = Buffer("activated", (num_tokens, w2.shape[1]), x.dtype)
     out = Buffer("shared_out", (num_tokens, w2.shape[0]), x.dtype)

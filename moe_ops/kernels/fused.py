@@ -11,7 +11,12 @@ from typing import Any
 from moe_ops.arguments import FusedExperts, PairedLinear
 from moe_ops.kernels.activation import gated_activation_program
 from moe_ops.kernels.combine import combine_launch
-from moe_ops.kernels.decode_plan import first_launch, gemv_launches, prefers_gemv
+from moe_ops.kernels.decode_plan import (
+    first_launch,
+    gemv_launches,
+    joins_shared,
+    prefers_gemv,
+)
 from moe_ops.kernels.decode_routed import routed, routes_inside
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.formula import gate_of
@@ -23,6 +28,7 @@ from moe_ops.kernels.permute import permute_launch
 from moe_ops.kernels.program import Buffer, Launch, Program
 from moe_ops.kernels.routing import routing_launches
 from moe_ops.kernels.tma import is_transposed
+from moe_ops.values import Router, SharedExpert
 
 _Plan = tuple[tuple[Buffer, ...], tuple[Launch, ...]]
 # Of weights read. From there on another stream's reads cost what they save, and tiles read columns that lie together as
@@ -102,14 +108,33 @@ def fused_moe_program(args: Any, gpu: Gpu) -> Program:
     return layer_program(args.routed(topk_weights, topk_ids), args.router, gpu)
 
 
-def layer_program(experts: Any, router: Any, gpu: Gpu) -> Program:
-    """The program of a router and what `moe.fused_experts` is given with its choices."""
-    buffers, launches = routing_launches(router)
-    more_buffers, more_launches = _experts_launches(experts, gpu)
-    if decodes_from_logits(experts, router, gpu):
-        first, *rest = more_launches
-        launches, more_launches = (routed(first, *launches, gate_of(experts)),), tuple(rest)
-    return Program(buffers + more_buffers, launches + more_launches, ("combined",))
+def fused_experts_with_shared_program(args: Any, gpu: Gpu) -> Program:
+    """The program of a `moe.fused_experts_with_shared` whose `has_shared_inside`."""
+    return layer_program(args.routed, None, gpu, args.shared)
+
+
+def has_shared_inside(args: Any, gpu: Gpu) -> bool:
+    """Whether the launches of a `moe.fused_experts_with_shared` are those of its routed experts."""
+    return takes_shared(args.routed, args.shared)
+
+
+def takes_shared(experts: Any, shared: SharedExpert) -> bool:
+    """Whether the launches of a `moe.fused_experts` can be those of a shared expert as well, and had better be."""
+    return is_gemv(experts) and joins_shared(experts, shared)
+
+
+def layer_program(
+    experts: Any, router: Router | None, gpu: Gpu, shared: SharedExpert | None = None
+) -> Program:
+    """The program of a router, what `moe.fused_experts` is given with its choices, and a shared expert."""
+    buffers, launches = _experts_launches(experts, gpu, shared)
+    if router is not None:
+        more_buffers, routing = routing_launches(router)
+        if decodes_from_logits(experts, router, gpu):
+            first, *rest = launches
+            routing, launches = (routed(first, *routing, gate_of(experts)),), tuple(rest)
+        buffers, launches = more_buffers + buffers, routing + launches
+    return Program(buffers, launches, ("combined",))
 
 
 def decodes_from_logits(experts: Any, router: Any, gpu: Gpu) -> bool:
@@ -154,8 +179,10 @@ def batch_invariant_experts_program(args: Any, gpu: Gpu) -> Program:
     return Program(*_grouped_experts(args, gpu, INVARIANT_ROWS), ("combined",))
 
 
-def _experts_launches(args: Any, gpu: Gpu) -> _Plan:
-    return gemv_launches(args, gpu) if is_gemv(args) else _grouped_experts(args, gpu, None)
+def _experts_launches(args: Any, gpu: Gpu, shared: SharedExpert | None = None) -> _Plan:
+    if shared is not None or is_gemv(args):
+        return gemv_launches(args, gpu, shared)
+    return _grouped_experts(args, gpu, None)
 
 
 def grouped_products(args: Any, gpu: Gpu, rows_per_tile: int | None = None) -> tuple[Gemm, Gemm]:

@@ -16,7 +16,7 @@ from moe_ops.kernels.program import Filled, Program, TensorMeta, describe, descr
 from moe_ops.kernels.table import PROGRAMS, TAKES
 from moe_ops.kernels.templates import OfCounts, Templates
 from moe_ops.records import Role
-from moe_ops.values import Router
+from moe_ops.values import Router, SharedAlone, SharedExpert
 
 
 class Planned(NamedTuple):
@@ -176,17 +176,33 @@ def program(arguments: Any, gpu: Gpu | None = None) -> Program:
     return plan.make(*plan.expected(arguments, gpu))
 
 
-def decode_program(experts: Any, router: Router) -> Program | None:
-    """The launches of a router and of the experts that it chooses, if one of these routes as well.
+class Together(NamedTuple):
+    """The launches of experts and what stands around them: whether they route, whether they have the shared expert."""
 
-    Raises ValueError as `program` does.
+    program: Program
+    routes: bool
+    joins: bool
+
+
+def decode_together(experts: Any, router: Router | None, shared: SharedExpert | None) -> Together | None:
+    """The launches of experts, of the router that chooses them and of the shared expert whose output joins them.
+
+    None where each has launches of its own. Raises ValueError as `program` does.
     """
     plan = _PLANS[type(experts)]
     gpu, *leaves = plan.expected(experts)
     experts = records.builder(plan.record)(*leaves)
-    router = records.transform(lambda leaf: describe(leaf) if hasattr(leaf, "data_ptr") else leaf, router)
-    decodes = fused.decodes_from_logits(experts, router, gpu)
-    return fused.layer_program(experts, router, gpu) if decodes else None
+    router, shared = (records.transform(_described_here, each) for each in (router, shared))
+    joins = shared is not None and fused.takes_shared(experts, shared)
+    routes = router is not None and fused.decodes_from_logits(experts, router, gpu)
+    if not (joins or routes):
+        return None
+    experts, shared = (experts._replace(shared=None), shared) if joins else (experts, None)
+    return Together(fused.layer_program(experts, router if routes else None, gpu, shared), routes, joins)
+
+
+def _described_here(leaf: Any) -> Any:
+    return describe(leaf) if hasattr(leaf, "data_ptr") else leaf
 
 
 def products_of(arguments: Any, gpu: Gpu | None = None) -> tuple[products.Gemm, ...]:
@@ -283,7 +299,7 @@ def is_taken(arguments: Any) -> bool:
 
 
 def launch_with_shared(
-    routed: of.FusedExperts, alone: of.SharedAlone, products: Callable[[of.SharedAlone], torch.Tensor]
+    routed: of.FusedExperts, alone: SharedAlone, products: Callable[[SharedAlone], torch.Tensor]
 ) -> torch.Tensor:
     """`launch(routed._replace(shared=...))` of `alone`'s output, with both on their way at once where that is faster.
 

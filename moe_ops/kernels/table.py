@@ -22,6 +22,7 @@ from moe_ops.kernels import (
 )
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Program
+from moe_ops.values import SharedAlone
 
 PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.TopkRouting: routing.topk_routing_program,
@@ -52,16 +53,18 @@ PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.GemmCombine: fused.gemm_combine_program,
     of.FusedExperts: fused.fused_experts_program,
     of.FusedExpertsFormula: fused.fused_experts_program,
+    of.FusedExpertsWithShared: fused.fused_experts_with_shared_program,
     of.FusedMoe: fused.fused_moe_program,
     of.FusedMoeFormula: fused.fused_moe_program,
-    of.SharedAlone: dense.shared_alone_program,
+    SharedAlone: dense.shared_alone_program,
     invariant.BatchInvariantRouting: routing.topk_routing_program,
     invariant.BatchInvariantGemm: grouped_gemm.batch_invariant_gemm_program,
     invariant.BatchInvariantExperts: fused.batch_invariant_experts_program,
 }
 
 TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
-    of.SharedAlone: dense.takes,
+    SharedAlone: dense.takes,
+    of.FusedExpertsWithShared: fused.has_shared_inside,
     of.DenseGemm: dense.takes_product,
     scaled_arguments.ScaledGroupedGemm: scaled.takes,
 }

@@ -106,10 +106,10 @@ def test_a_map_that_is_not_contiguous_is_left_to_the_operator():
 
 
 def test_a_plan_that_fails_is_left_to_the_operators_and_told(monkeypatch, caplog):
-    def broken(experts, router):
+    def broken(experts, router, shared):
         raise NotImplementedError("no kernel for this")
 
-    monkeypatch.setattr("moe_ops.kernels.plans.decode_program", broken)
+    monkeypatch.setattr("moe_ops.kernels.plans.decode_together", broken)
     with caplog.at_level(logging.INFO, logger="inductor_passes"):
         assert _launches(_shared)[0] == APART
     assert any("no launch plan with the router: NotImplementedError" in each for each in caplog.messages)

@@ -19,7 +19,7 @@ from moe_ops.arguments import (
 from moe_ops.formula import Formula
 from moe_ops.kernels.program import TensorMeta
 from moe_ops.types import Activation, RoutingConfig
-from moe_ops.values import Gate, LoadRecord, ScaledLinear
+from moe_ops.values import Gate, LoadRecord, ScaledLinear, SharedAlone
 
 INT = torch.int32
 
@@ -144,9 +144,12 @@ def _products(layer: Layer, tokens: int) -> Iterator[Any]:
     hidden, bias = layer.of(tokens, layer.hidden), layer.of(64) if layer.joins else None
     yield of.DenseGemm(hidden, layer.of(64, layer.hidden), bias, torch.float32)
     shared = layer.of(2 * layer.inner, layer.hidden), layer.of(layer.hidden, layer.inner)
-    yield of.SharedAlone(
-        hidden, SharedExpert(*shared, layer.of(tokens, 1) if layer.joins else None, ACTIVATION)
-    )
+    expert = SharedExpert(*shared, layer.of(tokens, 1) if layer.joins else None, ACTIVATION)
+    yield SharedAlone(hidden, expert)
+    if not layer.transposed:
+        experts = ExpertWeights(linear, layer.linear(layer.hidden, layer.inner).halves[0])
+        chosen, placement = _chosen(layer, tokens), _placement(layer)
+        yield of.FusedExpertsWithShared(hidden, experts, *chosen, placement, expert, ACTIVATION)
 
 
 def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_ops.arguments import PairedLinear, PullSums, PushRows, SharedAlone, SharedExpert
+from moe_ops.arguments import PairedLinear, PullSums, PushRows, SharedExpert
 from moe_ops.kernels import (
     activation,
     batched,
@@ -32,7 +32,7 @@ from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Program, describe
 from moe_ops.peers import ExchangeLayout
 from moe_ops.types import Activation, RoutingConfig
-from moe_ops.values import ExchangePlan
+from moe_ops.values import ExchangePlan, SharedAlone
 from tests.kernels.by_name import program_of
 
 _MODULES = (

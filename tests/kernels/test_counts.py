@@ -10,12 +10,13 @@ import pytest
 import triton
 
 from moe_ops import records
-from moe_ops.arguments import DenseGemm, SharedAlone
+from moe_ops.arguments import DenseGemm
 from moe_ops.kernels import plans
 from moe_ops.kernels.counts import Count, CountError
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.loading import variant
 from moe_ops.kernels.templates import Templates, _apart
+from moe_ops.values import SharedAlone
 from tests.helpers import usually
 from tests.kernels.any_count import LAYERS, arguments
 from tests.kernels.test_templates import Kernel, of_rows, x_of

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from moe_ops.arguments import DenseGemm, SharedAlone, SharedExpert
+from moe_ops.arguments import DenseGemm, SharedExpert
 from moe_ops.kernels import dense, plans
 from moe_ops.kernels.common import compute_dtype
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import describe
 from moe_ops.types import Activation
+from moe_ops.values import SharedAlone
 from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.catalogue import meta

@@ -13,13 +13,13 @@ from moe_ops.arguments import (
     PairedLinear,
     Placement,
     Router,
-    SharedAlone,
     SharedExpert,
 )
 from moe_ops.kernels import decode_blocks, fused, plans
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import BoundByName
 from moe_ops.types import Activation, RoutingConfig
+from moe_ops.values import SharedAlone
 from tests.helpers import mixed, usually
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of

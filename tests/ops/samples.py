@@ -175,10 +175,10 @@ def samples():
             + (*operands, t(3, 1), t(3, 4), f"halves|{FORMULA}t5=mul(t4,up)|t5"),
         ],
         "fused_experts_with_shared": [
-            (t(3, 4), w1, t(3, 4, 4), t(3, 2), IDS, matrix(10, 4), matrix(4, 5))
-            + (b1, w3, b3, t(3, 4), None, t(3, 1), "gelu", "silu"),
+            (t(3, 4), w1, t(3, 4, 4), t(3, 2), IDS, matrix(5, 4), matrix(4, 5))
+            + (b1, w3, b3, t(3, 4), None, t(3, 1), matrix(5, 4), "gelu", "silu"),
             (t(3, 4), w13, t(3, 4, 4), t(3, 2), IDS, matrix(10, 4), matrix(4, 5))
-            + (t(3, 8), None, None, t(3, 4), None, t(3, 1), "gelu", "silu"),
+            + (t(3, 8), None, None, t(3, 4), None, t(3, 1), None, "gelu", "silu"),
             (
                 t(3, 4),
                 w13,
@@ -187,7 +187,7 @@ def samples():
                 IDS,
                 matrix(5, 4),
                 matrix(4, 5),
-                *(None,) * 6,
+                *(None,) * 7,
                 "relu2",
                 "silu",
             ),
@@ -258,7 +258,7 @@ def empty_samples():
             ids,
             matrix(10, 4),
             matrix(4, 5),
-            *(None,) * 6,
+            *(None,) * 7,
         )
         + ("silu", "silu"),
         "fused_moe_formula": (none, t(0, 3), w13, w2, *(None,) * 6)

@@ -113,10 +113,10 @@ CALLS = {
         [(3, 4), W13, W2, (3, 2), B13, B2, (3, 4), (3, 1)],
     ),
     "fused_experts_with_shared": (
-        lambda x, w13, w2, t, s13, s2, s: moe_ops.fused_experts_with_shared(
-            x, w13, w2, t, IDS, s13, s2, shared_weights=s
+        lambda x, w13, w2, t, gate, up, s2, s: moe_ops.fused_experts_with_shared(
+            x, w13, w2, t, IDS, (gate, up), s2, shared_weights=s
         ),
-        [(3, 4), W13, W2, (3, 2), (6, 4), (4, 3), (3, 1)],
+        [(3, 4), W13, W2, (3, 2), (3, 4), (3, 4), (4, 3), (3, 1)],
     ),
     "gather_gemm_formula": (
         lambda x, w, b, a, c: OPS.gather_gemm_formula(

@@ -109,7 +109,7 @@ def test_schema_is_small_functional_and_tagged(name):
     sums over experts has a gate and a residual; a pair of weights has its up half and the bias of that.
     """
     op = getattr(OPS, name).default
-    more = 4 if name.endswith("_formula") else 3 if name == "fused_experts_with_shared" else 0
+    more = 4 if name.endswith("_formula") or name == "fused_experts_with_shared" else 0
     names = {each.name for each in op._schema.arguments}
     more += 2 * ("residual" in names) + 2 * bool({"up", "w13_up"} & names)
     assert len(op._schema.arguments) <= 10 + more
