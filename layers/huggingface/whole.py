@@ -1,5 +1,7 @@
 """Whole blocks in as few calls as they need, eagerly and without gradients: the router's product, then `fused_moe`.
 
+With a shared expert these are more, but for a few tokens: then it is an argument of `fused_experts_with_shared`.
+
 Between a block's modules lie calls, checks and operators that take the host longer than the launches do. So what a
 block's own code makes of its router, its experts and what every token visits is tried on a twin of small sizes in
 float64, and where it is one of a few sums a patched block computes that sum itself. It runs its own code with
@@ -8,7 +10,7 @@ gradients, in training, in autocast and compiled, where passes find more to fuse
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, Literal, get_args
 
@@ -16,16 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from layers.config import emitted
-from layers.huggingface import experts, forwards, linear_router, routers, trial
+from layers.huggingface import experts, forwards, linear_router, routers, shared as shared_experts, trial
 from layers.huggingface.experts import ExpertsOptions, is_dispatched
 from layers.huggingface.finding import Found, FoundRouter
 from layers.huggingface.outside import TOKENS, are_close, run, twin_of
 from layers.huggingface.recognise import form
 from layers.huggingface.settled import Settings, has_changed, has_hooks, settings_of
 from moe_ops import _library
-from moe_ops.arguments import FusedMoe, Placement, TopkRouting
+from moe_ops.arguments import FusedMoe, Placement, SharedExpert, TopkRouting
 from moe_ops.fused_experts import run as run_experts
 from moe_ops.fused_moe import run as run_moe
+from moe_ops.shared import run as run_with_shared
 
 Returned = Literal["", "logits", "weights"]
 
@@ -41,6 +44,7 @@ class Parts:
             missing.
         correction: name of the block's tensor that the router is given for its selection, or "".
         returned: what a block returns beside its output.
+        mlp: what the module is that every token visits, if it is one that the operators take.
     """
 
     experts: str
@@ -48,6 +52,7 @@ class Parts:
     shared: tuple[str, ...]
     correction: str
     returned: Returned
+    mlp: shared_experts.Mlp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Whole:
 
     parts: Parts
     settings: Settings
+    shared: shared_experts.Settled | None
 
 
 def find(model: nn.Module, found: Found, options: dict[str, ExpertsOptions]) -> dict[str, Parts]:
@@ -79,7 +85,8 @@ def find(model: nn.Module, found: Found, options: dict[str, ExpertsOptions]) -> 
 
 def install(block: Any, parts: Parts) -> None:
     """Replaces the forward of this one block."""
-    block.moe_ops_whole = Whole(parts, settings_of(block))
+    mlp = parts.mlp and shared_experts.settled(block._modules[parts.shared[0]], parts.mlp)
+    block.moe_ops_whole = Whole(parts, settings_of(block), mlp)
     forwards.replace(block, forward)
 
 
@@ -96,10 +103,10 @@ def forward(self: Any, *args: Any, **named: Any) -> Any:
     how: Whole = self.moe_ops_whole
     if _library.autocasts(args[0]) or not _is_as_found(self, how):
         return type(self).forward(self, *args)
-    return total(self, how.parts, args[0])
+    return total(self, how.parts, args[0], how.shared)
 
 
-def total(block: Any, parts: Parts, hidden_states: Tensor) -> Any:
+def total(block: Any, parts: Parts, hidden_states: Tensor, mlp: shared_experts.Settled | None = None) -> Any:
     """The block's output, and what else it returns."""
     modules = block._modules
     router, own = modules[parts.router], modules[parts.experts]
@@ -108,19 +115,30 @@ def total(block: Any, parts: Parts, hidden_states: Tensor) -> Any:
     given = getattr(block, parts.correction) if parts.correction else None
     routed = linear_router.arguments(router, tokens, given)
     args = FusedMoe(tokens, routed, experts.weights(own), Placement(), options.activation or "")
-    shared = _shared([modules[name] for name in parts.shared], tokens)
     emit = emitted(options.emit, options.save_for_backward)
-    if parts.returned == "weights":
-        weights, ids = _library.call(TopkRouting(routed))
+    shared = _shared([modules[name] for name in parts.shared], tokens, None if emit == "stages" else mlp)
+    if parts.returned != "weights" and not isinstance(shared, SharedExpert):
+        output = run_moe(args, shared, emit).view(hidden_states.shape)
+        return (output, routed.router_logits) if parts.returned else output
+    weights, ids = _library.call(TopkRouting(routed))
+    if isinstance(shared, SharedExpert):
+        output = run_with_shared(args.routed(weights, ids), shared)
+    else:
         output = run_experts(args.routed(weights, ids)._replace(shared=shared), emit)
-        return output.view(hidden_states.shape), weights
-    output = run_moe(args, shared, emit).view(hidden_states.shape)
-    return (output, routed.router_logits) if parts.returned else output
+    returned = {"weights": weights, "logits": routed.router_logits}.get(parts.returned)
+    output = output.view(hidden_states.shape)
+    return output if returned is None else (output, returned)
 
 
-def _shared(modules: list[Any], tokens: Tensor) -> Tensor | None:
+def _shared(
+    modules: list[Any], tokens: Tensor, mlp: shared_experts.Settled | None
+) -> Tensor | SharedExpert | None:
     if not modules:
         return None
+    if mlp is not None:
+        given = shared_experts.operand(modules[0], mlp, tokens, *(modules[1:] or [None]))
+        if given is not None:
+            return given
     output, *gates = [each(tokens) for each in modules]
     return gates[0].sigmoid() * output if gates else output
 
@@ -157,7 +175,12 @@ def _known(block: Any, own: str, name: str, router: FoundRouter, options: Expert
         inputs = tokens, tokens[:1, :1]  # one token may go another way
         wanted = [run(type(twin).forward, twin, each) for each in inputs]
         sums = _sums(twin, own, name, router.known.details)
-        return next((parts for parts in sums if _is(parts, twin, inputs, wanted)), None)
+        parts = next((parts for parts in sums if _is(parts, twin, inputs, wanted)), None)
+        if parts is None or not parts.shared:
+            return parts
+        shared = twin._modules[parts.shared[0]]
+        mlp = shared_experts.known(shared, tokens.flatten(0, 1), options.activation or "")
+        return replace(parts, mlp=mlp)
 
 
 def _settled(twin: Any, options: ExpertsOptions) -> int:
