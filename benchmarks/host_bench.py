@@ -33,7 +33,7 @@ from benchmarks.workloads import WORKLOADS, Cell, Workload, make_inputs, make_we
 from layers import huggingface
 
 TOKEN_COUNTS = (1, 64, 2048)
-NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+NAMES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
 GOALS = {"fused_moe T=1": 60.0, "patched": 100.0, "patched compiled": 60.0}
 """Microseconds."""
 _BATCH, _ROUNDS, _WARM = 20, 40, 5  # calls between two waits for the GPU: fewer than its queue takes

@@ -43,6 +43,18 @@ _DEEPSEEK = {
     "hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,
     "n_group": 8, "topk_group": 4, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+_QWEN3_NEXT = {
+    "hidden_size": 2048, "moe_intermediate_size": 512, "num_experts": 512, "num_experts_per_tok": 10,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+_GLM_AIR = {
+    "hidden_size": 4096, "moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_QWEN1_5 = {
+    "hidden_size": 2048, "moe_intermediate_size": 1408, "num_experts": 60, "num_experts_per_tok": 4,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
 BLOCKS = {
     "qwen3_moe": Block(
         "qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig",
@@ -57,6 +69,9 @@ BLOCKS = {
         {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 128, "num_experts_per_tok": 4},
     ),
     "deepseek_v3": Block("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", _DEEPSEEK),
+    "qwen3_next": Block("qwen3_next", "Qwen3NextSparseMoeBlock", "Qwen3NextConfig", _QWEN3_NEXT),
+    "glm4_moe": Block("glm4_moe", "Glm4MoeMoE", "Glm4MoeConfig", _GLM_AIR),
+    "qwen2_moe": Block("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig", _QWEN1_5),
 }  # fmt: skip
 
 

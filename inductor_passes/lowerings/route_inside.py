@@ -48,20 +48,19 @@ def _rewrite(graph: Graph, fused: Node, log: PassLog) -> None:
     together = _together(fused, router, shared)
     if together is None:
         return
-    named, left = records.named(arguments(fused)), []
+    named, joined, left = records.named(arguments(fused)), arguments(fused).shared, [fused]
     if together.routes and router is not None:
         named = {name: value for name, value in named.items() if name not in _CHOICE}
         named |= records.named(arguments(router))
         left += [*outputs(router).values(), router]
     if together.joins and shared is not None:
-        joined = named.pop("shared")
-        named |= shared._asdict()
+        named = named | shared._asdict() | {"shared": None}
     given = {name: node for name, node in named.items() if isinstance(node, Node)}
     (result,) = write_launches(graph, fused, together.program, given, {})
     inside = " and ".join(each for each, is_there in _PARTS if getattr(together, is_there))
     log.lower(f"{len(together.program.launches)} launches, {inside} inside", fused)
     fused.replace_all_uses_with(result)
-    erase_dead(graph, (fused, *left))
+    erase_dead(graph, left)
     if together.joins:
         erase_unread(graph, joined)
 

@@ -8,7 +8,7 @@ Both first products may be one, of gate and up rows. By then they are `dense_gem
 
 from collections.abc import Iterator
 from itertools import permutations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -16,7 +16,7 @@ from inductor_passes import _compat
 from inductor_passes.graph_tools import arguments, is_op
 from inductor_passes.raising.evaluation import Cut, cut
 from inductor_passes.raising.gates import is_in_gate, recognised
-from inductor_passes.raising.views_of_rows import aten, is_view, readers
+from inductor_passes.raising.views_of_rows import args, aten, is_view, readers
 from moe_ops.values import SharedExpert
 
 
@@ -30,28 +30,29 @@ class _Product(NamedTuple):
 
 def shared_expert(fused: Node) -> SharedExpert | None:
     """The shared expert, as nodes, whose output joins this sum and is read by nobody else."""
-    args: Any = arguments(fused)
-    if args.shared is None:
+    experts = arguments(fused)
+    if experts.shared is None:
         return None
-    down = _product(_shown(args.shared))
+    down = _product(_shown(experts.shared))
     if down is None:
         return None
     activated = _shown(down.rows)
-    gate = cut((activated,), lambda node: _product(node) is not None or not is_in_gate(node))
-    first = [_product(leaf) for leaf in gate.leaves]
-    tokens = _shown(args.hidden_states)
-    products = [each for each in first if each is not None and _shown(each.rows) is tokens]
-    if len(products) != len(first) or not _are_theirs(args.shared, down, activated, gate, fused):
+    gate = cut((activated,), lambda node: _product(_shown(node)) is not None or not is_in_gate(node))
+    first = {leaf: product for leaf in gate.leaves if (product := _product(_shown(leaf))) is not None}
+    tokens = _shown(experts.hidden_states)
+    if len(first) < len(gate.leaves) or any(_shown(each.rows) is not tokens for each in first.values()):
         return None
-    return _expert(gate, products, activated, down)
+    if not _are_theirs((experts.shared, down.rows, *first), (down, *first.values()), gate, fused):
+        return None
+    return _expert(gate, first, activated, down)
 
 
-def _expert(gate: Cut, products: list[_Product], activated: Node, down: _Product) -> SharedExpert | None:
-    for order in permutations(products) if len(products) <= 2 else ():
+def _expert(gate: Cut, first: dict[Node, _Product], activated: Node, down: _Product) -> SharedExpert | None:
+    for order in permutations(first) if len(first) <= 2 else ():
         with _compat.real_tensors():
-            found = recognised(gate, [each.node for each in order], activated, {})
+            found = recognised(gate, order, activated, {})
         if found is not None:
-            weight, *up = (each.weight for each in order)
+            weight, *up = (first[leaf].weight for leaf in order)
             return SharedExpert(weight, down.weight, None, found.spec, *up)  # type: ignore[arg-type]  # nodes
     return None
 
@@ -69,26 +70,28 @@ def _product(node: Node) -> _Product | None:
         rows, weight, bias, dtype = arguments(node)
         if bias is not None or dtype != rows.meta["val"].dtype:
             return None
-    elif node.target is aten.mm.default and not node.kwargs:
-        rows, weight = node.args
-        weight = weight if _is_transposed(weight) else None
-        weight = None if weight is None else weight.args[0]
+    elif node.target is aten.mm.default and not node.kwargs and _is_transposed(args(node)[1]):
+        rows, weight = args(node)[0], args(args(node)[1])[0]
     else:
         return None
-    while weight is not None and _is_transposed(weight) and _is_transposed(weight.args[0]):
-        weight = weight.args[0].args[0]
-    return None if weight is None else _Product(node, rows, weight)
+    while _is_transposed(weight) and _is_transposed(args(weight)[0]):
+        weight = args(args(weight)[0])[0]
+    return _Product(node, rows, weight)
 
 
 def _is_transposed(node: Node) -> bool:
     return node.target is aten.t.default or (
-        node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[call-overload]
+        node.target is aten.permute.default and list(args(node)[1]) == [1, 0]
     )
 
 
-def _are_theirs(shared: Node, down: _Product, activated: Node, gate: Cut, fused: Node) -> bool:
-    """Whether nobody but these experts reads what the shared one computes."""
-    inside = {down.node, *gate.nodes, *gate.leaves, *_views(shared), *_views(down.rows), activated}
+def _are_theirs(shown: tuple[Node, ...], products: tuple[_Product, ...], gate: Cut, fused: Node) -> bool:
+    """Whether nobody but these experts reads what the shared one computes, shown in whatever shape."""
+    inside = {
+        *gate.nodes,
+        *(each.node for each in products),
+        *(view for node in shown for view in _views(node)),
+    }
     return all({*readers(node)} <= inside | {fused} for node in inside)
 
 

@@ -257,7 +257,9 @@ def _added_with_a_gate(hidden, logits, w13, w2):
 def _beside_a_gated_expert(hidden, logits, w13, w2):
     """A shared expert with a sigmoid gate, as Qwen2-MoE has one."""
     gate, up = (hidden @ w13.select(0, 0).T).chunk(2, dim=1)
-    shared = (torch.nn.functional.silu(gate) * up) @ w2.select(0, 0).T
+    shared = (torch.nn.functional.gelu(gate) * up) @ w2.select(
+        0, 0
+    ).T  # with silu it would be part of the layer
     weight = torch.sigmoid(hidden @ w2.select(0, 1).narrow(1, 0, 1))
     return _layer_alone(hidden, logits, w13, w2) + weight * shared
 

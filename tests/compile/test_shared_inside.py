@@ -55,6 +55,18 @@ def test_it_is_in_both_launches(tokens):
     assert _launches(_plus(routing=GROUPS), tokens) == APART
 
 
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_as_models_write_it(tokens):
+    """In three dimensions, the residual added behind."""
+
+    def layer(hidden, logits, w13, w2, *weights):
+        states = hidden.unsqueeze(0)
+        routed = moe_ops.fused_moe(states.view(-1, HIDDEN), logits, w13, w2, ROUTING, emit="stages")
+        return states + (routed.view(states.shape) + _mlp(states, *weights))
+
+    assert _launches(layer, tokens) == INSIDE
+
+
 def test_wide_ones_are_for_fewer_tokens():
     def narrow(tokens):
         return _inputs(tokens, INTERMEDIATE)
