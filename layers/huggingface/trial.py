@@ -131,11 +131,14 @@ def _resized(tensor: Tensor, sizes: Mapping[int, int]) -> Tensor:
 
 
 def smaller(module: nn.Module, num_experts: int, *kept: int) -> dict[int, int]:
-    """Small sizes for those of a module, all divided by one number; that of its experts and others `kept` stay."""
+    """Small sizes for those of a module, all divided by one number; that of its experts and others `kept` stay.
+
+    So do sizes twice or half as large: experts may have as many features as there are experts (Qwen3-Next).
+    """
     found = {size for each in module.parameters() for size in each.shape}
     numbers = {value for each in module.modules() for value in vars(each).values() if isinstance(value, int)}
     found |= {value for value in numbers if value * num_experts in found}
-    found -= {1, num_experts, *kept}
+    found -= {1, *kept, *(size for size in found if size in (2 * num_experts, num_experts, num_experts / 2))}
     common, least = math.gcd(*found), min(found, default=1)
     divisors = (each for each in range(common, 1, -1) if common % each == 0 and least // each >= 4)
     divisor = next(divisors, 1)

@@ -186,6 +186,16 @@ def mixtral(block_class=MixtralSparseMoeBlock, **overrides):
     return stock, ours
 
 
+@pytest.mark.parametrize("features", [16, 32])
+@torch.no_grad()
+def test_as_many_features_as_experts(features):
+    """Qwen3-Next has 512 of both: on small twins, too, one is the size of the other."""
+    stock, ours = mixtral(intermediate_size=features, num_local_experts=32)
+    output, operators = ran(ours, hidden(2, 5, HIDDEN))
+    assert operators == WHOLE
+    torch.testing.assert_close(output, stock(hidden(2, 5, HIDDEN)))
+
+
 def test_with_gradients_a_block_runs_its_own_code():
     stock, ours = mixtral()
     output, operators = ran(ours, hidden(2, 5, HIDDEN))
