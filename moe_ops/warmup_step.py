@@ -18,7 +18,8 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
     """Compiles and loads every kernel of ours that `step` can launch for 1 to `max_tokens` tokens.
 
     So later calls, whatever T they have, compile nothing of ours. Other kernels (attention, a compiler's own) are
-    loaded for the few T that run: 1, and twice, for what is compiled once, 2, 3, `max_tokens` - 1 and `max_tokens`.
+    loaded for the few T that run: 1 to 4, and twice, for what is compiled once, 5, 6, `max_tokens` - 1 and
+    `max_tokens`.
 
     Args:
         step: runs the model, or a part of it, on so many tokens of any contents, without grad.
@@ -52,17 +53,20 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
 
 def _operators(step: Step, max_tokens: int) -> Iterator[Callable[[int], Any]]:
     """Of every operator that was called, what it is called with for T; alike ones once."""
-    counts = sorted({1, 2, 3, max_tokens - 1, max_tokens} & set(range(1, max_tokens + 1)))
-    for count in counts:
+    pairs = {(_FEW - 1, _FEW), (max_tokens - 1, max_tokens)} if max_tokens >= _FEW else set()
+    for count in sorted({*range(1, min(_FEW, max_tokens) + 1), *(count for pair in pairs for count in pair)}):
         step(count)
     found: dict[Any, Callable[[int], Any]] = {}
-    for pair in {(2, 3), (max_tokens - 1, max_tokens)}:
-        if set(pair) <= set(counts):
-            lower, upper = (_calls(step, count) for count in pair)
-            _expect_alike(pair, lower, upper)
-            for calls in zip(lower, upper, strict=True):
-                found.setdefault(calls, _growing(pair[0], *calls))
+    for pair in pairs:
+        lower, upper = (_calls(step, count) for count in pair)
+        _expect_alike(pair, lower, upper)
+        for calls in zip(lower, upper, strict=True):
+            found.setdefault(calls, _growing(pair[0], *calls))
     yield from found.values()
+
+
+_FEW = 6
+"""So many counts run, of which the last two call what all others do: up to four a shared expert may be no call."""
 
 
 def _calls(step: Step, count: int) -> list[Any]:

@@ -123,6 +123,16 @@ def test_others_keep_launches_of_their_own(shared_of):
     assert sorted(_launches(_plus(shared_of))) == sorted(ALONE)
 
 
+def test_products_with_a_bias():
+    def inputs(tokens):
+        return *_inputs(tokens), _empty(HIDDEN)
+
+    def biased(hidden, gate, up, down, bias):
+        return F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down, bias)
+
+    assert sorted(_launches(_plus(biased), 1, inputs)) == sorted(ALONE)
+
+
 def test_weights_in_columns_and_formulas_keep_them_too():
     assert "dense_gemv_kernel" in _launches(_plus(_by_columns))
     scaled = _launches(_plus(activation=lambda gate, up: F.silu(gate * 1.5) * (up + 0.25)))

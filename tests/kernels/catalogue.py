@@ -60,6 +60,10 @@ _MODULES = (
 _STRIDE = 48  # of the last dimension; the others follow, none is 1
 HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
 _ROUTING = RoutingConfig(top_k=2, num_groups=2)
+BESIDE = (
+    (8, 7168, 2048, 2048), (4, 2048, 1408, 5632), (10, 2048, 512, 512), (8, 3584, 2560, 20480), (3, 37, 64, 37)
+)  # fmt: skip
+"""K, H, I, and features of a shared expert in the same launches."""
 TENSORS = {
     **dict.fromkeys(
         ("hidden_states", "w13", "w13_up", "w2", "w13_bias", "w13_up_bias", "w2_bias", "shared"),
@@ -69,7 +73,7 @@ TENSORS = {
     **dict.fromkeys(
         ("x", "weight", "bias", "grad", "gate_up", "expert_out", "router_logits"), torch.bfloat16
     ),
-    **dict.fromkeys(("shared_w13", "shared_w2"), torch.bfloat16),
+    **dict.fromkeys(("shared_w13", "shared_up", "shared_w2"), torch.bfloat16),
     "shared_weights": torch.float32,
     **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias", "scale", "x_scale"), torch.float32),
     **dict.fromkeys(

@@ -20,6 +20,7 @@ from moe_ops.arguments import (
     PairedLinear,
     Placement,
     Router,
+    SharedExpert,
 )
 from moe_ops.kernels import dense, gemm_config, grouped_gemm
 from moe_ops.kernels.decode_plan import gemv_launches
@@ -32,7 +33,7 @@ from moe_ops.kernels.routing import routing_launches
 from moe_ops.types import Activation, RoutingConfig
 from tests.kernels import catalogue
 from tests.kernels.by_name import program_of
-from tests.kernels.catalogue import TENSORS, meta, replicas, shared_alone
+from tests.kernels.catalogue import BESIDE, TENSORS, meta, replicas, shared_alone
 
 GPUS = {
     "sm_80": Gpu(80, 108, 163 * KIB),
@@ -104,9 +105,11 @@ def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
             yield from _token(gpu, dtype, transposed, top_k, (width, depth), HALVES)[1:]
         for act in acts:
             yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[: 2 if transposed else 1]
+    for dtype, (top_k, *sizes, features) in itertools.product(FLOATS, BESIDE if wide else BESIDE[:1]):
+        yield from _token(gpu, dtype, False, top_k, sizes, HALVES, features)
 
 
-def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
+def _token(gpu, dtype, transposed, top_k, sizes, act, features=0) -> list[Planned]:
     hidden, inner = sizes
     rows, experts = 2 * inner if act.is_gated else inner, 128
     x, shared, gate, residual = _metas(dtype, (1, hidden), (1, hidden), (1, 1), (1, hidden))
@@ -118,8 +121,10 @@ def _token(gpu, dtype, transposed, top_k, sizes, act) -> list[Planned]:
     experts = ExpertWeights(PairedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
     epilogue = Epilogue(gate, residual)
     args = FusedExperts(x, experts, weights, ids, Placement(expert_map), shared, act.spec, epilogue)
-    name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec}"
-    buffers, launches = gemv_launches(args, gpu)
+    name = f"{dtype} transposed={transposed} K={top_k} H={hidden} I={inner} {act.spec} beside {features}"
+    half, down, scale = _metas(dtype, (features, hidden), (hidden, features), (1, 1))
+    beside = SharedExpert(half, down, scale, act.spec, half) if features else None
+    buffers, launches = gemv_launches(args._replace(shared=None) if features else args, gpu, beside)
     logits, correction = _metas(torch.float32, (1, 128), (128,))
     routes, routing = routing_launches(Router(logits, correction, RoutingConfig(top_k=top_k).spec))
     first = routed(launches[0], *routing, gate_of(args))

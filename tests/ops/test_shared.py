@@ -72,6 +72,19 @@ def test_two_activations(routed, shared):
     assert_matches_oracle(out, expected_of(problem, weights, ids, tensors, other))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_gate_and_up_in_tensors_of_their_own(dtype):
+    case = CASES[2]
+    problem = make(case, dtype)
+    weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
+    w13, w2, scale = shared = shared_tensors(case, dtype, problem.activation.is_gated, True)
+    out = moe_ops.fused_experts_with_shared(
+        problem.hidden_states, problem.w13, problem.w2, weights, ids, tuple(w13.chunk(2)), w2, problem.activation,
+        shared_weights=scale, **problem.biases(),
+    )  # fmt: skip
+    assert_matches_oracle(out, expected_of(problem, weights, ids, shared, problem.activation))
+
+
 def test_remote_experts_count_nothing_and_the_shared_one_counts():
     case = CASES[1]
     problem = make(case)
@@ -178,6 +191,17 @@ def test_a_gradient_that_nobody_asks_for_is_none():
         ),
         ({"shared_w13": torch.randn(8, 4, device="meta")}, ValueError, "shared_w13 is on meta: expected cpu"),
         ({"shared_activation": "sile"}, ValueError, "sile"),
+        (
+            {"shared_w13": (torch.randn(4, 4), torch.randn(3, 4))},
+            ValueError,
+            r"shared_up has shape \[3, 4\]: expected \[4, 4\]",
+        ),
+        (
+            {"shared_w13": (torch.randn(4, 4), torch.randn(4, 4)), "shared_activation": "relu2"},
+            ValueError,
+            "shared_w13 is a pair with an ungated activation",
+        ),
+        ({"shared_w13": (torch.randn(4, 4),)}, ValueError, "shared_w13 has 1 tensors: expected 2"),
         ({"topk_ids": torch.zeros(4, 1).int()}, ValueError, "topk_ids has shape"),
     ],
 )
@@ -210,6 +234,10 @@ def test_it_counts_both_kinds_of_experts():
     with FlopCounterMode(display=False) as counter:
         moe_ops.fused_experts_with_shared(x, w13, w2, torch.ones(3, 2), ids, shared13, shared2)
     assert counter.get_total_flops() == 2 * 3 * 2 * (6 * 4 + 4 * 3) + 2 * 3 * (10 * 4 + 4 * 5)
+    with FlopCounterMode(display=False) as of_halves:
+        halves = tuple(shared13.chunk(2))
+        moe_ops.fused_experts_with_shared(x, w13, w2, torch.ones(3, 2), ids, halves, shared2)
+    assert of_halves.get_total_flops() == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("weighed", [False, True])

@@ -9,15 +9,16 @@ import triton
 
 import moe_ops
 from moe_ops import Activation, RoutingConfig, _library
-from moe_ops.arguments import DenseGemm, FusedExperts, FusedMoe, TopkRouting
+from moe_ops.arguments import DenseGemm, FusedExperts, FusedExpertsWithShared, FusedMoe, TopkRouting
 from moe_ops.dense_gemm import _cuda as dense_gemm_cuda
 from moe_ops.fused_experts import _cuda as fused_experts_cuda
 from moe_ops.fused_moe import _cuda as fused_moe_cuda
-from moe_ops.kernels import templates
+from moe_ops.kernels import plans, templates
 from moe_ops.kernels.loading import Loader, variant
 from moe_ops.kernels.plans import watched
 from moe_ops.kernels.program import Filled, Launch, Program, Ref
 from moe_ops.routing import _cuda as topk_routing_cuda
+from moe_ops.shared import _cuda as shared_cuda
 from tests.kernels.by_name import launches_of
 
 ON_A_GPU = {
@@ -124,6 +125,31 @@ def test_what_is_planned_of_a_count_is_what_it_calls(name, launched):
         assert seen and all(any(operator(tokens) == call for operator in operators) for call in seen)
 
 
+@pytest.mark.parametrize("features", [32, 64], ids=["narrow", "wide"])
+def test_a_shared_expert_that_is_in_the_launches_of_few_tokens(features, loaded, launched, monkeypatch):
+    """Of up to four, or two where it is wider than a routed one: behind that other operators are called."""
+    monkeypatch.setitem(ON_A_GPU, FusedExpertsWithShared, shared_cuda)
+    beside = lambda routed, alone, products: plans.launch(routed._replace(shared=products(alone)))  # noqa: E731
+    monkeypatch.setattr(_library, "launch_with_shared", beside)
+    w13, w2 = _weight(64, 48, False), _weight(48, 32, False)
+    shared = torch.zeros(2 * features, 48).bfloat16(), torch.zeros(48, features).bfloat16()
+    monkeypatch.setattr("moe_ops.shared.gated_activation", lambda rows, _: rows[:, :features])
+
+    def step(tokens):
+        hidden, weights = torch.zeros(tokens, 48).bfloat16(), torch.zeros(tokens, 2)
+        moe_ops.fused_experts_with_shared(hidden, w13, w2, weights, weights.int(), *shared)
+
+    for most in (2, 3, 4, 5, 6, MOST):
+        moe_ops.warmup_step(step, most)
+    already = set(launched)  # by counts that ran
+    launched.clear()
+    for tokens in range(1, MOST + 1):
+        step(tokens)
+    assert launched <= loaded | already
+    names = {kernel for kernel, *_ in launched}
+    assert len(names) > 3 and any(loaded - already)
+
+
 @triton.jit
 def _kernel(x_ptr, as_it_is, number, constant: triton.language.constexpr):
     pass
@@ -158,12 +184,12 @@ def test_no_count_needs_another_template(loaded, launched, monkeypatch):
 def test_it_runs_the_step_for_few_counts_and_on_a_gpu_only(loaded, launched):
     counts = []
     moe_ops.warmup_step(counts.append, MOST)
-    assert sorted(set(counts)) == [1, 2, 3, MOST - 1, MOST]
-    assert len(counts) == 9
-    for most, expected in ((1, [1]), (2, [1, 2]), (3, [1, 2, 2, 3])):
+    assert sorted(set(counts)) == [1, 2, 3, 4, 5, 6, MOST - 1, MOST]
+    assert len(counts) == 12
+    for most in range(1, 8):
         counts.clear()
         moe_ops.warmup_step(counts.append, most)
-        assert sorted(set(counts)) == sorted(set(expected))
+        assert sorted(set(counts)) == [*range(1, most + 1)]
     counts.clear()
     moe_ops.warmup_step(counts.append, MOST, device="cpu")
     assert counts == []
@@ -183,10 +209,10 @@ def test_equal_layers_are_planned_once(monkeypatch, launched):
         return [None for _ in program.launches]
 
     monkeypatch.setattr(Loader, "load", load)
-    moe_ops.warmup_step(STEPS["rows"], 5)
+    moe_ops.warmup_step(STEPS["rows"], 8)
     once = len(programs)
-    assert once == 5 * 2  # of two pairs
-    moe_ops.warmup_step(lambda tokens: [STEPS["rows"](tokens) for _ in range(3)], 5)
+    assert once == 8 * 2  # of two pairs
+    moe_ops.warmup_step(lambda tokens: [STEPS["rows"](tokens) for _ in range(3)], 8)
     assert len(programs) == 2 * once
 
 
@@ -198,16 +224,16 @@ def test_bad_steps(loaded, launched):
         for _ in range(tokens % 2 + 1):
             STEPS["rows"](tokens)
 
-    message = "step(2) calls FusedMoe and step(3) calls FusedMoe, FusedMoe: expected the same operators"
+    message = "step(5) calls FusedMoe, FusedMoe and step(6) calls FusedMoe: expected the same operators"
     with pytest.raises(ValueError, match=re.escape(message)):
-        moe_ops.warmup_step(odd, MOST)
+        moe_ops.warmup_step(odd, 6)
 
     def others(tokens):
         STEPS["views" if tokens % 2 else "alternating rows and a shared output"](tokens)
 
-    message = "step(2) calls TopkRouting, FusedExperts and step(3) calls DenseGemm, FusedExperts: expected"
+    message = "step(5) calls DenseGemm, FusedExperts and step(6) calls TopkRouting, FusedExperts: expected"
     with pytest.raises(ValueError, match=re.escape(message)):
-        moe_ops.warmup_step(others, MOST)
+        moe_ops.warmup_step(others, 6)
 
 
 def test_each_variant_is_loaded_once(monkeypatch):
