@@ -14,10 +14,8 @@ from moe_ops.values import SharedExpert
 
 SHARED = "shared_activated"
 """The buffer between the two products of a shared expert, [T, J]."""
-_SHARED_STEP, _MOST_SHARED_STEPS = (
-    2048,
-    16,
-)  # numbers of its weight that a program reads at once, and how often
+# Numbers of its weight that a program reads at once, and how often at most: each step is written out.
+_SHARED_STEP, _MOST_SHARED_STEPS = 512, 32
 
 
 def route_args(args: Any) -> dict[str, Any]:

@@ -45,14 +45,17 @@ def up_config(weight: TensorMeta, gate: Activation | Formula, gpu: Gpu) -> GemvC
     return row_config(2 if gate.is_gated else 1, weight, 8192, gpu)
 
 
-def down_config(weight: TensorMeta, top_k: int, gpu: Gpu) -> GemvConfig:
-    """Blocks for rows of w2 [E, H, I], which a program reads for every route of a token at once."""
+def down_config(weight: TensorMeta, top_k: int, gpu: Gpu, beside: int = 0) -> GemvConfig:
+    """Blocks for rows of w2 [E, H, I], which a program reads for every route of a token at once.
+
+    And `beside` them a row of so many numbers, a shared expert's.
+    """
     routes, itemsize, depth = next_power_of_2(top_k), weight.dtype.itemsize, max(weight.shape[2], 1)
     share = 1 if _loads_in_pieces(weight, depth) else _UNEVEN_SHARE
     if routes * depth * itemsize > _COMBINED_BYTES // share:
         return _looped(routes * itemsize * share, gpu)
-    fitting = _COMBINED_BYTES // share // (routes * depth * itemsize)
-    block_n = min(fitting, _COMBINED_COLUMNS, max(MOST_ROWS // routes, 1))
+    fitting = _COMBINED_BYTES // share // ((routes * depth + beside) * itemsize)
+    block_n = min(max(fitting, 1), _COMBINED_COLUMNS, max(MOST_ROWS // routes, 1))
     longest = _COMBINED_STEP // share // (routes * block_n * itemsize)
     block_k = max(_COMBINED_ROW, next_power_of_2(cdiv(depth, _COMBINED_STEPS)))
     return GemvConfig(block_n, min(block_k, longest, next_power_of_2(depth)), _COMBINED_WARPS)

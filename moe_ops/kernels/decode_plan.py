@@ -26,8 +26,9 @@ _MAX_TOKENS = 8
 # Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs;
 # and up to that one it saves some that slots take turns.
 _DISTINCT_SHARE, _TURNS_SHARE = 0.85, 0.95
-# Of a shared expert in the same launches, and of one that is no wider than a routed one (H200, five layers).
-_MOST_TOKENS_BESIDE, _MOST_TOKENS_BESIDE_NARROW = 2, 4
+# Of a shared expert in the same launches, and of one that is no wider than a routed one (H200, five layers). Beyond so
+# many features a program of the second launch would have no registers left.
+_MOST_TOKENS_BESIDE, _MOST_TOKENS_BESIDE_NARROW, _MOST_FEATURES_BESIDE = 2, 4, 8192
 
 
 def prefers_gemv(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -62,6 +63,8 @@ def joins_shared(args: Any, shared: SharedExpert) -> bool:
     experts, features = args.experts, shared.shared_w2.shape[1]
     is_narrow = features <= experts.w2.weight.shape[2]
     if args.topk_ids.shape[0] > (_MOST_TOKENS_BESIDE_NARROW if is_narrow else _MOST_TOKENS_BESIDE):
+        return False
+    if features > _MOST_FEATURES_BESIDE:
         return False
     in_rows = all(weight.strides[1] == 1 for weight in (shared.shared_w13, shared.shared_w2))
     is_alike = getattr(args, "activation", None) == shared.shared_activation
@@ -150,7 +153,7 @@ def _as_one(w13: Any) -> TensorMeta:
 
 def _down_launch(args: Any, gpu: Gpu, shared: SharedExpert | None) -> Launch:
     top_k, w2 = args.topk_ids.shape[1], operands("w2", args.experts.w2).weight
-    config = down_config(w2.meta, top_k, gpu)
+    config = down_config(w2.meta, top_k, gpu, 0 if shared is None else shared.shared_w2.shape[1])
     given = {
         **route_args(args),
         **weight_args(w2, config),

@@ -61,7 +61,7 @@ _STRIDE = 48  # of the last dimension; the others follow, none is 1
 HALVES, INTERLEAVED = Activation(), Activation(interleaved=True)
 _ROUTING = RoutingConfig(top_k=2, num_groups=2)
 BESIDE = (
-    (8, 7168, 2048, 2048), (4, 2048, 1408, 5632), (10, 2048, 512, 512), (8, 3584, 2560, 20480), (3, 37, 64, 37)
+    (8, 7168, 2048, 2048), (4, 2048, 1408, 5632), (10, 2048, 512, 512), (8, 3584, 2560, 8192), (3, 37, 64, 37)
 )  # fmt: skip
 """K, H, I, and features of a shared expert in the same launches."""
 TENSORS = {

@@ -158,5 +158,6 @@ def test_for_which_it_is() -> None:
     assert not takes(shared_w13=torch.empty(72, 48).T)
     columns = experts.experts._replace(w2=GroupedLinear(experts.experts.w2.weight.mT.contiguous().mT))
     assert not fused.takes_shared(_described(experts._replace(experts=columns)), _described(shared))
+    assert takes(shared_w2=torch.empty(72, 8192)) and not takes(shared_w2=torch.empty(72, 8193))
     few = experts._replace(topk_ids=torch.zeros(4, 40, dtype=torch.int32))  # most slots share experts
     assert not fused.takes_shared(_described(few), _described(shared))
