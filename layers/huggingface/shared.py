@@ -51,16 +51,12 @@ def known(twin: Any, tokens: Tensor, activation: str) -> Mlp | None:
 
 def _candidates(twin: nn.Module, spec: str) -> Iterator[Mlp]:
     activation = Activation.from_spec(spec)
-    linears = [name for name, each in twin.named_children() if _is_linear(each)]
+    linears = [name for name, each in twin.named_children() if type(each) is nn.Linear]
     weights = {id(get(twin, f"{name}.weight")) for name in linears}
     is_all = {id(each) for each in (*twin.parameters(), *twin.buffers())} == weights
     if is_all and not activation.interleaved and len(linears) == (3 if activation.is_gated else 2):
         for names in permutations(linears):
             yield Mlp(names, spec)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.bias is None
 
 
 def _is(mlp: Mlp, twin: Any, tokens: Tensor, wanted: Tensor) -> bool:

@@ -61,10 +61,18 @@ def test_as_models_write_it(tokens):
 
     def layer(hidden, logits, w13, w2, *weights):
         states = hidden.unsqueeze(0)
+        gate, up, down = weights
+        gate, up = (F.linear(states.view(-1, HIDDEN), each).view(1, tokens, SHARED) for each in (gate, up))
+        shared = F.linear((F.silu(gate) * up).view(-1, SHARED), down).view(states.shape)
         routed = moe_ops.fused_moe(states.view(-1, HIDDEN), logits, w13, w2, ROUTING, emit="stages")
-        return states + (routed.view(states.shape) + _mlp(states, *weights))
+        return states + (routed.view(states.shape) + shared)
 
     assert _launches(layer, tokens) == INSIDE
+
+
+def test_products_of_a_library():
+    """Of more tokens than one and more features than a router has experts: they are no `dense_gemm`."""
+    assert _launches(_plus(), 2, lambda tokens: _inputs(tokens, 1024)) == INSIDE
 
 
 def test_wide_ones_are_for_fewer_tokens():

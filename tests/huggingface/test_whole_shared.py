@@ -83,10 +83,18 @@ def test_weights_of_another_dtype_end_in_the_modules_own_error():
         ours(hidden(1, 3, blocks.HIDDEN))
 
 
+class Halved(nn.Linear):
+    """On small sizes it does what a linear module does."""
+
+    def forward(self, input):
+        return super().forward(input) * (0.5 if input.shape[-1] == blocks.HIDDEN else 1.0)
+
+
 @torch.no_grad()
 def test_shared_experts_that_are_more_than_linear_modules_are_called():
-    """A bias, a scale, another activation than that of the routed experts."""
+    """A bias, a scale, a class of its own, another activation than that of the routed experts."""
     for change in (
+        lambda shared: setattr(shared, "up_proj", Halved(blocks.HIDDEN, shared.up_proj.out_features, False)),
         lambda shared: setattr(shared, "up_proj", nn.Linear(blocks.HIDDEN, shared.up_proj.out_features)),
         lambda shared: shared.register_parameter("scale", nn.Parameter(torch.ones(1))),
         lambda shared: setattr(shared, "act_fn", nn.GELU()),
