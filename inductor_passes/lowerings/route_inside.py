@@ -91,4 +91,4 @@ def _together(fused: Node, router: Node | None, shared: SharedExpert | None) -> 
         given = arguments(fused), routing, shared
         return plans.decode_together(*(records.transform(metadata, each) for each in given))
     except Exception as error:
-        raise Refusal(fused, f"the kernels make no launch plan with the router: {error!r}") from error
+        raise Refusal(fused, f"the kernels make no launch plan with what stands around: {error!r}") from error

@@ -16,14 +16,13 @@ from inductor_passes import _compat
 from inductor_passes.graph_tools import arguments, is_op
 from inductor_passes.raising.evaluation import Cut, cut
 from inductor_passes.raising.gates import is_in_gate, recognised
-from inductor_passes.raising.views_of_rows import args, aten, is_view, readers
+from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_view_of_rows, readers
 from moe_ops.values import SharedExpert
 
 
 class _Product(NamedTuple):
-    """rows [T, A] times a weight [B, A], all of them nodes."""
+    """rows [T, A] times a weight [B, A], both nodes."""
 
-    node: Node
     rows: Node
     weight: Node
 
@@ -31,7 +30,7 @@ class _Product(NamedTuple):
 def shared_expert(fused: Node) -> SharedExpert | None:
     """The shared expert, as nodes, whose output joins this sum and is read by nobody else."""
     experts = arguments(fused)
-    if experts.shared is None:
+    if experts.shared is None or not _is_for_few(experts.hidden_states):
         return None
     down = _product(_shown(experts.shared))
     if down is None:
@@ -42,9 +41,17 @@ def shared_expert(fused: Node) -> SharedExpert | None:
     tokens = _shown(experts.hidden_states)
     if len(first) < len(gate.leaves) or any(_shown(each.rows) is not tokens for each in first.values()):
         return None
-    if not _are_theirs((experts.shared, down.rows, *first), (down, *first.values()), gate, fused):
+    if not _are_theirs((experts.shared, down.rows, *first), gate, fused):
         return None
     return _expert(gate, first, activated, down)
+
+
+def _is_for_few(tokens: Node) -> bool:
+    """Whether launches of so many tokens may take it along: else there is nothing to try."""
+    from moe_ops.kernels.decode_plan import MOST_TOKENS_BESIDE
+
+    count = tokens.meta["val"].shape[0]
+    return isinstance(count, int) and count <= MOST_TOKENS_BESIDE
 
 
 def _expert(gate: Cut, first: dict[Node, _Product], activated: Node, down: _Product) -> SharedExpert | None:
@@ -58,10 +65,8 @@ def _expert(gate: Cut, first: dict[Node, _Product], activated: Node, down: _Prod
 
 
 def _shown(node: Node) -> Node:
-    """What `node` shows in another shape."""
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    """What `node` shows in another shape, row by row."""
+    return [node, *_sources(node)][-1]
 
 
 def _product(node: Node) -> _Product | None:
@@ -76,7 +81,7 @@ def _product(node: Node) -> _Product | None:
         return None
     while _is_transposed(weight) and _is_transposed(args(weight)[0]):
         weight = args(args(weight)[0])[0]
-    return _Product(node, rows, weight)
+    return _Product(rows, weight)
 
 
 def _is_transposed(node: Node) -> bool:
@@ -85,17 +90,14 @@ def _is_transposed(node: Node) -> bool:
     )
 
 
-def _are_theirs(shown: tuple[Node, ...], products: tuple[_Product, ...], gate: Cut, fused: Node) -> bool:
+def _are_theirs(shown: tuple[Node, ...], gate: Cut, fused: Node) -> bool:
     """Whether nobody but these experts reads what the shared one computes, shown in whatever shape."""
-    inside = {
-        *gate.nodes,
-        *(each.node for each in products),
-        *(view for node in shown for view in _views(node)),
-    }
+    inside = {*gate.nodes, *shown, *(source for node in shown for source in _sources(node))}
     return all({*readers(node)} <= inside | {fused} for node in inside)
 
 
-def _views(node: Node) -> Iterator[Node]:
-    while node.op == "call_function" and is_view(node):
-        yield node
+def _sources(node: Node) -> Iterator[Node]:
+    """What `node` shows, and what that shows: the same rows."""
+    while node.op == "call_function" and is_view_of_rows(node) and not is_cast(node):
         node = node.all_input_nodes[0]
+        yield node

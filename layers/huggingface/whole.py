@@ -178,9 +178,11 @@ def _known(block: Any, own: str, name: str, router: FoundRouter, options: Expert
         parts = next((parts for parts in sums if _is(parts, twin, inputs, wanted)), None)
         if parts is None or not parts.shared:
             return parts
-        shared = twin._modules[parts.shared[0]]
-        mlp = shared_experts.known(shared, tokens.flatten(0, 1), options.activation or "")
-        return replace(parts, mlp=mlp)
+        shared, *gates = (twin._modules[name] for name in parts.shared)
+        rows = tokens.flatten(0, 1)
+        if any(gate(rows).shape[1] != 1 for gate in gates):  # a weight of each column, not of a token
+            return parts
+        return replace(parts, mlp=shared_experts.known(shared, rows, options.activation or ""))
 
 
 def _settled(twin: Any, options: ExpertsOptions) -> int:

@@ -26,9 +26,9 @@ _MAX_TOKENS = 8
 # Below this share of distinct experts, grouping the slots of an expert saves more weight traffic than sorting costs;
 # and up to that one it saves some that slots take turns.
 _DISTINCT_SHARE, _TURNS_SHARE = 0.85, 0.95
-# Of a shared expert in the same launches, and of one that is no wider than a routed one (H200, five layers). Beyond so
-# many features a program of the second launch would have no registers left.
-_MOST_TOKENS_BESIDE, _MOST_TOKENS_BESIDE_NARROW, _MOST_FEATURES_BESIDE = 2, 4, 8192
+# Of a shared expert in the same launches that is no wider than a routed one, and of others (H200, five layers). Beyond
+# so many features a program of the second launch would have no registers left.
+MOST_TOKENS_BESIDE, _MOST_TOKENS_BESIDE_WIDE, _MOST_FEATURES_BESIDE = 4, 2, 8192
 
 
 def prefers_gemv(num_tokens: int, top_k: int, num_experts: int) -> bool:
@@ -60,14 +60,14 @@ def joins_shared(args: Any, shared: SharedExpert) -> bool:
 
     More tokens than these read its weights from the L2 cache once each, which a product for all of them does not.
     """
-    experts, features = args.experts, shared.shared_w2.shape[1]
+    experts, (w13, w2, _, spec, up), features = args.experts, shared, shared.shared_w2.shape[1]
     is_narrow = features <= experts.w2.weight.shape[2]
-    if args.topk_ids.shape[0] > (_MOST_TOKENS_BESIDE_NARROW if is_narrow else _MOST_TOKENS_BESIDE):
+    most = MOST_TOKENS_BESIDE if is_narrow else _MOST_TOKENS_BESIDE_WIDE
+    if args.topk_ids.shape[0] > most or features > _MOST_FEATURES_BESIDE:
         return False
-    if features > _MOST_FEATURES_BESIDE:
-        return False
-    in_rows = all(weight.strides[1] == 1 for weight in (shared.shared_w13, shared.shared_w2))
-    is_alike = getattr(args, "activation", None) == shared.shared_activation
+    halves_alike = up is None or (up.shape, up.strides) == (w13.shape, w13.strides)  # a graph may have any
+    in_rows = halves_alike and w13.strides[1] == w2.strides[1] == 1
+    is_alike = getattr(args, "activation", None) == spec
     return in_rows and is_alike and not any(is_transposed(each.weight) for each in experts)
 
 

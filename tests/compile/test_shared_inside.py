@@ -96,6 +96,41 @@ def test_gate_and_up_rows_in_one_weight():
     assert _launches(_plus(mlp), 1, inputs) == INSIDE
 
 
+def test_experts_that_somebody_else_chose():
+    def inputs(tokens):
+        hidden, _, *weights = _inputs(tokens)
+        ids = torch.empty(tokens, 2, device="cuda", dtype=torch.int32)
+        return hidden, torch.empty(tokens, 2, device="cuda"), ids, *weights
+
+    def layer(hidden, topk_weights, ids, w13, w2, *weights):
+        shared = _mlp(hidden, *weights)
+        return moe_ops.fused_experts(hidden, w13, w2, topk_weights, ids, shared=shared, emit="stages")
+
+    assert _launches(layer, 2, inputs) == APART[1:]
+
+
+def test_other_rows_of_the_same_tokens_are_others():
+    """Two tokens as one row: the sizes would fit."""
+
+    def inputs(tokens):
+        hidden, logits, w13, w2, *_ = _inputs(tokens)
+        first = _empty(SHARED, 2 * HIDDEN), _empty(SHARED, 2 * HIDDEN)
+        return hidden, logits, w13, w2, *first, _empty(2 * HIDDEN, SHARED)
+
+    def of_pairs(hidden, *weights):
+        return _mlp(hidden.view(-1, 2 * HIDDEN), *weights).view(-1, HIDDEN)
+
+    assert len(_launches(_plus(of_pairs), 2, inputs)) > 2
+
+
+def test_halves_that_lie_differently_keep_launches_of_their_own():
+    def inputs(tokens):
+        *others, gate, _, down = _inputs(tokens)
+        return *others, gate, _empty(SHARED, 2 * HIDDEN).narrow(1, 0, HIDDEN), down
+
+    assert sorted(_launches(_plus(), 1, inputs)) == sorted(ALONE)
+
+
 def test_its_gate_joins_too():
     def inputs(tokens):
         return *_inputs(tokens), _empty(1, HIDDEN)

@@ -107,6 +107,17 @@ def test_shared_experts_that_are_more_than_linear_modules_are_called():
 
 
 @torch.no_grad()
+def test_a_weight_of_each_column_is_none_of_a_token():
+    stock = blocks.block("qwen3_next", "eager")
+    stock.shared_expert_gate = nn.Linear(blocks.HIDDEN, blocks.HIDDEN, bias=False)
+    ours = copy.deepcopy(stock)
+    huggingface.patch(ours)
+    actual, operators = ran(ours, hidden(1, 3, blocks.HIDDEN))
+    assert is_whole(ours) and operators == PARTS
+    torch.testing.assert_close(actual, stock(hidden(1, 3, blocks.HIDDEN)))
+
+
+@torch.no_grad()
 def test_what_is_emitted_for_a_shared_expert():
     for emit, operators in (
         ("fused", TOGETHER),

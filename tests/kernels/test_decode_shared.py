@@ -19,6 +19,7 @@ from moe_ops.arguments import (
     SharedExpert,
 )
 from moe_ops.kernels import fused, plans
+from moe_ops.kernels.decode_blocks import down_config
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import describe
 from moe_ops.routing import reference
@@ -135,6 +136,16 @@ def test_with_its_router_gate_and_residual(size: str, groups: int, device: str, 
     assert_close(out, routed + alone + residual)
 
 
+def test_columns_of_a_program_fit_its_registers() -> None:
+    """DeepSeek-V3: two columns of eight routes take them all, so beside a shared expert it is one."""
+    w2 = describe(
+        torch.empty(8, 7168, 2048, device="meta", dtype=torch.bfloat16).as_strided(
+            (8, 7168, 2048), (7168 * 2048, 2048, 1)
+        )
+    )
+    assert [down_config(w2, 8, H200, beside).block_n for beside in (0, 2048)] == [2, 1]
+
+
 def test_for_which_it_is() -> None:
     """As many tokens as read a shared expert's weights again from the cache, one activation, and weights in rows."""
     experts, shared = _experts("T4", SILU, torch.float32), _shared("T4", "halves", SILU, torch.float32)
@@ -154,6 +165,7 @@ def test_for_which_it_is() -> None:
 
     assert takes() and takes(4) and not takes(5)
     assert takes(2, wide=True) and not takes(3, wide=True)
+    assert not takes(shared_up=torch.empty(48, 80)[:, :72]) and not takes(shared_up=torch.empty(47, 72))
     assert not takes(activation="gelu") and not takes(shared_w2=torch.empty(48, 72).T)
     assert not takes(shared_w13=torch.empty(72, 48).T)
     columns = experts.experts._replace(w2=GroupedLinear(experts.experts.w2.weight.mT.contiguous().mT))

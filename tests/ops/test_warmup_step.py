@@ -131,7 +131,9 @@ def test_a_shared_expert_that_is_in_the_launches_of_few_tokens(features, loaded,
     monkeypatch.setitem(ON_A_GPU, FusedExpertsWithShared, shared_cuda)
     beside = lambda routed, alone, products: plans.launch(routed._replace(shared=products(alone)))  # noqa: E731
     monkeypatch.setattr(_library, "launch_with_shared", beside)
-    w13, w2 = _weight(64, 48, False), _weight(48, 32, False)
+    w13, w2 = (
+        torch.zeros(90, *shape).bfloat16() for shape in ((64, 48), (48, 32))
+    )  # enough for few tokens each
     shared = torch.zeros(2 * features, 48).bfloat16(), torch.zeros(48, features).bfloat16()
     monkeypatch.setattr("moe_ops.shared.gated_activation", lambda rows, _: rows[:, :features])
 
