@@ -24,30 +24,10 @@ READING = frozenset(
 )
 METADATA = frozenset(
     {
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "ndim",
-            "layout",
-            "is_nested",
-            "is_quantized",
-            "is_cuda",
-            "itemsize",
-            "nbytes",
-            "names",
-            "requires_grad",
-        ),
-        *("size", "stride", "dim", "numel", "storage_offset", "data_ptr", "element_size", "is_contiguous"),
-        *(
-            "get_device",
-            "is_inference",
-            "is_floating_point",
-            "is_complex",
-            "untyped_storage",
-            "type",
-            "nelement",
-        ),
+        *("shape", "size", "ndim", "dim", "numel", "nelement", "names"),
+        *("stride", "strides", "layout", "is_contiguous", "storage_offset", "untyped_storage", "data_ptr"),
+        *("dtype", "type", "itemsize", "element_size", "nbytes", "is_floating_point", "is_complex"),
+        *("device", "get_device", "is_cuda", "is_nested", "is_quantized", "is_inference", "requires_grad"),
     }
 )
 CREATING = frozenset(

@@ -208,6 +208,7 @@ def test_the_lint_finds_what_is_planted(body, found):
         "return int(offsets.dtype.itemsize * offsets.stride(0)) if bias is None else range(len(offsets.shape))",
         "if bias is not None and offsets.device.type == 'cuda': raise ValueError(f'{offsets.shape} {count}')",
         "if offsets.numel() == 0 or not offsets.is_cuda: return offsets",
+        "return count == 1 and offsets.strides[1] == bias.strides[1] == 1",
         "return torch.finfo(offsets.dtype).max if torch.is_floating_point(offsets) else int(size(offsets))",
     ],
 )
