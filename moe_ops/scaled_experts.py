@@ -7,6 +7,7 @@ It is `fused_experts` as its stage operators, eagerly and traced: `scaled_groupe
 tokens where they lie, and `quantise_rows` for what they are made from.
 """
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -82,13 +83,19 @@ def _weights(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:
 
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
-    x, up_bias, down_bias, shared = _library.autocast((args.hidden_states, w13.bias, w2.bias, args.shared))
     _check_sizes(args, w13, w2)
+    return run_around(lambda gate_up: gated_activation(gate_up, args.activation), args, w13, w2, rows)
+
+
+def run_around(
+    activate: Callable[[Tensor], Tensor], args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
+) -> Tensor:
+    """The same with a function of [S, 2I] between the products, and sizes that fit."""
+    x, up_bias, down_bias, shared = _library.autocast((args.hidden_states, w13.bias, w2.bias, args.shared))
     _check_rows({"hidden_states": x, "w13_bias": up_bias}, rows)
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     gate_up = _product(x, w13._replace(bias=up_bias), plan.expert_offsets, plan.sorted_slots, rows)
-    activated = gated_activation(gate_up, args.activation)
-    expert_out = _product(activated, w2._replace(bias=down_bias), plan.expert_offsets, None, rows)
+    expert_out = _product(activate(gate_up), w2._replace(bias=down_bias), plan.expert_offsets, None, rows)
     return combine(expert_out, args.topk_weights, plan.inverse, shared, *args.epilogue)
 
 
@@ -104,11 +111,12 @@ def _check_rows(before: dict[str, Tensor | None], rows: Rows) -> None:
     if rows not in get_args(Rows):
         value_error("rows={!r}: expected 'quantised' or 'exact'", rows)
     for name, tensor in before.items():
-        if rows == "quantised" and tensor is not None and _is_differentiated(tensor):
+        if rows == "quantised" and tensor is not None and is_differentiated(tensor):
             value_error("rows='quantised' and {} with a gradient: expected 'exact' or torch.no_grad()", name)
 
 
-def _is_differentiated(tensor: Tensor) -> bool:
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether a gradient or a tangent of `tensor` is wanted."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
     is_dual = _compat.is_in_jvp() if torch.compiler.is_compiling() else _compat.may_be_dual((tensor,))

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 
 from layers._checks import expect_type
 from layers.adapted_experts import AdaptedExperts
+from layers.huggingface import quantised
 from layers.lora import ExpertLora
 from layers.parallel.layout import transformers_layout
 from layers.weights.shard import WHOLE, TensorShard
@@ -29,6 +30,8 @@ def add_adapters(
     for name, module in experts.items():
         if module.moe_ops_options.activation is None:
             raise ValueError(f"{name} computes its activation itself: expected one of moe_ops.Activation")
+        if quantised.has_scales(module):
+            raise ValueError(f"{name} has quantised weights: expected weights of 16 bits and more")
     sizes, options = (num_adapters, rank, adapter_ids), {"gate_up_rank": gate_up_rank}
     adapters = {name: ExpertLora(_adapted(module), *sizes, **options) for name, module in experts.items()}
     for name, lora in adapters.items():

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import activations
 from transformers.integrations import moe
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from layers.config import Emit, SaveForBackward, emitted
-from layers.huggingface import gates
+from layers.huggingface import gates, quantised
 from layers.huggingface.settled import Settings, has_changed, is_watched, settings_of
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts
+from moe_ops.quantise_rows import DTYPES
 
 NAME = "moe_ops"
 
@@ -70,8 +72,9 @@ def dispatches(module: nn.Module) -> bool:
 
 
 def register() -> None:
-    """Adds the implementation to transformers' registry, for every model of the process."""
-    ExpertsInterface.register(NAME, experts_forward)
+    """Adds the implementation to transformers' registries, for every model of the process."""
+    for interface in (ExpertsInterface, FP8ExpertsInterface):
+        interface.register(NAME, experts_forward)
 
 
 def forward(self: Any, *args: Any, **named: Any) -> Tensor:
@@ -164,12 +167,14 @@ def _run(
             )
         rows, plan = run_with_lora(args, experts.moe_ops_lora, adapter_ids)
         return combine(rows, args.topk_weights, plan.inverse)
-    if args.activation:
+    is_quantised = args.experts.w2.weight.dtype in DTYPES
+    if args.activation and not is_quantised:
         emit = "auto" if options is None else emitted(options.emit, options.save_for_backward)
         return run_experts(args, emit)
+    stages = quantised.run if is_quantised else _run_stages
     if options is not None and options.save_for_backward == "inputs" and torch.is_grad_enabled():
-        return checkpoint(_run_stages, experts, args, use_reentrant=False)
-    return _run_stages(experts, args)
+        return checkpoint(stages, experts, args, use_reentrant=False)
+    return stages(experts, args)
 
 
 def settled_activation(experts: Any) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from layers.huggingface import forwards, routers
+from layers.huggingface import forwards, quantised, routers
 from layers.huggingface.blocks import FoundBlock
 from layers.huggingface.experts import dispatches, is_dispatched
 from layers.huggingface.recognise import Recogniser
@@ -90,7 +90,8 @@ def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
 
 
 def _why_not_experts(module: nn.Module) -> str | None:
-    if why := _why_not_weights(module):
+    has_scales = is_dispatched(module) and quantised.has_scales(module)
+    if why := quantised.why_not(module) if has_scales else _why_not_weights(module):
         return why
     if forwards.is_replaced(module) and not routers.is_installed(module):
         return "its forward has been replaced on the instance"

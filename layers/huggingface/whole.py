@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from layers.config import emitted
-from layers.huggingface import experts, forwards, linear_router, routers, shared as shared_experts, trial
+from layers.huggingface import (
+    experts,
+    forwards,
+    linear_router,
+    quantised,
+    routers,
+    shared as shared_experts,
+    trial,
+)
 from layers.huggingface.experts import ExpertsOptions, is_dispatched
 from layers.huggingface.finding import Found, FoundRouter
 from layers.huggingface.outside import TOKENS, are_close, run, twin_of
@@ -160,7 +168,10 @@ def _runs(module: Any, function: Any) -> bool:
 
 def _are_plain(block: Any, own: str, options: ExpertsOptions) -> bool:
     is_own = not forwards.is_replaced(block) or forwards.current(block) is forward
-    return is_own and bool(options.activation) and is_dispatched(block._modules[own])
+    experts_module = block._modules[own]
+    if not is_dispatched(experts_module) or quantised.has_scales(experts_module):
+        return False
+    return is_own and bool(options.activation)
 
 
 def _known(block: Any, own: str, name: str, router: FoundRouter, options: ExpertsOptions) -> Parts | None:

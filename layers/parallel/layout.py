@@ -99,6 +99,10 @@ def of_transformers_experts(module: Any) -> ExpertsLayout:
         raise ValueError(_WHY_NO_ADAPTERS)
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"{type(module).__name__} has a norm behind its experts: expected none among ranks")
+    if module.down_proj.dtype.itemsize == 1:
+        raise ValueError(
+            f"down_proj has dtype {module.down_proj.dtype}: expected no quantised experts among ranks"
+        )
     return transformers_layout(module)
 
 
