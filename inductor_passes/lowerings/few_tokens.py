@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.graph_tools import arguments, erase_dead, find, replacement, rewrite_each
+from inductor_passes.raising.views_of_rows import rows_shown
 from inductor_passes.raising.written_out import multiplied
 from moe_ops.arguments import DenseGemm
 
@@ -61,8 +62,9 @@ def products_behind(value: Node) -> Iterator[Node]:
 def _shared_products(graph: Graph) -> Iterator[Node]:
     for layer in find(graph, *_SUMS):
         args, seen = arguments(layer), {}
+        tokens = rows_shown(args.hidden_states)
         joined = (each for each in (args.shared, args.epilogue.shared_gate) if each is not None)
-        between = (node for value in joined for node in _between(args.hidden_states, value, seen))
+        between = (node for value in joined for node in _between(tokens, value, seen))
         yield from (node for node in between if _is_for_few(node))
 
 

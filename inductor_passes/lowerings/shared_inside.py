@@ -6,7 +6,6 @@ fused_experts(hidden_states, ..., shared=mm(activated, down.T))
 Both first products may be one, of gate and up rows. By then they are `dense_gemm` where that is faster.
 """
 
-from collections.abc import Iterator
 from itertools import permutations
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from inductor_passes import _compat
 from inductor_passes.graph_tools import arguments, is_op
 from inductor_passes.raising.evaluation import Cut, cut
 from inductor_passes.raising.gates import is_in_gate, recognised
-from inductor_passes.raising.views_of_rows import args, aten, is_cast, is_view_of_rows, readers
+from inductor_passes.raising.views_of_rows import args, aten, readers, rows_shown, shown_by
 from moe_ops.values import SharedExpert
 
 
@@ -32,14 +31,14 @@ def shared_expert(fused: Node) -> SharedExpert | None:
     experts = arguments(fused)
     if experts.shared is None or not _is_for_few(experts.hidden_states):
         return None
-    down = _product(_shown(experts.shared))
+    down = _product(rows_shown(experts.shared))
     if down is None:
         return None
-    activated = _shown(down.rows)
-    gate = cut((activated,), lambda node: _product(_shown(node)) is not None or not is_in_gate(node))
-    first = {leaf: product for leaf in gate.leaves if (product := _product(_shown(leaf))) is not None}
-    tokens = _shown(experts.hidden_states)
-    if len(first) < len(gate.leaves) or any(_shown(each.rows) is not tokens for each in first.values()):
+    activated = rows_shown(down.rows)
+    gate = cut((activated,), lambda node: _product(rows_shown(node)) is not None or not is_in_gate(node))
+    first = {leaf: product for leaf in gate.leaves if (product := _product(rows_shown(leaf))) is not None}
+    tokens = rows_shown(experts.hidden_states)
+    if len(first) < len(gate.leaves) or any(rows_shown(each.rows) is not tokens for each in first.values()):
         return None
     if not _are_theirs((experts.shared, down.rows, *first), gate, fused):
         return None
@@ -64,11 +63,6 @@ def _expert(gate: Cut, first: dict[Node, _Product], activated: Node, down: _Prod
     return None
 
 
-def _shown(node: Node) -> Node:
-    """What `node` shows in another shape, row by row."""
-    return [node, *_sources(node)][-1]
-
-
 def _product(node: Node) -> _Product | None:
     """A product without a bias, in the dtype of its rows, by a weight that lies in rows."""
     if is_op(node, "dense_gemm"):
@@ -90,14 +84,7 @@ def _is_transposed(node: Node) -> bool:
     )
 
 
-def _are_theirs(shown: tuple[Node, ...], gate: Cut, fused: Node) -> bool:
+def _are_theirs(outputs: tuple[Node, ...], gate: Cut, fused: Node) -> bool:
     """Whether nobody but these experts reads what the shared one computes, shown in whatever shape."""
-    inside = {*gate.nodes, *shown, *(source for node in shown for source in _sources(node))}
+    inside = {*gate.nodes, *outputs, *(source for node in outputs for source in shown_by(node))}
     return all({*readers(node)} <= inside | {fused} for node in inside)
-
-
-def _sources(node: Node) -> Iterator[Node]:
-    """What `node` shows, and what that shows: the same rows."""
-    while node.op == "call_function" and is_view_of_rows(node) and not is_cast(node):
-        node = node.all_input_nodes[0]
-        yield node

@@ -1,6 +1,6 @@
 """Nodes that show rows in another shape, pick them, or mask them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,18 @@ def without_views(node: Node, indices: Indices) -> Node:
         else:
             break
     return node
+
+
+def rows_shown(node: Node) -> Node:
+    """The first of all that `node` shows, row by row: `rows[T, H]` may be `tokens[B, L, H]`; not past casts."""
+    return [node, *shown_by(node)][-1]
+
+
+def shown_by(node: Node) -> Iterator[Node]:
+    """What `node` shows, and what that shows: the same rows, uncast."""
+    while node.op == "call_function" and is_view_of_rows(node) and not is_cast(node):
+        node = node.all_input_nodes[0]
+        yield node
 
 
 def is_cast(node: Node) -> bool:

@@ -72,6 +72,18 @@ def test_shared_experts_and_float32_logits(tokens, ours):
     assert len([name for name in compiled.launches if name.startswith("triton_")]) == 1, "the gate, no casts"
 
 
+def test_shared_experts_that_read_another_view_of_the_tokens():
+    """As in transformers, where only the routed experts read a batch as rows."""
+
+    def layer(x, router, bias, w13, w2, gate, up, down, _):
+        batch = torch.relu(x).view(1, -1, HIDDEN)
+        rows = batch.view(-1, HIDDEN)
+        shared = F.linear(F.gelu(F.linear(batch, gate)) * F.linear(batch, up), down)
+        return _routed(rows, F.linear(rows, router, bias), w13, w2, shared.view(-1, HIDDEN))
+
+    assert _products(compile_for_h200(layer, _inputs, tokens=1)) == (4, 0)
+
+
 def test_layers_with_a_gate_of_ones_own():
     """Alone, where float32 logits of more tokens are a product of halves, and with shared experts."""
 
