@@ -172,13 +172,17 @@ class ExpertParameters(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertParameters":
         # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
         correction, expert_map = self.e_score_correction_bias, self.expert_map
-        stored = {} if self.quantisation is None else self._stored()
-        super()._apply(fn, recurse)
-        for name, before in stored.items():
-            parameter = getattr(self, name)
+        stored = [] if self.quantisation is None else self._stored()
+
+        def uncast(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
             # Cast, they would not be what their scales are for, nor the scales what they were.
-            if parameter.dtype != before.dtype:
-                parameter.data = before.to(parameter.device)
+            is_stored = any(tensor is each for each in stored)
+            return (
+                tensor.detach().to(applied.device) if is_stored and applied.dtype != tensor.dtype else applied
+            )
+
+        super()._apply(uncast, recurse)
         moved = self.e_score_correction_bias
         if correction is not None and moved is not None and moved.dtype != correction.dtype:
             self.e_score_correction_bias = correction.to(moved.device)
@@ -186,10 +190,10 @@ class ExpertParameters(nn.Module):
             self._place(expert_map, self.expert_map.device)
         return self
 
-    def _stored(self) -> dict[str, Tensor]:
-        """Quantised weights and their scales, as they are."""
-        stored = {name: getattr(self, name).data for name in (*WEIGHTS, *SCALES)}
-        return {name: each for name, each in stored.items() if name in SCALES or each.dtype in DTYPES}
+    def _stored(self) -> list[Tensor]:
+        """Quantised weights, and scales."""
+        weights = [weight for name in WEIGHTS if (weight := getattr(self, name)).dtype in DTYPES]
+        return [*weights, *(getattr(self, name) for name in SCALES)]
 
     def _load_from_state_dict(
         self,

@@ -25,6 +25,7 @@ from layers.modular_parts import (
 )
 from layers.router import RouterOutput
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOp
+from layers.weights.scales import quantised_rows
 from moe_ops import (
     batched_gemm,
     build_dispatch,
@@ -176,6 +177,9 @@ class StandardExperts(LocalExperts):
 
     def _rows(self, prepared: Prepared) -> ExpertOutput:
         layer, config, x = self.layer, self.config, prepared.hidden_states
+        if layer.quantisation is not None:
+            rows, plan = quantised_rows(layer, self._args(prepared))
+            return ExpertOutput(rows, plan.inverse)
         if layer.lora is not None:
             return self._adapted(layer.lora, prepared)
         plan = build_dispatch(prepared.topk_ids, self.num_experts, self.expert_map)
@@ -189,12 +193,14 @@ class StandardExperts(LocalExperts):
         return ExpertOutput(rows, plan.inverse)
 
     def _adapted(self, lora: ExpertLora, prepared: Prepared) -> ExpertOutput:
+        rows, plan = run_with_lora(self._args(prepared), lora, prepared.extra_tensors[-1])
+        return ExpertOutput(rows, plan.inverse)
+
+    def _args(self, prepared: Prepared) -> FusedExperts:
         routed = prepared.topk_weights, prepared.topk_ids, Placement(self.expert_map)
-        args = FusedExperts(
+        return FusedExperts(
             prepared.hidden_states, self.layer.expert_weights(), *routed, None, self._activation
         )
-        rows, plan = run_with_lora(args, lora, prepared.extra_tensors[-1])
-        return ExpertOutput(rows, plan.inverse)
 
 
 class BatchedExperts(LocalExperts):
@@ -206,6 +212,11 @@ class BatchedExperts(LocalExperts):
 
     activation_formats = (ActivationFormat.BatchedExperts, ActivationFormat.BatchedExperts)
     weigh_and_reduce = TopKWeightAndReduceDelegate()
+
+    def __init__(self, layer: FusedMoE) -> None:
+        super().__init__(layer)
+        if layer.quantisation is not None:
+            raise ValueError("layer has quantised experts: expected StandardExperts of them")
 
     def _run(self, prepared: Prepared) -> ExpertOutput:
         layer, x, counts = self.layer, prepared.hidden_states, present("counts", prepared.counts)

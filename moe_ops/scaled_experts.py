@@ -23,7 +23,7 @@ from moe_ops.fused_experts import expect_routed, weigh_input
 from moe_ops.quantise_rows import expect_stored
 from moe_ops.scaled import scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
-from moe_ops.types import Activation, ScaledWeight, is_gated_spec
+from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
 from moe_ops.values import ExpertWeights, GroupedLinear, PairedLinear, Placement, ScaledLinear
 
 Rows = Literal["quantised", "exact"]
@@ -83,19 +83,37 @@ def _weights(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:
 
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
-    _check_sizes(args, w13, w2)
-    return run_around(lambda gate_up: gated_activation(gate_up, args.activation), args, w13, w2, rows)
+    return _summed(args, *expert_rows(args, w13, w2, rows))
 
 
 def run_around(
     activate: Callable[[Tensor], Tensor], args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
 ) -> Tensor:
     """The same with a function of [S, 2I] between the products, and sizes that fit."""
-    x, up_bias, down_bias, shared = _library.autocast((args.hidden_states, w13.bias, w2.bias, args.shared))
+    return _summed(args, *_rows_around(activate, args, w13, w2, rows))
+
+
+def expert_rows(
+    args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
+) -> tuple[Tensor, DispatchPlan]:
+    """What the experts return [S, H], before it is weighed and summed, and where it belongs."""
+    _check_sizes(args, w13, w2)
+    return _rows_around(lambda gate_up: gated_activation(gate_up, args.activation), args, w13, w2, rows)
+
+
+def _rows_around(
+    activate: Callable[[Tensor], Tensor], args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
+) -> tuple[Tensor, DispatchPlan]:
+    x, up_bias, down_bias = _library.autocast((args.hidden_states, w13.bias, w2.bias))
     _check_rows({"hidden_states": x, "w13_bias": up_bias}, rows)
     plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
     gate_up = _product(x, w13._replace(bias=up_bias), plan.expert_offsets, plan.sorted_slots, rows)
     expert_out = _product(activate(gate_up), w2._replace(bias=down_bias), plan.expert_offsets, None, rows)
+    return expert_out, plan
+
+
+def _summed(args: FusedExperts, expert_out: Tensor, plan: DispatchPlan) -> Tensor:
+    _, shared = _library.autocast((args.hidden_states, args.shared))
     return combine(expert_out, args.topk_weights, plan.inverse, shared, *args.epilogue)
 
 

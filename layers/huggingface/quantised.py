@@ -56,7 +56,9 @@ def _names(experts: Any) -> tuple[str, str]:
 
 
 def _linear(experts: Any, name: str, weight: Tensor) -> ScaledLinear:
-    scale = getattr(experts, name + _SCALE)
+    scale, parallel = getattr(experts, name + _SCALE), getattr(experts, "moe_ops_parallel", None)
+    if parallel is not None:
+        scale = parallel.local_part(scale, 3)
     rows, columns = _block(experts, weight, scale)
     scale = scale.float() if scale.dtype.itemsize == 1 else scale  # powers of two in 8 bits
     return ScaledLinear(weight, scale, None, rows, columns)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from layers.fused_moe import FusedMoE
+from layers.weights.scales import SCALES
 
 _WHY_NO_ADAPTERS = "module has lora: expected None, adapters are made for what a rank holds, afterwards"
 
@@ -47,6 +48,11 @@ class ExpertsLayout:
     dtype: torch.dtype
     parameters: dict[str, ParameterLayout]
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether weights have 8 bits. Scales are among the parameters then, and go with whole experts only."""
+        return self.dtype.itemsize == 1
+
 
 def experts_layout(module: nn.Module) -> ExpertsLayout:
     """Of a `FusedMoE`, or of experts that `layers.huggingface.patch` runs on our operators.
@@ -83,6 +89,8 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         "w13_bias": rows,
         "w2_bias": ParameterLayout(None),
     }
+    if module.w2_weight.dtype.itemsize == 1:
+        layouts |= dict.fromkeys(SCALES, ParameterLayout(None))
     for name, _ in module.named_parameters(recurse=False):
         if name not in layouts and name != "expert_scale":
             raise ValueError(f"module has {name}: expected no scales of weights among ranks")
@@ -99,10 +107,6 @@ def of_transformers_experts(module: Any) -> ExpertsLayout:
         raise ValueError(_WHY_NO_ADAPTERS)
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(f"{type(module).__name__} has a norm behind its experts: expected none among ranks")
-    if module.down_proj.dtype.itemsize == 1:
-        raise ValueError(
-            f"down_proj has dtype {module.down_proj.dtype}: expected no quantised experts among ranks"
-        )
     return transformers_layout(module)
 
 
@@ -117,5 +121,7 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     }
     if has_bias:
         layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
+    if module.down_proj.dtype.itemsize == 1:
+        layouts |= {f"{name}_scale_inv": ParameterLayout(None) for name in layouts}
     down, dim = module.down_proj, 1 if is_transposed else 2
     return ExpertsLayout(down.shape[0], None, down.shape[3 - dim], down.shape[dim], down.dtype, layouts)

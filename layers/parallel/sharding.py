@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,11 +58,19 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, split: Split
     if isinstance(parameter, DTensor):
         distributed = _loaded_part(module, name, parameter, mesh, split)
     else:
-        tensor = _with_blocks(parameter.data, split)
-        distributed = distribute_tensor(tensor, mesh, [split.placement], src_data_rank=source)
+        distributed = _distributed(_with_blocks(parameter.data, split), mesh, split.placement, source)
     sharded = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
     vars(sharded).update(vars(parameter))  # what loaders look for
     module.register_parameter(name, sharded)
+
+
+def _distributed(tensor: Any, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
+    if tensor.dtype.itemsize > 1:
+        return distribute_tensor(tensor, mesh, [placement], src_data_rank=source)
+    as_bytes = distribute_tensor(
+        tensor.view(torch.uint8), mesh, [placement], src_data_rank=source
+    )  # gloo sends few dtypes
+    return DTensor.from_local(as_bytes.to_local().view(tensor.dtype), mesh, [placement], run_check=False)
 
 
 def _loaded_part(module: nn.Module, name: str, loaded: DTensor, mesh: DeviceMesh, split: Split) -> DTensor:

@@ -38,6 +38,7 @@ class ExpertParallel(ParallelStyle):
 
     Parameters [E, ...] become DTensors, `Shard(0)`, so that a state dict has all experts; rank r of the mesh computes
     with the r-th E / W of them. Nothing else of the model is changed: routers and shared experts stay where they are.
+    Scales of quantised experts are shared as their weights are; tokens are quantised where they arrive.
 
     Args:
         dispatcher: "allgather" brings every token to every rank, "alltoall" each to the ranks of its experts, once to
@@ -58,7 +59,7 @@ class ExpertParallel(ParallelStyle):
             tokens, or not given for "symmetric". When it is
             applied: the module is no module of experts, has an option that needs them all on one device, or E is
             no multiple of W; a module or a style differs between ranks, which the message names; "symmetric" where
-            GPUs do not reach each other's memory.
+            GPUs do not reach each other's memory, or experts are quantised.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
@@ -100,6 +101,8 @@ class ExpertParallel(ParallelStyle):
         dispatcher, most = self.dispatcher, self.portions.of_one_exchange
         if dispatcher == "auto":
             dispatcher = chosen_dispatcher(mesh, layout, owners, most)
+        if dispatcher == "symmetric" and layout.is_quantised:
+            raise ValueError("dispatcher='symmetric' with quantised experts: expected another")
         if dispatcher == "symmetric" and most is not None:
             return _symmetric_exchange(mesh, layout, owners, most)
         return exchange_of(dispatcher, mesh, owners, most)
@@ -118,7 +121,8 @@ class ExpertTensorParallel(ParallelStyle):
         max_tokens, batches, chunk_tokens: as in `ExpertParallel`; the first and the last with "allgather".
 
     Raises:
-        TypeError, ValueError: as `ExpertParallel` does; the intermediate size has to be a multiple of W.
+        TypeError, ValueError: as `ExpertParallel` does; the intermediate size is no multiple of W, or experts are
+            quantised.
 
     Example:
         >>> parallelize_module(block, mesh["tp"], {"experts": ExpertTensorParallel()})
@@ -150,6 +154,10 @@ class ExpertTensorParallel(ParallelStyle):
 
     def _expect_equal_shares(self, layout: ExpertsLayout, group: Group) -> None:
         """Raises ValueError unless ranks can have equal shares."""
+        if layout.is_quantised:
+            raise ValueError(
+                f"weights have dtype {layout.dtype}: expected ExpertParallel, which keeps experts whole"
+            )
         TensorShard(group.rank, group.size).local_size("intermediate_size", layout.intermediate_size)
 
     def _exchange(self, mesh: DeviceMesh) -> Exchange:
@@ -163,7 +171,12 @@ def chosen_dispatcher(
 ) -> Dispatcher:
     """What "auto" is for these ranks, which all have to ask."""
     has_few = max_tokens is not None and max_tokens <= _WORTH_SYMMETRIC_MEMORY
-    if has_few and owners.num_ranks > 1 and fault_of_symmetric_memory(mesh) is None:
+    if (
+        has_few
+        and not layout.is_quantised
+        and owners.num_ranks > 1
+        and fault_of_symmetric_memory(mesh) is None
+    ):
         return "symmetric"
     moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
     return "alltoall" if moves <= _WORTH_AN_ALL_TO_ALL else "allgather"

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive, expect_type
-from moe_ops.arguments import FusedExperts
+from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.quantise_rows import DTYPES, expect_dtype
 from moe_ops.scaled import quantised_weight
-from moe_ops.scaled_experts import Rows, run as run_scaled
+from moe_ops.scaled_experts import Rows, expert_rows, run as run_scaled
+from moe_ops.types import DispatchPlan
 from moe_ops.values import ScaledLinear
 
 
@@ -163,7 +164,7 @@ def quantise_experts(
 
 def _quantise(module: Any, index: int, name: str, dtype: torch.dtype) -> None:
     """One weight, and nothing here keeps what it was."""
-    linear = scaled_linears(module)[index]
+    linear = scaled_linears(module, module.expert_weights())[index]
     made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
     module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
     scale = getattr(module, SCALES[index])
@@ -193,7 +194,13 @@ def _expect_plain(module: nn.Module) -> None:
 def run_quantised(module: Any, args: FusedExperts) -> Tensor:
     """The experts of a `FusedMoE` that has scales, for tokens and routing in `args`. Raises as `quantise_experts`."""
     _expect_supported(module)
-    return run_scaled(args, *scaled_linears(module), module.quantisation.rows)
+    return run_scaled(args, *scaled_linears(module, args.experts), module.quantisation.rows)
+
+
+def quantised_rows(module: Any, args: FusedExperts) -> tuple[Tensor, DispatchPlan]:
+    """Before they are weighed and summed: what its experts return [S, H], and where it belongs."""
+    _expect_supported(module)
+    return expert_rows(args, *scaled_linears(module, args.experts), module.quantisation.rows)
 
 
 def _expect_supported(module: Any) -> None:
@@ -208,15 +215,22 @@ def _expect_supported(module: Any) -> None:
         value_error("lora with quantised experts: expected None")
 
 
-def scaled_linears(module: Any) -> tuple[ScaledLinear, ScaledLinear]:
-    """Both products of a `FusedMoE` that has scales. Raises ValueError where a block has gate rows and up rows."""
+def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, ScaledLinear]:
+    """Both products of a `FusedMoE` that has scales, with its weights or the experts of them that are on this rank.
+
+    Raises ValueError where a block has gate rows and up rows.
+    """
     kind = module.quantisation.kind
     of_up, of_down = _blocks(module, kind, module.quantisation.block)
-    up, down = module.w13_weight_scale, module.w2_weight_scale
+    up, down = (_on_this_rank(module, getattr(module, name)) for name in SCALES)
     if kind is WeightScale.TENSOR:
         up, down = up.unsqueeze(2), down[:, None, None]
-    w13 = ScaledLinear(module.w13_weight, up, module.w13_bias, *of_up)
-    return w13, ScaledLinear(module.w2_weight, down, module.w2_bias, *of_down)
+    w13, w2 = experts
+    return ScaledLinear(w13.weight, up, w13.bias, *of_up), ScaledLinear(w2.weight, down, w2.bias, *of_down)
+
+
+def _on_this_rank(module: Any, scale: Tensor) -> Tensor:
+    return scale if module.parallel is None else module.parallel.local_part(scale, scale.dim())
 
 
 def _blocks(

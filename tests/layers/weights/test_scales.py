@@ -9,7 +9,17 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import inductor_passes
-from layers import FusedMoE, MoEConfig, WeightScale, add_weight_scales, quantise_experts
+from layers import (
+    BatchedExperts,
+    FusedMoE,
+    LocalPrepareAndFinalize,
+    ModularKernel,
+    MoEConfig,
+    StandardExperts,
+    WeightScale,
+    add_weight_scales,
+    quantise_experts,
+)
 from layers.config import ExpertsConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from layers.weights.scales import scaled_linears
@@ -113,7 +123,9 @@ def dequantised(experts):
     """A layer with the weights that a quantised one stands for."""
     usual = FusedMoE(experts.config)
     with torch.no_grad():
-        for name, linear in zip(("w13", "w2"), scaled_linears(experts), strict=True):
+        for name, linear in zip(
+            ("w13", "w2"), scaled_linears(experts, experts.expert_weights()), strict=True
+        ):
             getattr(usual, f"{name}_weight").copy_(dequantise(linear, torch.float32))
             getattr(usual, f"{name}_bias").copy_(linear.bias)
     return usual
@@ -228,3 +240,21 @@ def test_a_shared_expert_does_not_overlap_with_quantised_ones():
     shared = SharedExpert(torch.randn(8, H), torch.randn(H, 4), None, "silu")
     with pytest.raises(ValueError, match=r"overlap=True with lora or quantised experts: expected False"):
         experts(torch.randn(3, H), torch.randn(3, E), shared)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("rows", ["quantised", "exact"])
+def test_a_modular_kernel_of_quantised_experts(rows, chunk_size):
+    experts = quantisable(experts=ExpertsConfig(chunk_size=chunk_size))
+    quantise_experts(experts, WeightScale.CHANNEL, rows=rows)
+    kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(experts))
+    x, logits = torch.randn(5, H), torch.randn(5, E)
+    with torch.no_grad():
+        torch.testing.assert_close(kernel(x, logits), experts(x, logits))
+
+
+def test_batched_experts_are_not_quantised_ones():
+    experts = quantisable()
+    quantise_experts(experts, WeightScale.CHANNEL)
+    with pytest.raises(ValueError, match="layer has quantised experts: expected StandardExperts of them"):
+        BatchedExperts(experts)

@@ -1,0 +1,177 @@
+"""Quantised experts that ranks share, against the layer of one device."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import inductor_passes
+from layers import FusedMoE, MoEConfig, WeightScale, huggingface, quantise_experts
+from layers.parallel import ExpertParallel, ExpertRebalancer, ExpertTensorParallel
+from layers.weights.scales import SCALES, WEIGHTS
+from tests.helpers import relative_error
+from tests.layers.parallel import exchanges
+from tests.layers.parallel.world import on_ranks
+
+E, K, H, I = 8, 2, 32, 16
+STYLES = {
+    "allreduce": ExpertParallel("allreduce"),
+    "allgather": ExpertParallel("allgather"),
+    "alltoall": ExpertParallel("alltoall"),
+    "alltoall_static": ExpertParallel("alltoall", max_tokens=9),
+    "auto": ExpertParallel(max_tokens=9),
+}
+KINDS = {
+    WeightScale.TENSOR: torch.float8_e4m3fn,
+    WeightScale.CHANNEL: torch.int8,
+    WeightScale.GROUP: torch.float8_e4m3fn,
+    WeightScale.BLOCK: torch.float8_e4m3fn,
+}
+
+
+def make_layer(kind, **options) -> FusedMoE:
+    torch.manual_seed(3)
+    layer = FusedMoE(MoEConfig(E, K, H, I, has_bias=True, **options))
+    quantise_experts(layer, kind, (8, 16), dtype=KINDS[kind])
+    return layer
+
+
+def mesh_of_all():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def tokens_of(rank):
+    """Rank 1 has none."""
+    generator = torch.Generator().manual_seed(rank)
+    count = 0 if rank == 1 else 9 - rank
+    return torch.randn(count, H, generator=generator), torch.randn(count, E, generator=generator)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", STYLES)
+def test_values(style, kind):
+    layer = make_layer(kind)
+    sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
+    hidden, logits = tokens_of(0 if style == "allreduce" else dist.get_rank())
+    with torch.no_grad():
+        actual, expected = sharded(hidden, logits), layer(hidden, logits)
+    assert actual.shape == expected.shape and (not len(hidden) or relative_error(actual, expected) < 1e-5)
+    for name in (*WEIGHTS, *SCALES):
+        part, whole = sharded.get_parameter(name), layer.get_parameter(name)
+        assert (
+            part.placements == (Shard(0),)
+            and part.to_local().numel() * dist.get_world_size() == whole.numel()
+        )
+        assert torch.equal(part.to_local(), whole.data.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_experts_change_places_with_their_scales():
+    layer = make_layer(WeightScale.BLOCK)
+    sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), ExpertParallel("allreduce"))
+    rebalancer = ExpertRebalancer(sharded)
+    hidden, logits = tokens_of(0)
+    with torch.no_grad():
+        expected = layer(hidden, logits)
+        rebalancer.place("round_robin")
+        assert not sharded.balancing.is_initial()
+        assert relative_error(sharded(hidden, logits), expected) < 1e-5
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_read_by_parts():
+    layer = make_layer(WeightScale.BLOCK)
+    sharded = parallelize_module(make_layer(WeightScale.BLOCK), mesh_of_all(), ExpertParallel("allreduce"))
+    for name in (*WEIGHTS, *SCALES):
+        sharded.get_parameter(name).to_local().zero_()
+    for name, shard_ids in (
+        ("w13_weight", ("w1", "w3")),
+        ("w13_weight_scale", ("w1", "w3")),
+        ("w2_weight", ("w2",)),
+        ("w2_weight_scale", ("w2",)),
+    ):
+        whole = layer.get_parameter(name).data.view(
+            E, len(shard_ids), -1, layer.get_parameter(name).shape[-1]
+        )
+        for expert in range(E):
+            for shard_id, tensor in zip(shard_ids, whole[expert], strict=True):
+                sharded.weight_loader(
+                    sharded.get_parameter(name), tensor, f"experts.{name}", shard_id, expert
+                )
+    with torch.no_grad():
+        assert relative_error(sharded(*tokens_of(0)), layer(*tokens_of(0))) < 1e-5
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dispatcher", ["allreduce", "alltoall"])
+def test_models_of_transformers(dispatcher):
+    from tests.huggingface.families import tiny_model, tokens
+    from tests.huggingface.test_quantised_experts import _quantised
+
+    alone = _quantised(tiny_model("qwen3_moe"))
+    shared = copy.deepcopy(alone)
+    huggingface.patch(alone)
+    huggingface.patch(shared, mesh=mesh_of_all(), style=ExpertParallel(dispatcher))
+    scale = shared.model.layers[0].mlp.experts.down_proj_scale_inv
+    assert isinstance(scale, DTensor) and scale.to_local().shape[0] == 4
+    given = tokens(2, 5, seed=0 if dispatcher == "allreduce" else dist.get_rank())
+    with torch.no_grad():
+        assert relative_error(shared(given).logits, alone(given).logits) < 1e-4
+
+
+@on_ranks(2)
+def test_experts_in_parts_and_symmetric_memory_are_refused():
+    layer, mesh = make_layer(WeightScale.CHANNEL), mesh_of_all()
+    with pytest.raises(ValueError, match=r"weights have dtype torch\.int8: expected ExpertParallel"):
+        parallelize_module(layer, mesh, ExpertTensorParallel())
+    with pytest.raises(ValueError, match="dispatcher='symmetric' with quantised experts"):
+        parallelize_module(layer, mesh, ExpertParallel("symmetric", max_tokens=8))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["allgather", "alltoall_static"])
+def test_compiled_whole(style):
+    layer = make_layer(WeightScale.BLOCK)
+    sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
+    function = torch.compile(sharded, fullgraph=True, options=inductor_passes.options())
+    hidden, logits = (each[: 5 + dist.get_rank()] for each in tokens_of(0))
+    with torch.no_grad():
+        assert relative_error(function(hidden, logits), layer(hidden, logits)) < 1e-5
+
+
+@on_ranks(2)
+def test_state_dicts_and_casts():
+    layer = make_layer(WeightScale.GROUP)
+    sharded = parallelize_module(make_layer(WeightScale.GROUP), mesh_of_all(), ExpertParallel("allreduce"))
+    state = {name: each.clone() for name, each in sharded.state_dict().items()}
+    assert state.keys() == layer.state_dict().keys()
+    for each in sharded.parameters():
+        each.data.to_local().zero_()
+    sharded.load_state_dict(state)
+    hidden, logits = tokens_of(0)
+    with torch.no_grad():
+        assert relative_error(sharded(hidden, logits), layer(hidden, logits)) < 1e-5
+        sharded.to(torch.bfloat16), layer.to(torch.bfloat16)
+        assert (
+            sharded.w13_weight.dtype == torch.float8_e4m3fn
+            and sharded.w13_weight_scale.dtype == torch.float32
+        )
+        hidden, logits = hidden.bfloat16(), logits.bfloat16()
+        assert relative_error(sharded(hidden, logits), layer(hidden, logits)) < 1e-2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["all_gather", "padded", "variable"])
+def test_modular_kernels(name):
+    whole = exchanges.make_layer(exchanges.config())
+    kernel = exchanges.ALL[name](whole)
+    for layer in (whole, kernel.experts.layer):
+        quantise_experts(layer, WeightScale.BLOCK, (8, 8))
+    hidden, logits = (each[: 5 + dist.get_rank()] for each in (torch.randn(6, 16), torch.randn(6, 8)))
+    with torch.no_grad():
+        assert relative_error(kernel(hidden, logits), whole(hidden, logits)) < 1e-5
