@@ -176,11 +176,10 @@ class ExpertParameters(nn.Module):
 
         def uncast(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
+            if applied.dtype == tensor.dtype or not any(tensor is each for each in stored):
+                return applied
             # Cast, they would not be what their scales are for, nor the scales what they were.
-            is_stored = any(tensor is each for each in stored)
-            return (
-                tensor.detach().to(applied.device) if is_stored and applied.dtype != tensor.dtype else applied
-            )
+            return tensor.detach().to(applied.device)
 
         super()._apply(uncast, recurse)
         moved = self.e_score_correction_bias

@@ -28,7 +28,6 @@ from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import run as run_experts
-from moe_ops.quantise_rows import DTYPES
 
 NAME = "moe_ops"
 
@@ -167,7 +166,7 @@ def _run(
             )
         rows, plan = run_with_lora(args, experts.moe_ops_lora, adapter_ids)
         return combine(rows, args.topk_weights, plan.inverse)
-    is_quantised = args.experts.w2.weight.dtype in DTYPES
+    is_quantised = quantised.has_scales(experts)
     if args.activation and not is_quantised:
         emit = "auto" if options is None else emitted(options.emit, options.save_for_backward)
         return run_experts(args, emit)

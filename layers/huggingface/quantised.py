@@ -35,6 +35,8 @@ def why_not(experts: Any) -> str | None:
         if scale.shape != blocks:
             sizes = list(scale.shape), list(blocks)
             return "{}{} has shape {}: expected {}, a scale for each block".format(name, _SCALE, *sizes)
+    if getattr(experts, "is_transposed", False):
+        return "quantised experts whose weights are transposed: expected rows of output features"
     scheme = getattr(experts, "activation_scheme", "dynamic")
     return None if scheme == "dynamic" else f"activation_scheme={scheme!r} of its tokens: expected 'dynamic'"
 
@@ -44,7 +46,9 @@ def run(experts: Any, args: FusedExperts) -> Tensor:
 
     Tokens are quantised as stock's are, by blocks of as many columns, except where they have a gradient.
     """
-    w13, w2 = map(_linear, (experts, experts), _names(experts), (each.weight for each in args.experts))
+    w13, w2 = (
+        _linear(experts, name, each.weight, each.bias) for name, each in zip(_names(experts), args.experts)
+    )
     rows = "exact" if is_differentiated(args.hidden_states) else "quantised"
     if args.activation:
         return run_scaled(args, w13, w2, rows)
@@ -55,13 +59,13 @@ def _names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj"
 
 
-def _linear(experts: Any, name: str, weight: Tensor) -> ScaledLinear:
+def _linear(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
     scale, parallel = getattr(experts, name + _SCALE), getattr(experts, "moe_ops_parallel", None)
     if parallel is not None:
         scale = parallel.local_part(scale, 3)
     rows, columns = _block(experts, weight, scale)
     scale = scale.float() if scale.dtype.itemsize == 1 else scale  # powers of two in 8 bits
-    return ScaledLinear(weight, scale, None, rows, columns)
+    return ScaledLinear(weight, scale, bias, rows, columns)
 
 
 def _block(experts: Any, weight: Tensor, scale: Tensor) -> tuple[int, int]:
@@ -70,7 +74,7 @@ def _block(experts: Any, weight: Tensor, scale: Tensor) -> tuple[int, int]:
     transformers has a scale for each matrix where no size is given, and two at least for gate and up.
     """
     (height, width), (below, beside) = weight.shape[1:], scale.shape[1:]
-    rows, columns = experts.block_size or (height, width)
+    rows, columns = getattr(experts, "block_size", None) or (height, width)
     if (blocks_of(height, rows), blocks_of(width, columns)) == (below, beside):
         return rows, columns
     return height // below, width // beside

@@ -67,9 +67,8 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, split: Split
 def _distributed(tensor: Any, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
     if tensor.dtype.itemsize > 1:
         return distribute_tensor(tensor, mesh, [placement], src_data_rank=source)
-    as_bytes = distribute_tensor(
-        tensor.view(torch.uint8), mesh, [placement], src_data_rank=source
-    )  # gloo sends few dtypes
+    # gloo sends few dtypes
+    as_bytes = distribute_tensor(tensor.view(torch.uint8), mesh, [placement], src_data_rank=source)
     return DTensor.from_local(as_bytes.to_local().view(tensor.dtype), mesh, [placement], run_check=False)
 
 

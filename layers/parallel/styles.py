@@ -171,12 +171,8 @@ def chosen_dispatcher(
 ) -> Dispatcher:
     """What "auto" is for these ranks, which all have to ask."""
     has_few = max_tokens is not None and max_tokens <= _WORTH_SYMMETRIC_MEMORY
-    if (
-        has_few
-        and not layout.is_quantised
-        and owners.num_ranks > 1
-        and fault_of_symmetric_memory(mesh) is None
-    ):
+    is_for_it = has_few and not layout.is_quantised and owners.num_ranks > 1
+    if is_for_it and fault_of_symmetric_memory(mesh) is None:
         return "symmetric"
     moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
     return "alltoall" if moves <= _WORTH_AN_ALL_TO_ALL else "allgather"

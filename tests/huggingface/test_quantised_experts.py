@@ -117,8 +117,9 @@ def test_scales_of_both_halves_differ_without_blocks():
     assert (stock.gate_up_proj_scale_inv[:, 0] != stock.gate_up_proj_scale_inv[:, 1]).all()
 
 
-def test_scales_that_are_powers_of_two(plain_kernels):
-    stock, ours = _pair(scale_fmt="ue8m0")
+@pytest.mark.parametrize("block", [(16, 32), (1, 32)], ids=str)
+def test_scales_that_are_powers_of_two(plain_kernels, block):
+    stock, ours = _pair(block=block, scale_fmt="ue8m0")
     assert ours.down_proj_scale_inv.dtype.itemsize == 1
     given = _routed(7)
     assert relative_error(ours(*given), stock(*given)) < 2e-3
@@ -213,6 +214,18 @@ def _stored(experts):
     return [(getattr(experts, name), getattr(experts, f"{name}_scale_inv")) for name in names]
 
 
+def test_weights_that_ask_for_a_gradient_get_none():
+    """As transformers leaves them outside of `from_pretrained`; adapters elsewhere train beside them."""
+    _, ours = _pair()
+    ours.requires_grad_(True)
+    hidden, ids, weights = _routed(7)
+    expected = ours(hidden, ids, weights).detach()
+    hidden.requires_grad_()
+    ours(hidden, ids, weights).sum().backward()
+    assert hidden.grad.abs().sum() > 0 and all(each.grad is None for each in ours.parameters())
+    assert not torch.equal(ours(hidden, ids, weights), expected), "tokens with a gradient are not rounded"
+
+
 def test_compiled_whole(plain_kernels):
     stock, ours = _pair()
     given = _routed(7)
@@ -242,8 +255,18 @@ def test_by_name_alone():
     assert relative_error(experts(*given), patched.model.layers[0].mlp.experts(*given)) < 1e-6
 
 
+def test_weights_cast_to_16_bits_are_not_multiplied_without_their_scales():
+    _, ours = _pair()
+    with pytest.raises(TypeError, match=r"w13 has dtype torch\.bfloat16: expected torch\.float8_e4m3fn"):
+        ours.to(torch.bfloat16)(*_routed(3))
+
+
 def _static(experts):
     experts.activation_scheme = "static"
+
+
+def _transposed(experts):
+    experts.is_transposed = True
 
 
 def _packed(experts):
@@ -258,6 +281,7 @@ def _other_grid(experts):
     ("change", "reason"),
     [
         (_static, "activation_scheme='static'"),
+        (_transposed, "whose weights are transposed"),
         (_packed, "torch.int8"),
         (_other_grid, "gate_up_proj_scale_inv has shape [8, 3, 2]: expected [8, 4, 2]"),
     ],
