@@ -10,6 +10,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import use_experts_implementation
 
+import moe_ops
 from layers import huggingface
 from layers.huggingface.experts import NAME
 from tests.helpers import assert_same, relative_error
@@ -224,6 +225,18 @@ def test_weights_that_ask_for_a_gradient_get_none():
     ours(hidden, ids, weights).sum().backward()
     assert hidden.grad.abs().sum() > 0 and all(each.grad is None for each in ours.parameters())
     assert not torch.equal(ours(hidden, ids, weights), expected), "tokens with a gradient are not rounded"
+
+
+def test_biases_count():
+    _, ours = _pair()
+    up, down = (moe_ops.ScaledWeight(*each, (16, 32)) for each in _stored(ours))
+    biases = {"w13_bias": torch.randn(EXPERTS, 64), "w2_bias": torch.randn(EXPERTS, HIDDEN)}
+    ours.has_bias = True
+    ours.gate_up_proj_bias, ours.down_proj_bias = (nn.Parameter(each) for each in biases.values())
+    hidden, ids, weights = _routed(7)
+    expected = moe_ops.scaled_fused_experts(hidden, up, down, weights, ids, **biases)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(hidden, ids, weights), expected)
 
 
 def test_compiled_whole(plain_kernels):
