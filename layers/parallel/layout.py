@@ -53,6 +53,13 @@ class ExpertsLayout:
         """Whether weights have 8 bits. Scales are among the parameters then, and go with whole experts only."""
         return self.dtype.itemsize == 1
 
+    def expect_parts(self) -> None:
+        """Raises ValueError where an expert cannot be cut: a scale may be of rows on both sides."""
+        if self.is_quantised:
+            raise ValueError(
+                f"weights have dtype {self.dtype}: expected ExpertParallel, which keeps experts whole"
+            )
+
 
 def experts_layout(module: nn.Module) -> ExpertsLayout:
     """Of a `FusedMoE`, or of experts that `layers.huggingface.patch` runs on our operators.

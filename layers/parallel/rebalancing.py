@@ -219,7 +219,8 @@ def move_experts(weights: Sequence[Tensor], transfers: RankTransfers, group: Gro
         transfers: of this rank.
         group: the ranks.
     """
-    for weight in weights:
+    for stored in weights:
+        weight = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored  # some cannot be indexed
         sources, targets, rows = (
             torch.tensor(places, dtype=torch.int64, device=weight.device)
             for places in (transfers.sources, transfers.targets, transfers.rows)

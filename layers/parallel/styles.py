@@ -154,10 +154,7 @@ class ExpertTensorParallel(ParallelStyle):
 
     def _expect_equal_shares(self, layout: ExpertsLayout, group: Group) -> None:
         """Raises ValueError unless ranks can have equal shares."""
-        if layout.is_quantised:
-            raise ValueError(
-                f"weights have dtype {layout.dtype}: expected ExpertParallel, which keeps experts whole"
-            )
+        layout.expect_parts()
         TensorShard(group.rank, group.size).local_size("intermediate_size", layout.intermediate_size)
 
     def _exchange(self, mesh: DeviceMesh) -> Exchange:

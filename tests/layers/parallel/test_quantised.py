@@ -11,7 +11,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import inductor_passes
 from layers import FusedMoE, MoEConfig, WeightScale, huggingface, quantise_experts
-from layers.parallel import ExpertParallel, ExpertRebalancer, ExpertTensorParallel
+from layers.parallel import ExpertParallel, ExpertRanks, ExpertRebalancer, ExpertTensorParallel, styles
+from layers.parallel.layout import experts_layout
 from layers.weights.scales import SCALES, WEIGHTS
 from tests.helpers import relative_error
 from tests.layers.parallel import exchanges
@@ -81,6 +82,42 @@ def test_experts_change_places_with_their_scales():
         rebalancer.place("round_robin")
         assert not sharded.balancing.is_initial()
         assert relative_error(sharded(hidden, logits), expected) < 1e-5
+
+
+@on_ranks(2)
+def test_scales_that_are_powers_of_two_change_places():
+    from tests.huggingface.families import tiny_model, tokens
+    from tests.huggingface.test_quantised_experts import _quantised
+
+    model = _quantised(tiny_model("qwen3_moe"), scale_fmt="ue8m0")
+    huggingface.patch(model, mesh=mesh_of_all(), style=ExpertParallel("allreduce"))
+    assert model.model.layers[0].mlp.experts.down_proj_scale_inv.dtype == torch.float8_e8m0fnu
+    rebalancer, given = ExpertRebalancer(model), tokens(2, 5)
+    with torch.no_grad():
+        expected = model(given).logits
+        rebalancer.place("round_robin")
+        assert relative_error(model(given).logits, expected) < 1e-4
+
+
+def test_what_auto_is_for_quantised_experts(monkeypatch):
+    monkeypatch.setattr(styles, "fault_of_symmetric_memory", lambda mesh: None)
+    whole, owners = MoEConfig(E, K, H, I), ExpertRanks(E, 2)
+    chosen = [
+        styles.chosen_dispatcher(None, experts_layout(layer), owners, 9)
+        for layer in (FusedMoE(whole), make_layer(WeightScale.CHANNEL))
+    ]
+    assert chosen == ["symmetric", "allgather"]
+
+
+def test_no_plan_cuts_them():
+    from tests.huggingface.families import tiny_model
+    from tests.huggingface.test_quantised_experts import _quantised
+
+    model = _quantised(tiny_model("qwen3_moe"))
+    rules = huggingface.tp_plan(model, ExpertParallel("allreduce"))
+    assert rules["model.layers.*.mlp.experts.down_proj_scale_inv"] == "grouped_gemm"
+    with pytest.raises(ValueError, match=r"weights have dtype torch\.float8_e4m3fn: expected ExpertParallel"):
+        huggingface.tp_plan(model, ExpertTensorParallel())
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import inductor_passes
 from layers import (
     BatchedExperts,
+    ExpertLora,
     FusedMoE,
     LocalPrepareAndFinalize,
     ModularKernel,
@@ -251,6 +252,24 @@ def test_a_modular_kernel_of_quantised_experts(rows, chunk_size):
     x, logits = torch.randn(5, H), torch.randn(5, E)
     with torch.no_grad():
         torch.testing.assert_close(kernel(x, logits), experts(x, logits))
+
+
+def test_a_modular_kernel_does_not_leave_adapters_out():
+    experts = quantisable()
+    quantise_experts(experts, WeightScale.CHANNEL)
+    kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(experts))
+    experts.lora = ExpertLora(quantisable(), 1, 2, torch.zeros(5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="lora with quantised experts: expected None"), torch.no_grad():
+        kernel(torch.randn(5, H), torch.randn(5, E))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_weights_that_stay_uncast_move(dtype):
+    experts = quantisable()
+    quantise_experts(experts, WeightScale.CHANNEL)
+    experts.to("meta", dtype)
+    assert {each.device.type for each in experts.parameters()} == {"meta"}
+    assert experts.w13_weight.dtype == torch.float8_e4m3fn
 
 
 def test_batched_experts_are_not_quantised_ones():
