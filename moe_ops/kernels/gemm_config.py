@@ -51,7 +51,7 @@ def _rows_are_boxes(gemm: Gemm) -> bool:
     return in_order and tma.allows(gemm.gpu, gemm.x.meta, tma.boxed_rows(gemm.x.meta))
 
 
-def _loads_rows_in_pieces(x: TensorMeta) -> bool:
+def loads_rows_in_pieces(x: TensorMeta) -> bool:
     """Whether the compiler sees that rows [S, A] load in pieces of 16 bytes: it knows of multiples of 16 elements."""
     return x.aligned and x.strides[1] == 1 and x.strides[0] % ALIGNMENT == 0 and x.shape[1] % ALIGNMENT == 0
 
@@ -80,7 +80,7 @@ def mixes_heights(gemm: Gemm) -> bool:
     depth is no multiple of 128.
     """
     weight = gemm.linear.weight.meta
-    any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and _loads_rows_in_pieces(gemm.x.meta)
+    any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and loads_rows_in_pieces(gemm.x.meta)
     by_box = gemm.weight_by_tma and _is_tuned(gemm.gpu)
     rows = gemm.num_slots / weight.shape[0]
     slow = gemm.gpu.has_slow_memory
@@ -118,7 +118,7 @@ def _tuned(gemm: Gemm) -> LaunchConfig | None:
 
 def alternatives(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """Those of `candidates` that are for rows which load as these do."""
-    in_pieces = _loads_rows_in_pieces(gemm.x.meta)
+    in_pieces = loads_rows_in_pieces(gemm.x.meta)
     return tuple(each for each in candidates(gemm) if in_pieces or loads_rows_by_tma(gemm, each))
 
 
@@ -130,7 +130,7 @@ def config_by_rule(gemm: Gemm) -> LaunchConfig:
     mean_rows = _TMA_TILE_ROWS if mixes_heights(gemm) else gemm.num_slots / num_experts
     wanted = gemm.rows_per_tile or rows_per_tile(mean_rows)
     best = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True)
-    even = _loads_rows_in_pieces(gemm.x.meta) or loads_rows_by_tma(gemm, best[min(wanted, max(best))])
+    even = loads_rows_in_pieces(gemm.x.meta) or loads_rows_by_tma(gemm, best[min(wanted, max(best))])
     table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]
     if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:

@@ -2,10 +2,12 @@
 
 A weight is the left operand of the tensor cores, out.T = weight @ x.T: so tiles of 16 rows fill them, and weights that
 are converted come from registers while rows stay in shared memory. Blocks of columns are gone through in steps that
-none of them shares, and each step's product is scaled in float32; with one block the sum is, at the end. Products in 8
-bits are faster than in 16 on an H200; converting takes longer than it saves beyond 32 rows an expert.
+none of them shares, and each step's product is scaled in float32; with one block the sum is, at the end. For many rows
+in 8 bits there is `scaled_rows`. Products in 8 bits are faster than in 16 on an H200; converting takes longer than
+it saves beyond 32 rows an expert.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +15,13 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels import tma
-from moe_ops.kernels.common import INTERPRETED, cdiv, dot, offset, sources_of_tile
+from moe_ops.kernels.common import INTERPRETED, cdiv, offset, sources_of_tile
 from moe_ops.kernels.gemm import Operand, bias_args
-from moe_ops.kernels.gemm_config import rows_per_tile
+from moe_ops.kernels.gemm_config import loads_rows_in_pieces, rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
-from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
+from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
 
 IN_8_BITS = {
@@ -46,16 +49,6 @@ def _converted(weight, DTYPE: tl.constexpr):
     if INTERPRETED and weight.dtype != DTYPE:
         weight = weight.to(tl.float32)
     return weight.to(DTYPE)
-
-
-@triton.jit
-def _dot(weight, x, acc):
-    """acc + weight @ x; the interpreter multiplies no integers."""
-    if INTERPRETED and acc.dtype == tl.int32:
-        product = tl.dot(weight.to(tl.float32), x.to(tl.float32), acc.to(tl.float32)).to(tl.int32)
-    else:
-        product = dot(weight, x, acc)
-    return product
 
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
@@ -102,9 +95,9 @@ def scaled_grouped_gemm_kernel(
             if not EVEN:  # what is not loaded may be NaN; of features past the last nothing is stored
                 weight = tl.where(inside[None, :], weight, tl.zeros((1, 1), x.dtype))
             if ONE_BLOCK:
-                product = _dot(weight, x, product)
+                product = stored_dot(weight, x, product)
             else:
-                part = _dot(weight, x, tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)).to(tl.float32)
+                part = stored_dot(weight, x, tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)).to(tl.float32)
                 scale = tl.load(scale_row_ptr + offset(block, scale_stride_k), mask=known, other=0.0).to(
                     tl.float32
                 )
@@ -139,12 +132,12 @@ def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
     _expect_converted(args.weight.weight.dtype, gpu)
     num_slots = args.x.shape[0] if args.sorted_slots is None else args.sorted_slots.shape[0]
     num_experts, features, _ = args.weight.weight.shape
-    config = _config(args, num_slots)
+    kernel, config = _kernel_and_config(args, num_slots, gpu)
     tiles, map_launch = tile_map(num_slots, num_experts, config.block_m, True, False)
     out = Buffer("product", (num_slots, features), args.dtype)
     given = {
         **_row_args(args, num_slots),
-        **_weight_args(args.weight, config, args.x.dtype.itemsize, gpu),
+        **_weight_args(args.weight, config.block_n, _step(args, kernel, config.block_k), gpu),
         "out_ptr": Ref(out.name),
         "tiles_ptr": Ref(tiles.name),
         "num_experts": num_experts,
@@ -153,8 +146,9 @@ def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }
+    given = {name: given[name] for name in kernel.arg_names}
     grid = (tile_capacity(num_slots, num_experts, config.block_m, True) * cdiv(features, config.block_n),)
-    launch = Launch(scaled_grouped_gemm_kernel, grid, given, config.num_warps, config.num_stages)
+    launch = Launch(kernel, grid, given, config.num_warps, config.num_stages)
     return Program((tiles, out), (map_launch, launch), (out.name,))
 
 
@@ -171,17 +165,16 @@ def _row_args(args: Any, num_slots: int) -> dict[str, Any]:
     }
 
 
-def _weight_args(linear: Any, config: LaunchConfig, itemsize: int, gpu: Gpu) -> dict[str, Any]:
+def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str, Any]:
     """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
     weight, bias = linear.weight, linear.bias
     depth = weight.shape[2]
     block_columns = min(linear.block_columns, depth)
-    block_k = _step(config.block_k, itemsize, block_columns, depth)
     shared = block_columns % block_k != 0
     in_block = cdiv(block_columns, block_k)
     return {
         "weight_ptr": Ref("weight"),
-        "weight_desc": _descriptor(weight, (1, config.block_n, block_k), gpu),
+        "weight_desc": _descriptor(linear, (1, block_n, block_k), gpu),
         "scale_ptr": Ref("scale"),
         **bias_args(None if bias is None else Operand("bias", bias)),
         "depth": depth,
@@ -197,9 +190,11 @@ def _weight_args(linear: Any, config: LaunchConfig, itemsize: int, gpu: Gpu) -> 
     }
 
 
-def _descriptor(weight: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | None:
-    """Of weights that come in boxes."""
-    boxed = tma.boxed_weight(weight, False)
+def _descriptor(linear: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | None:
+    """Of weights that come in boxes, of which some begin where a block does."""
+    weight = linear.weight
+    first_columns = (0, linear.block_columns) if _has_blocks(linear) else (0,)
+    boxed = replace(tma.boxed_weight(weight, False), first_columns=first_columns)
     if tma.is_transposed(weight) or not tma.allows_bytes(gpu, weight, boxed):
         return None
     return Descriptor("weight", boxed.shape, boxed.strides, box)
@@ -209,18 +204,56 @@ def _strides(name: str, strides: tuple[int, ...], letters: str) -> dict[str, int
     return {f"{name}_{letter}": stride for letter, stride in zip(letters, strides, strict=True)}
 
 
-def _config(args: Any, num_slots: int) -> LaunchConfig:
-    """By measurement on an H200. Partial sums beside a sum of 128 x 128 do not fit in the registers of a block."""
-    table = _TABLES[args.x.dtype.itemsize]
-    wanted = rows_per_tile(num_slots / args.weight.weight.shape[0])
-    many = 64 if table is IN_8_BITS and args.weight.scale.shape[2] > 1 else max(table)
-    return table[min(wanted, many)]
+def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, LaunchConfig]:
+    """By measurement on an H200."""
+    table, linear = _TABLES[args.x.dtype.itemsize], args.weight
+    wanted = rows_per_tile(num_slots / linear.weight.shape[0])
+    if table is not IN_8_BITS:
+        return scaled_grouped_gemm_kernel, table[min(wanted, max(table))]
+    if wanted >= FEW_ROWS.block_m and _can_be_right(args, gpu):
+        return scaled_rows_kernel, scaled_rows_config(linear, wanted)
+    return scaled_grouped_gemm_kernel, table[min(wanted, _most_rows(args, gpu))]
 
 
-def _step(longest: int, itemsize: int, block_columns: int, depth: int) -> int:
-    """Depth of a step: one that divides a block, as far as that is not too short for the depth of one."""
+def _most_rows(args: Any, gpu: Gpu) -> int:
+    """Of a tile in 8 bits: partial sums beside a sum take registers, and so do rows that load one by one."""
+    most = max(IN_8_BITS) if gpu.capability == H200.capability else 64
+    if not _has_blocks(args.weight):
+        return most
+    return most // 2 if loads_rows_in_pieces(args.x) else min(IN_8_BITS)
+
+
+def _can_be_right(args: Any, gpu: Gpu) -> bool:
+    """Whether features of a tile share scales and steps divide blocks, and boxes of weights and pieces of rows load.
+
+    Else much would spill, as it does on GPUs after Hopper.
+    """
+    linear, config = args.weight, FEW_ROWS
+    is_shared = linear.block_rows >= linear.weight.shape[1] or linear.block_rows % config.block_n == 0
+    is_divided = is_shared and linear.block_columns % _SHORTEST_STEP[args.x.dtype.itemsize] == 0
+    is_boxed = _descriptor(linear, (1, config.block_n, config.block_k), gpu) is not None
+    loads = is_boxed and loads_rows_in_pieces(args.x)
+    return (is_divided or not _has_blocks(linear)) and loads and gpu.capability == H200.capability
+
+
+def _has_blocks(linear: Any) -> bool:
+    """Whether the depth of a weight has several scales."""
+    return linear.scale.shape[2] > 1
+
+
+def _step(args: Any, kernel: Any, longest: int) -> int:
+    """Depth of a step: one that divides a block and the depth, as far as that is not too short for the depth of one.
+
+    Rows on the left are masked instead where only the depth is not divided.
+    """
+    itemsize, linear = args.x.dtype.itemsize, args.weight
+    depth = linear.weight.shape[2]
+    block_columns = min(linear.block_columns, depth)
     shortest = _SHORTEST_STEP[itemsize] if block_columns < 8 * _SHORT_STEP else min(_SHORT_STEP, longest)
-    while longest > shortest and (block_columns % longest or depth % longest):
+    divided = {block_columns, depth}
+    if kernel is scaled_rows_kernel:
+        divided.remove(depth)
+    while longest > shortest and any(size % longest for size in divided):
         longest //= 2
     return longest
 

@@ -24,6 +24,7 @@ from moe_ops.kernels import (
     quantise_rows,
     routing,
     scaled,
+    scaled_rows,
     tiles,
     weight_gradient,
 )
@@ -54,6 +55,7 @@ _MODULES = (
     quantise_rows,
     routing,
     scaled,
+    scaled_rows,
     tiles,
     weight_gradient,
 )
@@ -134,10 +136,21 @@ def shared_alone(
 def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
     """Rows of 16 bits times weights whose dtype the tests take for theirs: none is compiled with others."""
     blocks = -(-128 // block[0]), -(-64 // block[1])
-    scale, weight = _strided(8, *blocks, dtype=torch.float32), weight.to(torch.int8)
+    scale = _strided(8, *blocks, dtype=torch.float32)
     named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
     named |= {"block_rows": block[0], "block_columns": block[1]}
     return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
+
+
+def _scaled_rows(block: tuple[int, int]) -> Program:
+    """The same with rows of 8 bits on the left."""
+    blocks, stored = (-(-128 // block[0]), -(-64 // block[1])), {"dtype": torch.int8}
+    scale, x_scale = (_strided(*sizes, dtype=torch.float32) for sizes in ((8, *blocks), (512, blocks[1])))
+    named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
+    named |= {"x_scale": x_scale, "block_rows": block[0], "block_columns": block[1]}
+    return program_of(
+        "scaled_grouped_gemm", meta(512, 64, **stored), meta(8, 128, 64, **stored), scale, _index(9), **named
+    )
 
 
 def _gemms(act: Activation) -> list[Program]:
@@ -239,8 +252,10 @@ def programs() -> list[Program]:
         program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
         program_of("quantise_rows", _strided(512, 64), 24, torch.int8),
         program_of("quantise_rows", _strided(8, 9000), 9000, torch.int8),
-        _scaled(_strided(8, 128, 64), (7, 10)),
-        _scaled(meta(8, 128, 64), (1, 64)),
+        _scaled(_strided(8, 128, 64, dtype=torch.int8), (7, 10)),
+        _scaled(meta(8, 128, 64, dtype=torch.int8), (1, 64)),
+        _scaled_rows((1, 64)),
+        _scaled_rows((128, 32)),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),

@@ -15,7 +15,8 @@ from tests.kernels.plan_range import Planned, Range, _planned, _programs
 def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows and weights of 8 bits: every block size, blocks of every kind, and rows that are quantised."""
     wide = size is Range.WIDE
-    blocks = ((128, 128), (1, 2048), (1, 32), (7, 10)) if wide else ((128, 128), (1, 2048))
+    some = ((128, 128), (1, 2048), (1, 4080))
+    blocks = (*some, (1, 4096), (1, 32), (7, 10), (256, 144)) if wide else some
     stored = (torch.int8,) if gpu.capability < 89 else (torch.float8_e4m3fn, torch.int8)
     for dtype, block, rows in itertools.product(stored, blocks, (4, 16, 50, 200) if wide else (4, 200)):
         for x_dtype in (dtype, torch.bfloat16, torch.float32):
@@ -26,7 +27,7 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
 
 
 def _quantised(gpu, stored, x_dtype, block, slots) -> Iterator[Planned]:
-    depth = 2048 if block[1] != 10 else 511
+    depth = {10: 511, 144: 2032}.get(block[1], max(block[1], 2048))
     blocks, is_stored = (-(-1536 // block[0]), -(-depth // block[1])), x_dtype == stored
     dtype = torch.bfloat16 if is_stored else x_dtype
     x, x_scale = meta(slots // 2, depth, dtype=x_dtype), meta(slots // 2, blocks[1], dtype=torch.float32)

@@ -19,6 +19,7 @@ SIZES = {
     "a short last block": (72, 2 * 128 + 64, (128, 128)),
     "rows": (33, 144, (1, 144)),
     "groups": (40, 96, (1, 32)),
+    "blocks that begin between boxes": (40, 160, (8, 40)),
     "odd": (37, 51, (7, 10)),
     "a matrix": (16, 40, (16, 40)),
     "weights": (3, 5, (1, 1)),
@@ -54,8 +55,10 @@ def _tolerance(stored: torch.dtype, dtype: torch.dtype, device: str) -> torch.dt
 class Product:
     """Weights, rows and what they make."""
 
+    sizes = SIZES
+
     def __init__(self, size: str, stored: torch.dtype, transposed: bool = False) -> None:
-        features, depth, self.block = SIZES[size]
+        features, depth, self.block = self.sizes[size]
         self.weight = _stored((EXPERTS, features, depth), stored)
         if transposed:
             self.weight = self.weight.transpose(1, 2).contiguous().transpose(1, 2)
@@ -171,6 +174,8 @@ def _planned(features, depth, block, rows, dtype=torch.bfloat16, stored=torch.fl
 def test_weights_come_in_boxes_where_they_can():
     assert _planned(256, 256, (128, 128), 64).args["weight_desc"] is not None
     assert _planned(256, 250, (128, 128), 64).args["weight_desc"] is None  # rows are no multiple of 16 bytes
+    assert _planned(256, 320, (128, 40), 64).args["weight_desc"] is None  # nor where blocks begin
+    assert _planned(256, 320, (128, 320), 64).args["weight_desc"] is not None
     assert (
         _planned(256, 256, (128, 128), 64, gpu=Gpu(89, 142, H200.shared_memory)).args["weight_desc"] is None
     )
@@ -191,7 +196,7 @@ def test_steps_divide_blocks_and_depth():
 
 def test_rows_in_8_bits_have_tiles_of_their_own():
     for table, block, dtype, most in (
-        (IN_8_BITS, (128, 128), torch.float8_e4m3fn, 64),
+        (IN_8_BITS, (64, 128), torch.float8_e4m3fn, 64),
         (IN_8_BITS, (1, 256), torch.float8_e4m3fn, 128),
         (IN_16_BITS, (128, 128), torch.bfloat16, 128),
     ):
@@ -199,6 +204,11 @@ def test_rows_in_8_bits_have_tiles_of_their_own():
         assert [(each.args["BLOCK_M"], each.args["BLOCK_N"]) for each in found] == [
             (height, table[height].block_n) for height in (16, 32, 64, most)
         ]
+    odd = _planned(64, 51, (7, 10), 8 * 300, torch.int8, torch.int8)
+    assert odd.args["BLOCK_M"] == 16
+    for block, most in (((1, 256), 64), ((128, 128), 32)):
+        other = _planned(64, 256, block, 8 * 300, torch.int8, torch.int8, gpu=Gpu(100, 148, 227 << 10))
+        assert other.args["BLOCK_M"] == most
 
 
 def test_float64_is_not_for_the_kernel():
