@@ -242,7 +242,7 @@ def _check_tokens(hidden_states: Tensor) -> None:
     _checks.expect_shape("hidden_states", hidden_states, ("T", "H"))
 
 
-def expect_routed(args: FusedExperts) -> None:
+def expect_routed(args: Any) -> None:
     """Raises TypeError or ValueError unless there are ids and weights for each of the tokens."""
     x, weights, ids = args.hidden_states, args.topk_weights, args.topk_ids
     _checks.expect_shape("topk_ids", ids, (x.shape[0], "K"))

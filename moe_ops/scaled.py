@@ -22,7 +22,7 @@ from moe_ops.errors import describe, type_error, value_error
 from moe_ops.grouped_gemm import check_offsets, linear_gradient, product, product_flops
 from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.quantise_rows import blocks_of, expect_stored, quantised, spread
-from moe_ops.records import partial
+from moe_ops.records import leaf_name, partial
 from moe_ops.scaled_arguments import ScaledGroupedGemm
 from moe_ops.types import ScaledWeight
 from moe_ops.values import GroupedLinear, ScaledLinear
@@ -130,29 +130,30 @@ def _num_slots(args: ScaledGroupedGemm) -> int:
 
 def _check(args: ScaledGroupedGemm) -> None:
     x, linear = args.x, args.weight
-    _check_weight(linear)
+    check_scaled("weight", linear, "x", x)
     _check_rows(args)
     _checks.expect_shape("weight", linear.weight, ("E", "B", x.shape[1]))
-    if linear.bias is not None:
-        _checks.expect_shape("bias", linear.bias, linear.weight.shape[:2])
-        _checks.expect_floating("bias", linear.bias)
-    _checks.expect_same_device(
-        x.device, "x", weight=linear.weight, scale=linear.scale, bias=linear.bias, x_scale=args.x_scale
-    )
+    _checks.expect_same_device(x.device, "x", x_scale=args.x_scale)
     check_offsets(args.expert_offsets, GroupedLinear(linear.weight), "x", x)
 
 
-def _check_weight(linear: ScaledLinear) -> None:
-    weight, scale, _, rows, columns = linear
-    _checks.expect_shape("weight", weight, ("E", "B", "A"))
-    expect_stored("weight", weight)
-    _checks.expect_weight_strides("weight", weight)
-    for name, size in (("block_rows", rows), ("block_columns", columns)):
+def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor) -> None:
+    """Checks the weight in a field of a record, on the device of the argument called `reference`."""
+    weight, scale, bias, rows, columns = linear
+    _, of_scale, of_bias, *of_block = (leaf_name(field, "weight", leaf) for leaf in ScaledLinear._fields)
+    _checks.expect_shape(field, weight, ("E", "B", "A"))
+    expect_stored(field, weight)
+    _checks.expect_weight_strides(field, weight)
+    for name, size in zip(of_block, (rows, columns), strict=True):
         if size < 1:
             value_error("{}={}: expected at least 1", name, size)
     blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(weight.shape[2], columns)
-    _checks.expect_shape("scale", scale, blocks)
-    _checks.expect_floating("scale", scale)
+    _checks.expect_shape(of_scale, scale, blocks)
+    _checks.expect_floating(of_scale, scale)
+    if bias is not None:
+        _checks.expect_shape(of_bias, bias, weight.shape[:2])
+        _checks.expect_floating(of_bias, bias)
+    _checks.expect_same_device(like.device, reference, **{field: weight, of_scale: scale, of_bias: bias})
 
 
 def _check_rows(args: ScaledGroupedGemm) -> None:

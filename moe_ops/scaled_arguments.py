@@ -6,7 +6,18 @@ import torch
 from torch import Tensor
 
 from moe_ops.records import Role
-from moe_ops.values import Index, ScaledLinear
+from moe_ops.values import (
+    Epilogue,
+    ExpertWeights,
+    GroupedLinear,
+    Ids,
+    Index,
+    PairedLinear,
+    PerToken,
+    PerTokenOrNone,
+    Placement,
+    ScaledLinear,
+)
 
 
 class QuantiseRows(NamedTuple):
@@ -26,3 +37,27 @@ class ScaledGroupedGemm(NamedTuple):
     expert_offsets: Index
     sorted_slots: Annotated[Tensor | None, Role.INDEX]
     dtype: torch.dtype
+
+
+class ScaledFusedExperts(NamedTuple):
+    """Of `scaled_fused_experts`, with quantised rows."""
+
+    hidden_states: Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
+    w13: ScaledLinear
+    w2: ScaledLinear
+    topk_weights: PerToken
+    topk_ids: Ids
+    placement: Placement
+    shared: PerTokenOrNone
+    activation: str
+    epilogue: Epilogue = Epilogue()
+
+    @property
+    def experts(self) -> ExpertWeights:
+        """As those of other layers, without scales."""
+        return without_scales(self.w13, self.w2)
+
+
+def without_scales(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:
+    """Weights and biases alone."""
+    return ExpertWeights(PairedLinear(w13.weight, w13.bias), GroupedLinear(w2.weight, w2.bias))

@@ -3,8 +3,8 @@
     out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
     e      = topk_ids[t, k],  w13[e] and w2[e] times their scales
 
-It is `fused_experts` as its stage operators, eagerly and traced: `scaled_grouped_gemm` for both products, which takes
-tokens where they lie, and `quantise_rows` for what they are made from.
+With quantised rows it is one operator. With exact ones it is stage operators, eagerly and traced: `scaled_grouped_gemm`
+for both products, which takes tokens where they lie.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moe_ops import _checks, _compat, _library
-from moe_ops.activation import activation_spec, gated_activation
+from moe_ops import _autograd, _checks, _compat, _library
+from moe_ops.activation import activation_spec, gated_activation, out_features
 from moe_ops.arguments import FusedExperts
 from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
-from moe_ops.fused_experts import expect_routed, weigh_input
+from moe_ops.fused_experts import check_routed, expect_routed, fake, layer_flops, weigh_input
 from moe_ops.quantise_rows import expect_stored
-from moe_ops.scaled import scaled_linear
-from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
+from moe_ops.scaled import check_scaled, scaled_linear
+from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
 from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
-from moe_ops.values import ExpertWeights, GroupedLinear, PairedLinear, Placement, ScaledLinear
+from moe_ops.values import Placement, ScaledLinear
 
 Rows = Literal["quantised", "exact"]
 
@@ -72,49 +72,63 @@ def scaled_fused_experts(
     up, down = scaled_linear("w13", w13, w13_bias), scaled_linear("w2", w2, w2_bias)
     spec = activation_spec(activation)
     args = FusedExperts(
-        hidden_states, _weights(up, down), topk_weights, topk_ids, Placement(expert_map), shared, spec
+        hidden_states, without_scales(up, down), topk_weights, topk_ids, Placement(expert_map), shared, spec
     )
     return run(weigh_input(args) if apply_router_weight_on_input else args, up, down, rows)
 
 
-def _weights(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:
-    return ExpertWeights(PairedLinear(w13.weight, w13.bias), GroupedLinear(w2.weight, w2.bias))
-
-
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
-    return _summed(args, *expert_rows(args, w13, w2, rows))
+    layer = _checked(args, w13, w2, rows)
+    return (
+        _library.call(layer) if rows == "quantised" else _summed(layer, *_rows_of(_gate(layer), layer, rows))
+    )
 
 
 def run_around(
     activate: Callable[[Tensor], Tensor], args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
 ) -> Tensor:
     """The same with a function of [S, 2I] between the products, and sizes that fit."""
-    return _summed(args, *_rows_around(activate, args, w13, w2, rows))
+    layer = _cast(args, w13, w2, rows)
+    return _summed(layer, *_rows_of(activate, layer, rows))
 
 
 def expert_rows(
     args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
 ) -> tuple[Tensor, DispatchPlan]:
     """What the experts return [S, H], before it is weighed and summed, and where it belongs."""
+    layer = _checked(args, w13, w2, rows)
+    return _rows_of(_gate(layer), layer, rows)
+
+
+def _checked(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> ScaledFusedExperts:
     _check_sizes(args, w13, w2)
-    return _rows_around(lambda gate_up: gated_activation(gate_up, args.activation), args, w13, w2, rows)
+    return _cast(args, w13, w2, rows)
 
 
-def _rows_around(
-    activate: Callable[[Tensor], Tensor], args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
-) -> tuple[Tensor, DispatchPlan]:
-    x, up_bias, down_bias = _library.autocast((args.hidden_states, w13.bias, w2.bias))
+def _cast(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> ScaledFusedExperts:
+    x, _, weights, ids, placement, shared, activation, epilogue = args
+    x, up_bias, down_bias, shared = _library.autocast((x, w13.bias, w2.bias, shared))
     _check_rows({"hidden_states": x, "w13_bias": up_bias}, rows)
-    plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
-    gate_up = _product(x, w13._replace(bias=up_bias), plan.expert_offsets, plan.sorted_slots, rows)
-    expert_out = _product(activate(gate_up), w2._replace(bias=down_bias), plan.expert_offsets, None, rows)
-    return expert_out, plan
+    up, down = w13._replace(bias=up_bias), w2._replace(bias=down_bias)
+    return ScaledFusedExperts(x, up, down, weights, ids, placement, shared, activation, epilogue)
 
 
-def _summed(args: FusedExperts, expert_out: Tensor, plan: DispatchPlan) -> Tensor:
-    _, shared = _library.autocast((args.hidden_states, args.shared))
-    return combine(expert_out, args.topk_weights, plan.inverse, shared, *args.epilogue)
+def _gate(args: ScaledFusedExperts) -> Callable[[Tensor], Tensor]:
+    return lambda gate_up: gated_activation(gate_up, args.activation)
+
+
+def _rows_of(
+    activate: Callable[[Tensor], Tensor], args: ScaledFusedExperts, rows: Rows
+) -> tuple[Tensor, DispatchPlan]:
+    x, up, down = args[:3]
+    plan = build_dispatch(args.topk_ids, up.weight.shape[0], args.placement.expert_map)
+    gate_up = _product(x, up, plan.expert_offsets, plan.sorted_slots, rows)
+    return _product(activate(gate_up), down, plan.expert_offsets, None, rows), plan
+
+
+def _summed(args: ScaledFusedExperts, expert_out: Tensor, plan: DispatchPlan) -> Tensor:
+    return combine(expert_out, args.topk_weights, plan.inverse, args.shared, *args.epilogue)
 
 
 def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | None, rows: Rows) -> Tensor:
@@ -143,7 +157,7 @@ def is_differentiated(tensor: Tensor) -> bool:
     return _compat.unpack_dual(tensor)[1] is not None
 
 
-def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> None:
+def _check_sizes(args: FusedExperts | ScaledFusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> None:
     """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
     _checks.expect_floating("hidden_states", args.hidden_states)
     _checks.expect_shape("hidden_states", args.hidden_states, ("T", "H"))
@@ -163,3 +177,30 @@ def _check_sizes(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear) -> Non
         if linear.bias is not None:
             _checks.expect_shape(name, linear.bias, linear.weight.shape[:2])
     expect_routed(args)
+
+
+def _check(args: ScaledFusedExperts) -> None:
+    for name, linear in (("w13", args.w13), ("w2", args.w2)):
+        check_scaled(name, linear, "hidden_states", args.hidden_states)
+    out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
+    _check_sizes(args, args.w13, args.w2)
+    check_routed(args)
+
+
+def run_stages(args: ScaledFusedExperts) -> Tensor:
+    """The definition of the operator: its stages, one after the other."""
+    return _summed(args, *_rows_of(_gate(args), args, "quantised"))
+
+
+def _cuda(args: ScaledFusedExperts) -> Tensor:
+    if args.hidden_states.shape[0] == 0:
+        return fake(args)
+    return _library.launch(args) if _library.has_launches(args) else run_stages(args)
+
+
+_library.define(ScaledFusedExperts, "Tensor", check=_check, cpu=run_stages, cuda=_cuda, fake=fake)
+_autograd.define_gradient_of_formula(ScaledFusedExperts, run_stages)
+_library.define_flops(
+    ScaledFusedExperts, lambda shapes: layer_flops(shapes.topk_ids[0] * shapes.topk_ids[1], shapes.experts)
+)
+_library.define_vmap_over_tokens(ScaledFusedExperts)

@@ -13,9 +13,13 @@ from moe_ops.kernels.permute import column_block
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 from moe_ops.types import Activation
 
+_NAMES = ("NAME", "GATED", "INTERLEAVED", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT")
+NO_GATE: dict[str, Any] = dict.fromkeys(_NAMES) | {"GATED": False, "INTERLEAVED": False}
+"""`activation_args` of none."""
+
 
 @triton.jit
-def _gate_up_columns(columns, features, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def gate_up_columns(columns, features, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Columns of the gate and up values of output `columns`; the same for an ungated activation."""
     if INTERLEAVED:
         gate = columns * 2
@@ -39,7 +43,7 @@ def _activation_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < features
-    gate_columns, up_columns = _gate_up_columns(columns, features, GATED, INTERLEAVED)
+    gate_columns, up_columns = gate_up_columns(columns, features, GATED, INTERLEAVED)
     row_ptr = gate_up_ptr + offset(row, stride_s)
     gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
     up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
@@ -60,7 +64,7 @@ def _activation_backward_kernel(
     row = (tl.program_id(0) // blocks).to(tl.int64)
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < features
-    gate_columns, up_columns = _gate_up_columns(columns, features, GATED, INTERLEAVED)
+    gate_columns, up_columns = gate_up_columns(columns, features, GATED, INTERLEAVED)
     row_ptr = gate_up_ptr + offset(row, stride_s)
     gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
     up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
@@ -91,7 +95,7 @@ def _weighted_activation_backward_kernel(
     for start in range(0, features, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < features
-        gate_columns, up_columns = _gate_up_columns(columns, features, GATED, INTERLEAVED)
+        gate_columns, up_columns = gate_up_columns(columns, features, GATED, INTERLEAVED)
         gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
         up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
         grad = tl.load(grad_row_ptr + offset(columns, grad_stride_i), mask=mask, other=0.0).to(ACC)

@@ -1,4 +1,7 @@
-"""quantise_rows: the largest magnitude of each block of a row's columns, and the block over it."""
+"""quantise_rows: the largest magnitude of each block of a row's columns, and the block over it.
+
+Between the products of a layer in 8 bits rows are those of a gate, which then costs no launch and no memory.
+"""
 
 from typing import Any
 
@@ -7,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
+from moe_ops.kernels.activation import NO_GATE, gate_up_columns
+from moe_ops.kernels.common import INTERPRETED, apply_activation, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 from moe_ops.types import LEAST_LARGEST, largest_of
@@ -17,15 +21,24 @@ _LEAST = 1024  # elements of a program
 
 
 @triton.jit
-def _values(row_ptr, blocks, inside_block, columns, depth, x_stride_k):
-    """float32 [BLOCKS, COLUMNS], zeros where a block has no column."""
+def _values(
+    row_ptr, blocks, inside_block, columns, depth, x_stride_k,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCKS, COLUMNS], zeros where a block has no column; what a gate makes is rounded to its dtype first."""
     places = offset(blocks[:, None], columns) + inside_block[None, :]
     inside = (inside_block[None, :] < columns) & (places < depth)
-    return (
-        tl.load(row_ptr + offset(places, x_stride_k), mask=inside, other=0.0).to(tl.float32),
-        places,
-        inside,
-    )
+    if NAME is None:
+        value = tl.load(row_ptr + offset(places, x_stride_k), mask=inside, other=0.0)
+    else:
+        gate_columns, up_columns = gate_up_columns(places, depth, GATED, INTERLEAVED)
+        gate = tl.load(row_ptr + offset(gate_columns, x_stride_k), mask=inside, other=0.0)
+        up = tl.load(row_ptr + offset(up_columns, x_stride_k), mask=inside, other=0.0)
+        value = apply_activation(
+            gate.to(tl.float32), up.to(tl.float32), NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT
+        ).to(gate.dtype)
+    return value.to(tl.float32), places, inside
 
 
 @triton.jit
@@ -64,6 +77,8 @@ def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr, LEAS
 @triton.jit
 def quantise_rows_kernel(
     x_ptr, rows_ptr, scale_ptr, columns, depth, num_blocks, x_stride_t, x_stride_k,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block."""
@@ -75,15 +90,24 @@ def quantise_rows_kernel(
     inner = tl.arange(0, COLUMNS)
     largest = tl.zeros((BLOCKS,), tl.float32)
     if ONCE:
-        value, places, inside = _values(x_row_ptr, blocks, inner, columns, depth, x_stride_k)
+        value, places, inside = _values(
+            x_row_ptr, blocks, inner, columns, depth, x_stride_k,
+            NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+        )  # fmt: skip
         largest = _with_largest(largest, value)
         _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
     else:
         for start in range(0, columns, COLUMNS):
-            value, places, inside = _values(x_row_ptr, blocks, start + inner, columns, depth, x_stride_k)
+            value, places, inside = _values(
+                x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+            )  # fmt: skip
             largest = _with_largest(largest, value)
         for start in range(0, columns, COLUMNS):
-            value, places, inside = _values(x_row_ptr, blocks, start + inner, columns, depth, x_stride_k)
+            value, places, inside = _values(
+                x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+            )  # fmt: skip
             _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
     scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
     tl.store(scale_ptrs, scale, mask=known)
@@ -91,8 +115,12 @@ def quantise_rows_kernel(
 
 def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.quantise_rows`."""
-    num_tokens, depth = args.x.shape
-    columns = min(args.columns, depth)
+    return rows_program(args, args.x.shape[1], NO_GATE)
+
+
+def rows_program(args: Any, depth: int, gate: dict[str, Any]) -> Program:
+    """That of rows [T, depth] which `gate`, of `activation_args`, makes of `x`."""
+    num_tokens, columns = args.x.shape[0], min(args.columns, depth)
     num_blocks = cdiv(depth, columns)
     width = min(next_power_of_2(columns), _MOST)
     blocks = min(max(_LEAST // width, 1), next_power_of_2(num_blocks))
@@ -107,6 +135,7 @@ def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
         "num_blocks": num_blocks,
         "x_stride_t": args.x.strides[0],
         "x_stride_k": args.x.strides[1],
+        **gate,
         "LARGEST": largest_of(args.dtype),
         "LEAST": LEAST_LARGEST,
         "ONCE": columns <= width,

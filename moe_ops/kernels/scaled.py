@@ -129,7 +129,7 @@ def takes(args: Any, gpu: Gpu) -> bool:
 
 def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.scaled_grouped_gemm`. Raises ValueError for weights that the GPU cannot multiply in."""
-    _expect_converted(args.weight.weight.dtype, gpu)
+    expect_converted(args.weight.weight.dtype, gpu)
     num_slots = args.x.shape[0] if args.sorted_slots is None else args.sorted_slots.shape[0]
     num_experts, features, _ = args.weight.weight.shape
     kernel, config = _kernel_and_config(args, num_slots, gpu)
@@ -258,6 +258,7 @@ def _step(args: Any, kernel: Any, longest: int) -> int:
     return longest
 
 
-def _expect_converted(dtype: torch.dtype, gpu: Gpu) -> None:
+def expect_converted(dtype: torch.dtype, gpu: Gpu) -> None:
+    """Raises ValueError for weights that the GPU cannot convert."""
     if dtype == torch.float8_e4m3fn and gpu.capability < _CONVERTS_E4M3:
         raise ValueError(f"weight has dtype {dtype}: expected torch.int8 on sm_{gpu.capability}")

@@ -18,6 +18,7 @@ from moe_ops.kernels import (
     quantise_rows,
     routing,
     scaled,
+    scaled_fused,
     weight_gradient,
 )
 from moe_ops.kernels.gpu import Gpu
@@ -38,6 +39,7 @@ PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.GroupedGemmWeightBackward: weight_gradient.grouped_gemm_weight_backward_program,
     scaled_arguments.QuantiseRows: quantise_rows.quantise_rows_program,
     scaled_arguments.ScaledGroupedGemm: scaled.scaled_grouped_gemm_program,
+    scaled_arguments.ScaledFusedExperts: scaled_fused.scaled_fused_experts_program,
     of.BatchedGemm: batched.batched_gemm_program,
     of.DenseGemm: dense.dense_gemm_program,
     of.GatedActivation: activation.gated_activation_program,
@@ -67,5 +69,6 @@ TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
     of.FusedExpertsWithShared: fused.has_shared_inside,
     of.DenseGemm: dense.takes_product,
     scaled_arguments.ScaledGroupedGemm: scaled.takes,
+    scaled_arguments.ScaledFusedExperts: scaled_fused.takes,
 }
 """Whether the launches are for such arguments, of operators that a library's products run otherwise."""

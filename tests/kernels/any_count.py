@@ -168,6 +168,15 @@ def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:
     )
     rows, row_scale = hidden._replace(dtype=torch.int8), layer.of(tokens, blocks[1], dtype=torch.float32)
     yield scaled.ScaledGroupedGemm(rows, row_scale, linear, offsets, None, layer.dtype)
+    narrow = weight._replace(
+        shape=(layer.num_experts, depth, layer.inner), strides=(depth * layer.inner, layer.inner, 1)
+    )
+    down = ScaledLinear(
+        narrow, layer.of(layer.num_experts, depth, 1, dtype=torch.float32), None, 1, layer.inner
+    )
+    shared, epilogue = _joined(layer, tokens)
+    joined = _placement(layer), shared, ACTIVATION, epilogue
+    yield scaled.ScaledFusedExperts(hidden, linear, down, *_chosen(layer, tokens), *joined)
 
 
 def _fused(layer: Layer, tokens: int) -> Iterator[Any]:

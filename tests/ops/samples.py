@@ -123,6 +123,12 @@ def samples():
             (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, 2, 3, torch.float32),
             (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, None, None, SLOTS, 1, 4, torch.float32),
         ],
+        "scaled_fused_experts": [
+            (t(3, 4), whole(3, 8, 4), torch.rand(3, 4, 2), whole(3, 4, 4), torch.rand(3, 1, 2), t(3, 2), IDS)
+            + (t(3, 8), t(3, 4), None, *joined, 2, 3, 4, 2, "silu"),
+            (t(3, 4), whole(3, 4, 4), torch.rand(3, 4, 1), whole(3, 4, 4), torch.rand(3, 4, 1), t(3, 2), IDS)
+            + (*(None,) * 6, 1, 4, 1, 4, "relu2"),
+        ],
         "dense_gemm": [
             (matrix(3, 4), matrix(5, 4), matrix(5), torch.float32),
             (matrix(3, 4), matrix(4, 5).t(), None, torch.float32),
@@ -234,6 +240,14 @@ def empty_samples():
         "quantise_rows": (none, 3, torch.int8),
         "scaled_grouped_gemm": (none, whole(3, 5, 4), torch.rand(3, 5, 1), offsets, None, t(3, 5), None, 1, 4)
         + (torch.float32,),
+        "scaled_fused_experts": (
+            none,
+            whole(3, 8, 4),
+            torch.rand(3, 8, 1),
+            whole(3, 4, 4),
+            torch.rand(3, 4, 1),
+        )
+        + (weights, ids, *(None,) * 6, 1, 4, 1, 4, "silu"),
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),

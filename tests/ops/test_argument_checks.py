@@ -40,13 +40,16 @@ FREE_SIZES = {
     ("combine_backward", "expert_out", 0),
     ("routing_dispatch", "router_logits", 0),
     ("fused_experts", "expert_map", 0),
+    ("scaled_fused_experts", "expert_map", 0),
     ("batch_invariant_experts", "expert_map", 0),
     ("fused_experts_with_shared", "expert_map", 0),
     ("fused_experts_formula", "expert_map", 0),
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
 FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights", "scale", "x_scale"}
+FREE_DTYPES |= {"w13_scale", "w2_scale"}
 FREE_DTYPES |= {f"operand{index}" for index in range(4)}
+FREE_FLOATS = {("scaled_fused_experts", "w13_bias"), ("scaled_fused_experts", "w2_bias")}
 ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones too
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation", "quantise_rows", "scaled_grouped_gemm"}
 
@@ -103,7 +106,7 @@ def test_dtypes_that_differ(name, argument):
     good = args[position]
     if (
         argument in FREE_DTYPES
-        or (name, argument) in ANY_DTYPE
+        or (name, argument) in ANY_DTYPE | FREE_FLOATS
         or (good.is_floating_point() and name in NO_OTHER_FLOATS)
     ):
         return

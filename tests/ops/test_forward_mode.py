@@ -43,6 +43,7 @@ def dispatched_weights(logits):
 
 PLAN = moe_ops.DispatchPlan(SLOTS, INVERSE, OFFSETS)
 WHOLE, SCALE = whole(3, 5, 4), torch.rand(3, 3, 2)
+WHOLE13, SCALE13, TOKENS = whole(3, 8, 5), torch.rand(3, 8, 2) / 100, torch.randn(3, 5, dtype=torch.float64)
 W13, W2, B13, B2 = (3, 10, 4), (3, 4, 5), (3, 10), (3, 4)
 FORMULA = (
     "a0=expert*5+0+column*1|a1=expert*1+0+column*0|t0=tanh(gate)|t1=mul(t0,a0)|t2=add(up,a1)|t3=mul(t1,t2)|t3"
@@ -65,6 +66,29 @@ CALLS = {
     "scaled_grouped_gemm": (
         lambda x, b: OPS.scaled_grouped_gemm(x, WHOLE, SCALE, OFFSETS, None, b, None, 2, 3, x.dtype),
         [(6, 4), (3, 5)],
+    ),
+    "scaled_fused_experts": (
+        lambda w, b, shared, gate, residual: OPS.scaled_fused_experts(
+            TOKENS,
+            WHOLE13,
+            SCALE13,
+            WHOLE,
+            SCALE,
+            w,
+            IDS,
+            None,
+            b,
+            None,
+            shared,
+            gate,
+            residual,
+            1,
+            4,
+            2,
+            3,
+            "silu",
+        ),
+        [(3, 2), (3, 5), (3, 5), (3, 1), (3, 5)],
     ),
     "dense_gemm": (moe_ops.dense_gemm, [(3, 4), (5, 4), (5,)]),
     "batch_invariant_gemm": (

@@ -1,0 +1,117 @@
+"""The program of `moe.scaled_fused_experts`, in two forms.
+
+For a token in float8 it is two products of single rows, without a sort; else its stages' launches, with the gate in
+that which quantises its rows.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moe_ops.kernels.activation import NO_GATE, activation_args
+from moe_ops.kernels.combine import combine_launch
+from moe_ops.kernels.dispatch import dispatch_launches
+from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.program import Argument, Buffer, Descriptor, Launch, Program, Ref, TensorMeta
+from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
+from moe_ops.kernels.scaled import expect_converted, scaled_grouped_gemm_program
+from moe_ops.kernels.scaled_decode import multiplies_rows, scaled_gemv_launch
+from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
+from moe_ops.types import Activation
+
+
+def takes(args: Any, gpu: Gpu) -> bool:
+    """Whether the launches are for such arguments, see `scaled.takes`."""
+    return args.hidden_states.dtype != torch.float64
+
+
+def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
+    """The program of `moe.scaled_fused_experts`."""
+    return _of_a_token(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
+
+
+def _of_a_token(args: Any, gpu: Gpu) -> Program:
+    expect_converted(args.w13.weight.dtype, gpu)
+    x, w13, w2 = args.hidden_states, args.w13, args.w2
+    (hidden_size, features), num_slots = w2.weight.shape[1:], math.prod(args.topk_ids.shape)
+    activated = Buffer("activated", (num_slots, features), x.dtype)
+    expert_out = Buffer("expert_out", (num_slots, hidden_size), x.dtype)
+    inverse = Buffer("inverse", (num_slots,), torch.int32)
+    tokens = quantise_rows_program(QuantiseRows(x, w13.block_columns, w13.weight.dtype), gpu)
+    rows = quantise_rows_program(QuantiseRows(activated.meta, w2.block_columns, w2.weight.dtype), gpu)
+    tokens = _named(tokens, x="hidden_states", rows="token_rows", row_scale="token_scale")
+    rows = _named(rows, x=activated.name, rows="slot_rows", row_scale="slot_scale")
+    gate = activation_args(Activation.from_spec(args.activation))
+    up = scaled_gemv_launch(args, "token", "w13", activated, gate)
+    down = scaled_gemv_launch(args, "slot", "w2", expert_out, NO_GATE)
+    combined, combine = combine_launch(expert_out.meta, args)
+    buffers = (*tokens.buffers, inverse, activated, *rows.buffers, expert_out, combined)
+    return Program(buffers, (*tokens.launches, up, *rows.launches, down, combine), (combined.name,))
+
+
+def _sorted(args: Any, gpu: Gpu) -> Program:
+    x, w13, w2 = args.hidden_states, args.w13, args.w2
+    sorting, sorts = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
+    slots, _, offsets = (buffer.meta for buffer in sorting[:3])
+    tokens = quantise_rows_program(QuantiseRows(x, w13.block_columns, w13.weight.dtype), gpu)
+    up = _product(tokens, w13, offsets, slots, x.dtype, gpu)
+    rows = _gated(up.buffers[-1].meta, w2, args.activation)
+    down = _product(rows, w2, offsets, None, x.dtype, gpu)
+    combined, combine = combine_launch(down.buffers[-1].meta, args)
+    parts = (
+        _named(tokens, x="hidden_states", rows="token_rows", row_scale="token_scale"),
+        _named(up, **_operands("w13", "token"), product="gate_up"),
+        _named(rows, x="gate_up", rows="slot_rows", row_scale="slot_scale"),
+        _named(down, **_operands("w2", "slot"), product="expert_out"),
+    )
+    buffers = dict.fromkeys([*sorting, *(each for part in parts for each in part.buffers), combined])
+    return Program(tuple(buffers), (*sorts, *_once(parts), combine), (combined.name,))
+
+
+def _product(
+    rows: Program, linear: Any, offsets: TensorMeta, slots: TensorMeta | None, dtype: torch.dtype, gpu: Gpu
+) -> Program:
+    x, scale = (buffer.meta for buffer in rows.buffers)
+    return scaled_grouped_gemm_program(ScaledGroupedGemm(x, scale, linear, offsets, slots, dtype), gpu)  # type: ignore[arg-type]  # metadata
+
+
+def _gated(gate_up: TensorMeta, linear: Any, activation: str) -> Program:
+    """What `linear` is given: rows of the gate."""
+    rows = QuantiseRows(gate_up, linear.block_columns, linear.weight.dtype)  # type: ignore[arg-type]  # metadata
+    return rows_program(rows, linear.weight.shape[2], activation_args(Activation.from_spec(activation)))
+
+
+def _operands(name: str, rows: str) -> dict[str, str]:
+    """What a product's tensors are called in a layer."""
+    given = {"weight": name, "scale": f"{name}_scale", "bias": f"{name}_bias"}
+    return given | {"x": f"{rows}_rows", "x_scale": f"{rows}_scale"}
+
+
+def _named(program: Program, **names: str) -> Program:
+    """The same with other names of tensors."""
+    buffers = tuple(buffer._replace(name=names.get(buffer.name, buffer.name)) for buffer in program.buffers)
+    launches = tuple(
+        replace(launch, args={key: _renamed(value, names) for key, value in launch.args.items()})
+        for launch in program.launches
+    )
+    return Program(buffers, launches, tuple(names.get(name, name) for name in program.outputs))
+
+
+def _renamed(argument: Argument, names: Mapping[str, str]) -> Argument:
+    if isinstance(argument, Ref):
+        return Ref(names.get(argument.name, argument.name))
+    if isinstance(argument, Descriptor):
+        return replace(argument, source=names.get(argument.source, argument.source))
+    return argument
+
+
+def _once(parts: tuple[Program, ...]) -> list[Launch]:
+    """The launches of all, of a tile map that two products share only the first."""
+    kept: dict[Any, Launch] = {}
+    for launch in (launch for part in parts for launch in part.launches):
+        tiles = launch.args.get("tiles_ptr") if "offsets_ptr" in launch.args else None
+        kept.setdefault(tiles or id(launch), launch)
+    return list(kept.values())
