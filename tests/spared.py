@@ -15,7 +15,7 @@ def spare() -> None:
     """From now on, for what is imported already: a process of tests that compile nothing is not made to import it."""
     traces = logging.getLogger("torch.__trace")
     traces.handlers.clear()
-    traces.addHandler = lambda handler: None  # type: ignore[method-assign]
+    traces.addHandler = lambda handler: None
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0
     if propagation := sys.modules.get("torch._inductor.dtype_propagation"):
