@@ -13,7 +13,7 @@ from tests.passes.stacks import block, exact, tokens, weights
 
 
 @pytest.mark.parametrize(
-    ("after", "trains"), mixed(("torch", "original_aten", "inductor_node", False), (False, True))
+    ("after", "trains"), mixed(("torch", "original_aten", "inductor_node", False), (True, False))
 )
 def test_kernels_named_after_what_was_called(after, trains):
     torch._dynamo.reset()
