@@ -1,16 +1,21 @@
 """torch's compilers without what they do in vain, a fifteenth of their time in tests. No graph depends on it.
 
 Dynamo flushes the processor's caches after each compile to time its guards for a log. Inductor has one object that
-knows the dtype of an operator's result, and makes it again for each operator of a kernel. Test-only: it replaces
-private names of torch.
+knows the dtype of an operator's result, and makes it again for each operator of a kernel. pytest listens to every
+logger that does not propagate, and while anybody listens to that of traces, torch prints each graph a dozen times.
+Test-only: it replaces private names of torch.
 """
 
+import logging
 import sys
 from typing import Any
 
 
 def spare() -> None:
     """From now on, for what is imported already: a process of tests that compile nothing is not made to import it."""
+    traces = logging.getLogger("torch.__trace")
+    traces.handlers.clear()
+    traces.addHandler = lambda handler: None
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0
     if propagation := sys.modules.get("torch._inductor.dtype_propagation"):

@@ -94,11 +94,13 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
     Raises:
         Refusal: what experts give is not added up, weighed by one tensor [T, K], or something else reads it.
     """
-    found = list(ends(graph, given.parts))
+    found, columns = list(ends(graph, given.parts)), _columns(given.parts)
+    few = {tokens: _Few(columns, indices, tokens) for tokens in {*map(len, tried)}}
     for root in found:
         for score, numbers in product(SCORES, _candidates(root, given, indices)):
-            between = cut([root], {numbers, indices.ids, *given.parts}.__contains__)
-            if all(_agrees(between, numbers, score, given, indices, each) for each in enumerate(tried)):
+            steps = _steps(cut([root], {numbers, indices.ids, *given.parts}.__contains__), given.parts)
+            samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
+            if all(_agrees(steps, numbers, score, given, each) for each in samples):
                 return WeightedSum(numbers, root, score)
     raise Refusal(
         found[0], f"{describe(found[0])} is not the sum of what experts give, weighed by one tensor"
@@ -166,24 +168,53 @@ def _candidates(root: Node, given: Given, indices: Indices) -> Iterator[Node]:
             yield node
 
 
+class _Steps(NamedTuple):
+    """How a sum is computed: first what is made of weights, then what is made of rows."""
+
+    between: Cut
+    behind: set[Node]
+    """Rows, and what is made of them."""
+    constants: list[Node]
+    """What rows alone meet."""
+    others: list[Node]
+
+
+def _steps(between: Cut, parts: Iterable[Node]) -> _Steps:
+    behind = {*parts}
+    for node in between.nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    constants = [node for node in between.nodes if node not in behind and _is_constant(node, behind)]
+    others = [node for node in between.nodes if node not in behind and node not in constants]
+    return _Steps(between, behind, constants, others)
+
+
+def _is_constant(node: Node, behind: set[Node]) -> bool:
+    """Whether rows alone meet what is filled, or holds anything yet."""
+    return node.target in (aten.full.default, aten.empty.memory_format) and behind.issuperset(readers(node))
+
+
 def _agrees(
-    between: Cut, numbers: Node, score: Score, given: Given, indices: Indices, sample: tuple[int, Tensor]
+    steps: _Steps, numbers: Node, score: Score, given: Given, sample: tuple["_Few", int, Tensor]
 ) -> bool:
     """Whether the sum is ours for ids [T, K]: of numbers large, small and negative.
 
     With ids out of range it is ours, or these are none that PyTorch takes.
     """
-    place, ids = sample
+    few, place, ids = sample
+    indices = few.indices
     generator = torch.Generator().manual_seed(0)
     weights, power = torch.randn(2, *ids.shape, generator=generator, dtype=torch.float64)
     weights = weights * 10 ** (2 * power)
     rows = torch.randn(len(ids), given.number, _COLUMNS, generator=generator, dtype=torch.float64)
     in_range = (ids >= 0) & (ids < indices.num_experts)
-    known: dict[Node, Any] = {leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, between.leaves)}
+    known: dict[Node, Any] = {
+        leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, steps.between.leaves)
+    }
     known |= {indices.ids: indices.in_shape(ids), numbers: indices.in_shape(weights)}
     parts = {node: part(rows, place) for node, part in given.parts.items()}
     try:
-        ours = _computed(between, known, parts, _Few(_columns(given.parts), indices, len(ids)))
+        ours = _computed(steps, known, parts, few)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
         return not bool(in_range.all())
     kept = score(weights).where(in_range, 0.0).unsqueeze(-1)
@@ -193,15 +224,20 @@ def _agrees(
     return is_alike and bool(((ours - wanted).abs() <= _CLOSE * terms.abs().sum(1)).all())
 
 
-class _Few(NamedTuple):
+class _Few:
     """How rows are tried: with few of their `columns`, of so many tokens."""
 
-    columns: int
-    indices: Indices
-    tokens: int
+    def __init__(self, columns: Any, indices: Indices, tokens: int) -> None:
+        self.columns, self.indices, self.tokens = columns, indices, tokens
+        self._shapes: dict[Node, list[int]] = {}  # asked for in every trial
 
     def shape(self, node: Node) -> list[int]:
         """The shape that rows have then. Raises ValueError where that is not known."""
+        if node not in self._shapes:
+            self._shapes[node] = self._shape(node)
+        return self._shapes[node]
+
+    def _shape(self, node: Node) -> list[int]:
         value = node.meta["val"]
         shape, place = value.shape, _place(value, self.columns)
         sizes = [self.indices.given(each, self.tokens) for each in shape]
@@ -223,25 +259,15 @@ class _Few(NamedTuple):
         return column.expand(few)
 
 
-def _computed(between: Cut, known: Mapping[Node, Any], parts: Mapping[Node, Tensor], few: _Few) -> Tensor:
+def _computed(steps: _Steps, known: Mapping[Node, Any], parts: Mapping[Node, Tensor], few: _Few) -> Tensor:
     """What is at the end: weights are computed first, then rows, of few columns."""
     rows = {node: part.reshape(few.shape(node)) for node, part in parts.items()}
-    behind = {*parts}
-    for node in between.nodes:
-        if not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
-    others = [node for node in between.nodes if node not in behind]
-    filled = {node: _filled(node, few) for node in others if _is_constant(node, behind)}
-    values = evaluate([node for node in others if node not in filled], known) | filled | rows
-    for node in between.nodes:
-        if node in behind:
-            values[node] = _row(node, values, behind, few)
-    return values[between.nodes[-1]]
-
-
-def _is_constant(node: Node, behind: set[Node]) -> bool:
-    """Whether rows alone meet what is filled, or holds anything yet."""
-    return node.target in (aten.full.default, aten.empty.memory_format) and behind.issuperset(readers(node))
+    filled = {node: _filled(node, few) for node in steps.constants}
+    values = evaluate(steps.others, known) | filled | rows
+    for node in steps.between.nodes:
+        if node in steps.behind:
+            values[node] = _row(node, values, steps.behind, few)
+    return values[steps.between.nodes[-1]]
 
 
 def _filled(node: Node, few: _Few) -> Tensor:

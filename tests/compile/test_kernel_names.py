@@ -8,12 +8,13 @@ import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import inductor_passes
-from tests.helpers import assert_matches_oracle, fresh_graphs
+from tests.helpers import assert_matches_oracle, fresh_graphs, mixed
 from tests.passes.stacks import block, exact, tokens, weights
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
-@pytest.mark.parametrize("after", ["torch", "original_aten", "inductor_node", False])
+@pytest.mark.parametrize(
+    ("after", "trains"), mixed(("torch", "original_aten", "inductor_node", False), (True, False))
+)
 def test_kernels_named_after_what_was_called(after, trains):
     torch._dynamo.reset()
     x, layers = tokens().requires_grad_(trains), weights(1)

@@ -1,5 +1,6 @@
 """A graph's C++ kernels are compiled together: fewer libraries, the same numbers, nobody else's code changes."""
 
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 import inductor_passes
 from inductor_passes import _compat_kernels
 from tests.forked import run_python
-from tests.helpers import fresh_graphs
+from tests.helpers import fresh_graphs, usually
 from tests.passes.stacks import block, tokens, weights
 
 TOGETHER = "async_compile = KernelsTogether("
@@ -169,8 +170,13 @@ def _dense(x, weights):
     return x.sin().sum(0) @ weights[0] + x
 
 
-@pytest.mark.parametrize("trains", [False, True], ids=["", "trains"])
-@pytest.mark.parametrize("function", [block, _branches, _dense])
+@pytest.mark.parametrize(
+    ("function", "trains"),
+    usually(
+        itertools.product([block, _branches, _dense], [False, True]),
+        [(block, False), (block, True), (_branches, False), (_dense, True)],
+    ),
+)
 def test_which_code_asks_for_it(function, trains):
     x, (layer,) = tokens().requires_grad_(trains), weights(1)
     compiled = torch.compile(function, options=inductor_passes.options())

@@ -65,6 +65,11 @@ class Range(Enum):
     NARROW = "narrow"
     WIDE = "wide"
 
+    @property
+    def floats(self) -> tuple[torch.dtype, ...]:
+        """float32 lies between what runs most and what takes most registers; products have it always."""
+        return FLOATS if self is Range.WIDE else (torch.bfloat16, torch.float64)
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -100,12 +105,12 @@ def decode(gpu: Gpu, size: Range) -> Iterator[Planned]:
     acts = ACTIVATIONS if wide else (SITU,)
     layouts = [(False, depth, 64) for depth in deep] + list(itertools.product((True,), deep, (64, 37)))
     few = ((False, 37, 64), (False, 14336, 64), (True, 14336, 64), (True, 14336, 37))
-    for dtype, (transposed, depth, width) in itertools.product(FLOATS, layouts if wide else few):
+    for dtype, (transposed, depth, width) in itertools.product(size.floats, layouts if wide else few):
         for top_k in top_ks:
             yield from _token(gpu, dtype, transposed, top_k, (width, depth), HALVES)[1:]
         for act in acts:
             yield from _token(gpu, dtype, transposed, 1, (depth, width), act)[: 2 if transposed else 1]
-    for dtype, (top_k, *sizes, features) in itertools.product(FLOATS, BESIDE if wide else BESIDE[:1]):
+    for dtype, (top_k, *sizes, features) in itertools.product(size.floats, BESIDE if wide else BESIDE[:1]):
         yield from _token(gpu, dtype, False, top_k, sizes, HALVES, features)
 
 
@@ -167,9 +172,7 @@ def _product(gpu, dtype, act, sizes, biased) -> Iterator[Planned]:
         if gemm_config.sorts_rows_first(replace(gemm, num_slots=1 << 20)):
             kinds["in order"] = gemm
     for kind, each in kinds.items():
-        name = (
-            f"{dtype} {kind} act={act} transposed={transposed} depth={depth} rows={mean_rows} bias={biased}"
-        )
+        name = f"{dtype} {kind} {act=!s} {transposed=} {depth=} rows={mean_rows} {biased=}"
         yield from _planned(name, *grouped_gemm.plan(each), dtype)
 
 
@@ -177,11 +180,8 @@ def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Products wide enough for tiles of mixed heights, on the GPUs that get them."""
     acts = (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS)
     for act, transposed in itertools.product(acts, (False, True)):
-        (bias,), weight = (
-            _metas(torch.bfloat16, (8, 4096)),
-            _weight(8, 4096, 2880, torch.bfloat16, transposed),
-        )
-        (x,) = _metas(torch.bfloat16, (256, 2880))
+        bias, x = _metas(torch.bfloat16, (8, 4096), (256, 2880))
+        weight = _weight(8, 4096, 2880, torch.bfloat16, transposed)
         linear = operands("weight", PairedLinear(weight, bias))
         gemm = Gemm(Operand("x", x), linear, "out", 512, gpu, 2, act, tail=True)
         name = f"mixed act={act} transposed={transposed}"
@@ -193,7 +193,7 @@ def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
 def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows set aside for each expert: the block sizes of few and of many, by TMA and not."""
     depths = (2048, 2040, 511) if size is Range.WIDE else (2048,)
-    for dtype, max_tokens, depth in itertools.product(FLOATS, (4, 12, 40, 1024), depths):
+    for dtype, max_tokens, depth in itertools.product(size.floats, (4, 12, 40, 1024), depths):
         x, weight = meta(8, max_tokens, depth, dtype=dtype), meta(8, 1024, depth, dtype=dtype)
         program = program_of("batched_gemm", x, weight, meta(8, dtype=torch.int32), gpu=gpu)
         yield from _programs(f"{dtype} M={max_tokens} depth={depth}", dtype, program)
@@ -203,7 +203,7 @@ def few_tokens(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Routers and wide products: a program's row and warps for every length of it."""
     sizes = ((1, 8), (8, 8), (1, 4096)) if size is Range.WIDE else ((8, 8),)
     depths = (511, 2880, 4096, 7168) if size is Range.WIDE else (511, 2880, 7168)
-    for dtype, depth, (tokens, features) in itertools.product(FLOATS, depths, sizes):
+    for dtype, depth, (tokens, features) in itertools.product(size.floats, depths, sizes):
         args = DenseGemm(*_metas(dtype, (tokens, depth), (features, depth), (features,)), dtype)
         if dense.takes_product(args, gpu):
             yield from _programs(
@@ -214,7 +214,7 @@ def few_tokens(gpu: Gpu, size: Range) -> Iterator[Planned]:
 def gradients(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Weight gradients: blocks follow the smaller sizes."""
     sides = (1, 20, 40, 100, 1000, 1024) if size is Range.WIDE else (100, 1024)
-    for dtype, features, depth in itertools.product(FLOATS, sides, sides):
+    for dtype, features, depth in itertools.product(size.floats, sides, sides):
         grad, x = meta(4096, features, dtype=dtype), meta(4096, depth, dtype=dtype)
         program = program_of("grouped_gemm_weight_backward", grad, x, meta(17, dtype=torch.int32), gpu=gpu)
         yield from _programs(f"{dtype} {features} x {depth}", dtype, program)
@@ -229,7 +229,7 @@ def rows(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """permute, combine and activations with their gradients."""
     wide = size is Range.WIDE
     acts, top_ks = (ACTIVATIONS, (1, 2, 8, 128)) if wide else ((SITU,), (8, 128))
-    for dtype, columns in itertools.product(FLOATS, (40, 511, 4096) if wide else (511,)):
+    for dtype, columns in itertools.product(size.floats, (40, 511, 4096) if wide else (511,)):
         tokens, slots = meta(64, columns, dtype=dtype), meta(64 * 8, dtype=torch.int32)
         by_slot, name = meta(64 * 8, columns, dtype=dtype), f"{dtype} {columns} columns"
         gathers = program_of("permute", tokens, slots), program_of("permute_backward", by_slot, slots, 64)
@@ -305,7 +305,7 @@ def shared(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """A shared expert for a token or two."""
     depths = (37, 512, 1000, 2048, 4096, 7168) if size is Range.WIDE else (37, 7168)
     acts = ACTIVATIONS if size is Range.WIDE else (SITU,)
-    for dtype, depth, act, tokens in itertools.product(FLOATS, depths, acts, (1, 2)):
+    for dtype, depth, act, tokens in itertools.product(size.floats, depths, acts, (1, 2)):
         w13 = meta(2 * 104 if act.is_gated else 104, depth, dtype=dtype)
         x, w2, weights = meta(tokens, depth, dtype=dtype), meta(depth, 104, dtype=dtype), meta(tokens, 1)
         program = shared_alone(x, w13, w2, weights, activation=act, gpu=gpu)
@@ -317,7 +317,7 @@ def exchanges(gpu: Gpu, size: Range) -> Iterator[Planned]:
     columns = (511, 2048, 7168, 16384) if size is Range.WIDE else (511, 7168)
     ranks = (2, 4, 8) if size is Range.WIDE else (2,)
     rows = (1, 128, 4096) if size is Range.WIDE else (1, 4096)
-    for dtype, width, num_ranks, most in itertools.product(FLOATS, columns, ranks, rows):
+    for dtype, width, num_ranks, most in itertools.product(size.floats, columns, ranks, rows):
         for program in catalogue.exchanges(dtype, (num_ranks, most, width), gpu):
             name = f"{dtype} H={width} W={num_ranks} M={most}"
             for planned in _programs(name, dtype, program):

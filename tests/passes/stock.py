@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-HIDDEN, EXPERTS, INTERMEDIATE, TOP_K = 64, 13, 32, 3
+HIDDEN, EXPERTS, INTERMEDIATE, TOP_K = 64, 6, 32, 3
 
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -21,19 +21,21 @@ class Layer(NamedTuple):
     w2: Tensor
 
 
-def layer(tokens: int, dtype: torch.dtype = torch.bfloat16, dynamic: bool = False) -> Layer:
+def layer(
+    tokens: int, dtype: torch.dtype = torch.bfloat16, dynamic: bool = False, experts: int = EXPERTS
+) -> Layer:
     """Seeded. The first columns of a token are its logits, a permutation of numbers far apart: no rounding ties any."""
     generator = torch.Generator().manual_seed(tokens)
     shapes = (
         (tokens, HIDDEN),
-        (EXPERTS, HIDDEN),
-        (EXPERTS, 2 * INTERMEDIATE, HIDDEN),
-        (EXPERTS, HIDDEN, INTERMEDIATE),
+        (experts, HIDDEN),
+        (experts, 2 * INTERMEDIATE, HIDDEN),
+        (experts, HIDDEN, INTERMEDIATE),
     )
     made = Layer(*(torch.randn(shape, generator=generator).to(dtype) / 4 for shape in shapes))
-    ranks = torch.rand(tokens, EXPERTS, generator=generator).argsort(-1)
-    made.hidden_states[:, :EXPERTS] = (ranks - EXPERTS // 2) / 4
-    made.router_weight.copy_(torch.eye(EXPERTS, HIDDEN))
+    ranks = torch.rand(tokens, experts, generator=generator).argsort(-1)
+    made.hidden_states[:, :experts] = (ranks - experts // 2) / 4
+    made.router_weight.copy_(torch.eye(experts, HIDDEN))
     if dynamic:
         torch._dynamo.mark_dynamic(made.hidden_states, 0)
     return made

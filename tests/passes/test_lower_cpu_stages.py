@@ -84,8 +84,7 @@ def test_routers(routing, dtype, tokens):
     torch.testing.assert_close(weights, expected[0])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("is_transposed", "dynamic"), mixed((False, True), (False, True)))
 def test_a_router_is_computed_once_whatever_reads_it(is_transposed, dynamic):
     """Not for each of K experts again, nor in the loop over a token's columns; logits may lie in any order."""
     written = []

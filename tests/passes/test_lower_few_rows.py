@@ -43,7 +43,7 @@ def trained(layer, leaves):
 
 @pytest.mark.parametrize(
     ("tokens", "bias", "dtype", "transposed"),
-    mixed((1, 2, 5), (False, True), (torch.float64, torch.float32, torch.bfloat16), (False, True), rounds=2),
+    mixed((1, 2, 5), (False, True), (torch.float64, torch.float32, torch.bfloat16), (False, True)),
     ids=str,
 )
 def test_gradients(tokens, bias, dtype, transposed):

@@ -38,22 +38,22 @@ class TestGolden(expecttest.TestCase):
         self.assertExpectedInline(
             result.after,
             """\
-%0 = input() : bfloat16[13, 64]
-%1 = aten.permute.default(%0, [1, 0]) : bfloat16[64, 13]
+%0 = input() : bfloat16[6, 64]
+%1 = aten.permute.default(%0, [1, 0]) : bfloat16[64, 6]
 %2 = input() : bfloat16[T0, 64]
-%3 = aten.mm.default(%2, %1) : bfloat16[T0, 13]
+%3 = aten.mm.default(%2, %1) : bfloat16[T0, 6]
 %4 = moe.topk_routing.default(%3, None, 'top_k=3') : 2 tensors
 %5 = getitem(%4, 1) : int32[T0, 3]
 %6 = getitem(%4, 0) : float32[T0, 3]
-%7 = moe.build_dispatch.default(%5, None, 13) : 3 tensors
-%8 = getitem(%7, 2) : int32[14]
+%7 = moe.build_dispatch.default(%5, None, 6) : 3 tensors
+%8 = getitem(%7, 2) : int32[7]
 %9 = getitem(%7, 1) : int32[3*T0]
 %10 = getitem(%7, 0) : int32[3*T0]
 %11 = moe.permute.default(%2, %10) : bfloat16[3*T0, 64]
-%12 = input() : bfloat16[13, 64, 64]
+%12 = input() : bfloat16[6, 64, 64]
 %13 = moe.grouped_gemm.default(%11, %12, %8, None, None, None) : bfloat16[3*T0, 64]
 %14 = moe.gated_activation.default(%13, 'silu') : bfloat16[3*T0, 32]
-%15 = input() : bfloat16[13, 64, 32]
+%15 = input() : bfloat16[6, 64, 32]
 %16 = moe.grouped_gemm.default(%14, %15, %8, None, None, None) : bfloat16[3*T0, 64]
 %17 = moe.combine.default(%16, %6, %9, None, None, None) : bfloat16[T0, 64]
 return [%17]""",

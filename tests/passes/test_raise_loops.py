@@ -121,15 +121,15 @@ def test_gate_and_up_in_tensors_of_their_own(dynamic):
 NOT_THE_SUM = "aten.add.Tensor is not the sum of what experts give, weighed by one tensor"
 OTHER = {
     "one expert has another gate": (
-        {"gate": lambda gate_up, expert: swiglu(gate_up if expert != 7 else -gate_up)},
+        {"gate": lambda gate_up, expert: swiglu(gate_up if expert != 4 else -gate_up)},
         "the experts of the loop have different gates",
     ),
     "one expert has another input": (
-        {"first": lambda x, w13, expert: F.linear(x if expert != 7 else x + 1, w13[expert])},
+        {"first": lambda x, w13, expert: F.linear(x if expert != 4 else x + 1, w13[expert])},
         "an expert of the loop reads something else than the others",
     ),
     "one expert reads another's product": (
-        {"second": lambda rows, w2, expert: F.linear(rows, w2[{7: 8, 8: 7}.get(expert, expert)])},
+        {"second": lambda rows, w2, expert: F.linear(rows, w2[{4: 5, 5: 4}.get(expert, expert)])},
         "an expert of the loop reads something else than the others",
     ),
     "a gate that tells tokens apart": (
@@ -158,7 +158,7 @@ OTHER = {
         NOT_THE_SUM,
     ),
     "weighed by other weights": (
-        {"weight": lambda weights, ids, expert: weigh(weights + (expert == 7), ids, expert)},
+        {"weight": lambda weights, ids, expert: weigh(weights + (expert == 4), ids, expert)},
         NOT_THE_SUM,
     ),
     "weights that no ids choose": (
@@ -211,7 +211,7 @@ def test_a_part_of_the_experts_is_no_layer():
 
 
 def test_a_product_that_something_else_reads_stays():
-    parts = {"result": lambda total, terms, firsts: (total, firsts[7])}
+    parts = {"result": lambda total, terms, firsts: (total, firsts[4])}
     result = rewrite(looped_with(**parts), *layer(5), passes=PIPELINE)
     assert not result.log.raised
     assert "is also read by" in result.reasons[0]

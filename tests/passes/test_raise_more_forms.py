@@ -7,6 +7,7 @@ from torch.nn import functional as F
 import moe_ops
 from inductor_passes.pipeline import FUSIONS, RAISES
 from inductor_passes.raising import RaiseExperts, indices
+from tests.helpers import mixed
 from tests.passes.at_once import AT_ONCE, routed
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import (
@@ -110,9 +111,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("tokens, dynamic", [(TOKENS, False), (TOKENS, True), (1, False)])
-@pytest.mark.parametrize("form", FORMS)
-def test_forms(form, tokens, dynamic):
+@pytest.mark.parametrize(("form", "size"), mixed(FORMS, ((TOKENS, False), (1, False), (TOKENS, True))))
+def test_forms(form, size):
+    tokens, dynamic = size
     inputs = layer(tokens, dynamic=dynamic)
     result, out = computed(FORMS[form], *inputs, passes=(*RAISES, *FUSIONS))
     assert result.ops() in (["fused_moe"], ["fused_moe_formula"]) and not result.reasons

@@ -252,7 +252,7 @@ ELSEWHERE = {
     ),
     "offsets from outside": (
         _offsets_from_outside,
-        (layer(9)[0], torch.arange(1, 14, dtype=torch.int32), torch.arange(27), *layer(9)[2:]),
+        (layer(9)[0], torch.arange(1, EXPERTS + 1, dtype=torch.int32), torch.arange(27), *layer(9)[2:]),
         "expert ids come from the graph input",
     ),
     "another gate with a mask": (

@@ -11,12 +11,11 @@ from inductor_passes.pipeline import RAISES
 from tests.helpers import relative_error
 from tests.passes import stock
 from tests.passes.capture import computed
-from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, swiglu
+from tests.passes.stock import HIDDEN, TOP_K, swiglu
 from tests.passes.strangers import dense
-from tests.passes.test_before_autograd import float32
 from tests.passes.test_raise_ids_twice import best, best_of_heads, best_sorted
 
-TOKENS, FEWER = 9, 10
+TOKENS, EXPERTS, FEWER = 9, 13, 10
 """Fewer experts than logits: ids of those between are out of range."""
 IDS = torch.arange(TOKENS * TOP_K).view(TOKENS, TOP_K) % EXPERTS
 
@@ -51,8 +50,12 @@ def exactly(x, weights, experts, w13, w2):
     return total
 
 
+def float32(tokens=TOKENS):
+    return stock.layer(tokens, torch.float32, experts=EXPERTS)
+
+
 def from_ids(ids: Tensor, dtype=torch.float32):
-    x, _, w13, w2 = stock.layer(TOKENS, dtype)
+    x, _, w13, w2 = stock.layer(TOKENS, dtype, experts=EXPERTS)
     weights = torch.rand(TOKENS, TOP_K, generator=torch.Generator().manual_seed(1)).to(dtype)
     return x, weights, ids, w13[:FEWER].contiguous(), w2[:FEWER].contiguous()
 
@@ -127,7 +130,7 @@ def test_ids_from_outside_that_are_too_large_stay():
 @pytest.mark.parametrize("how", [*KNOWN, *NOT_KNOWN])
 def test_what_is_known_of_ids(how):
     ids_of, ids = {**KNOWN, **NOT_KNOWN}[how], IDS - EXPERTS // 2
-    x, router, w13, w2 = float32(TOKENS)
+    x, router, w13, w2 = float32()
     w13, w2 = w13[:FEWER].contiguous(), w2[:FEWER].contiguous()
     result, (out, ids, weights) = run_on(from_router(ids_of), x, router, ids, w13, w2)
     assert bool(result.log.raised) == (how in KNOWN)
@@ -285,7 +288,7 @@ def in_bfloat16(inputs):
 @pytest.mark.parametrize("how", LEFT_OUT)
 def test_ids_out_of_range_that_add_nothing_are_raised(how):
     combine, parts = LEFT_OUT[how]
-    x, router, w13, w2 = in_bfloat16(float32(TOKENS))
+    x, router, w13, w2 = in_bfloat16(float32())
     result, out = run_on(_of_more_logits(combine, **parts), x, router, w13, w2)
     assert [each.kind for each in result.log.raised] == ["experts"]
     weights, ids = best(x, router)
@@ -296,7 +299,7 @@ def test_ids_out_of_range_that_add_nothing_are_raised(how):
 @pytest.mark.parametrize("how", READ)
 def test_ids_out_of_range_that_add_something_stay(how):
     combine, parts, reason = READ[how]
-    function, inputs = _of_more_logits(combine, **parts), in_bfloat16(float32(TOKENS))
+    function, inputs = _of_more_logits(combine, **parts), in_bfloat16(float32())
     result, out = run_on(function, *inputs)
     assert not result.log.raised and reason in result.reasons[0]
     assert relative_error(out, function(*inputs).double()) < 0.02
