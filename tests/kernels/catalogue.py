@@ -24,6 +24,7 @@ from moe_ops.kernels import (
     quantise_rows,
     routing,
     scaled,
+    scaled_decode,
     scaled_rows,
     tiles,
     weight_gradient,
@@ -55,6 +56,7 @@ _MODULES = (
     quantise_rows,
     routing,
     scaled,
+    scaled_decode,
     scaled_rows,
     tiles,
     weight_gradient,
@@ -78,6 +80,7 @@ TENSORS = {
     **dict.fromkeys(("shared_w13", "shared_up", "shared_w2"), torch.bfloat16),
     "shared_weights": torch.float32,
     **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias", "scale", "x_scale"), torch.float32),
+    **dict.fromkeys(("w13_scale", "w2_scale"), torch.float32),
     **dict.fromkeys(
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32
     ),
@@ -151,6 +154,21 @@ def _scaled_rows(block: tuple[int, int]) -> Program:
     return program_of(
         "scaled_grouped_gemm", meta(512, 64, **stored), meta(8, 128, 64, **stored), scale, _index(9), **named
     )
+
+
+def _scaled_token() -> Program:
+    """A token's layer in float8."""
+    named = {
+        "hidden_states": _strided(1, 64),
+        "topk_weights": _strided(1, 2),
+        "topk_ids": meta(1, 2, dtype=torch.int32),
+    }
+    for name, rows, columns in (("w13", 256, 64), ("w2", 64, 128)):
+        weight = _strided(8, rows, columns, dtype=torch.float8_e4m3fn)
+        scale = _strided(8, rows // 8, columns // 32, dtype=torch.float32)
+        named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": _strided(8, rows)}
+        named |= {f"{name}_block_rows": 8, f"{name}_block_columns": 32}
+    return program_of("scaled_fused_experts", activation="silu", **named)
 
 
 def _gemms(act: Activation) -> list[Program]:
@@ -256,6 +274,7 @@ def programs() -> list[Program]:
         _scaled(meta(8, 128, 64, dtype=torch.int8), (1, 64)),
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
+        _scaled_token(),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),

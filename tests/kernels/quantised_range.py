@@ -9,7 +9,7 @@ import torch
 from moe_ops.kernels.gpu import Gpu
 from tests.kernels.by_name import program_of
 from tests.kernels.catalogue import meta
-from tests.kernels.plan_range import Planned, Range, _planned, _programs
+from tests.kernels.plan_range import ACTIVATIONS, SITU, Planned, Range, _planned, _programs
 
 
 def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
@@ -24,6 +24,26 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, columns in itertools.product(stored, (5, 128, 2048, 16384) if wide else (128, 16384)):
         program = program_of("quantise_rows", meta(8, max(columns, 512)), columns, dtype, gpu=gpu)
         yield from _programs(f"{dtype} rows of {columns}", torch.bfloat16, program)
+    for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
+        for tokens in (1, 64):
+            yield from _layer(gpu, dtype, tokens, act)
+
+
+def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:
+    ids, weights = meta(tokens, 8, dtype=torch.int32), meta(tokens, 8, dtype=torch.float32)
+    named = {
+        "hidden_states": meta(tokens, 2048),
+        "topk_ids": ids,
+        "topk_weights": weights,
+        "activation": act.spec,
+    }
+    for name, rows, columns in (("w13", 1536 if act.is_gated else 768, 2048), ("w2", 2048, 768)):
+        scale = meta(16, rows // 128, columns // 128, dtype=torch.float32)
+        named |= {name: meta(16, rows, columns, dtype=stored), f"{name}_scale": scale}
+        named |= {f"{name}_block_rows": 128, f"{name}_block_columns": 128}
+    program = program_of("scaled_fused_experts", gpu=gpu, **named)
+    for each in _programs(f"{stored} layer of {tokens}, {act.spec}", torch.bfloat16, program):
+        yield replace(each, dtypes=each.dtypes | {"w13": stored, "w2": stored})
 
 
 def _quantised(gpu, stored, x_dtype, block, slots) -> Iterator[Planned]:

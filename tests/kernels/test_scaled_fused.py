@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from moe_ops.kernels import plans
 from moe_ops.types import Activation
 from tests.helpers import mixed
 from tests.kernels import test_scaled
-from tests.kernels.by_name import launch, program_of
+from tests.kernels.by_name import launch, program_of, record
 from tests.kernels.catalogue import meta
 from tests.kernels.test_scaled import STORED
 
@@ -124,14 +125,12 @@ def test_blocks_wider_than_a_program_has_columns(device):
     gate_up = torch.randn(1, 2 * 9000)
     w13, w13_scale = _weights(1, 2 * 9000, 4, (1, 4), torch.int8)
     w2, w2_scale = _weights(1, 3, 9000, (1, 9000), torch.int8)
-    named = {
+    named = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    named |= {
         "hidden_states": torch.randn(2, 4),
-        "w13": w13,
-        "w13_scale": w13_scale,
-        "w2": w2,
-        "w2_scale": w2_scale,
+        "topk_weights": torch.rand(2, 1),
+        "topk_ids": torch.zeros(2, 1, dtype=torch.int32),
     }
-    named |= {"topk_weights": torch.rand(2, 1), "topk_ids": torch.zeros(2, 1, dtype=torch.int32)}
     named |= {"w13_bias": gate_up, "w2_bias": None, "expert_map": None, "shared": None}
     named = {key: value if value is None else value.to(device) for key, value in named.items()}
     named |= dict.fromkeys(("w13_block_rows", "w2_block_rows"), 1)
@@ -139,17 +138,23 @@ def test_blocks_wider_than_a_program_has_columns(device):
     assert torch.equal(launch("scaled_fused_experts", **at), _stages(at))
 
 
-def _names(tokens, of, top_k=2):
-    named = {"hidden_states": meta(tokens, 256), "topk_weights": meta(tokens, top_k, dtype=torch.float32)}
+def _stored(of):
+    named = {"activation": "silu"}
     for name, rows, columns in (("w13", 512, 256), ("w2", 256, 256)):
-        stored = (
-            meta(8, rows, columns, dtype=of),
-            meta(8, rows // 128, columns // 128, dtype=torch.float32),
-        )
-        named |= {name: stored[0], f"{name}_scale": stored[1]}
-        named |= {f"{name}_block_rows": 128, f"{name}_block_columns": 128}
-    named |= {"topk_ids": meta(tokens, top_k, dtype=torch.int32), "activation": "silu"}
-    launches = program_of("scaled_fused_experts", **named).launches
+        blocks = {f"{name}_block_rows": 128, f"{name}_block_columns": 128}
+        scale = meta(8, rows // 128, columns // 128, dtype=torch.float32)
+        named |= {name: meta(8, rows, columns, dtype=of), f"{name}_scale": scale, **blocks}
+    return named
+
+
+def _of_tokens(tokens, of, dtype=torch.bfloat16):
+    weights, ids = meta(tokens, 2, dtype=torch.float32), meta(tokens, 2, dtype=torch.int32)
+    tokens = {"hidden_states": meta(tokens, 256, dtype=dtype), "topk_weights": weights, "topk_ids": ids}
+    return _stored(of) | tokens
+
+
+def _names(tokens, of):
+    launches = program_of("scaled_fused_experts", **_of_tokens(tokens, of)).launches
     return [launch.kernel.__name__.strip("_").removesuffix("_kernel") for launch in launches]
 
 
@@ -160,3 +165,10 @@ def test_launches():
     for tokens, stored in ((16, STORED[0]), (2, STORED[0]), (1, torch.int8)):
         assert _names(tokens, stored) == tiles
     assert _names(1, STORED[0]) == ["quantise_rows", "scaled_gemv", "quantise_rows", "scaled_gemv", "combine"]
+
+
+def test_float64_is_not_for_the_kernels():
+    """As `scaled.takes` says of products."""
+    for dtype, is_taken in ((torch.float64, False), (torch.float32, True)):
+        given = record("scaled_fused_experts", **_of_tokens(2, STORED[0], dtype))
+        assert plans.is_taken(given) == is_taken

@@ -153,12 +153,13 @@ def test_compiled_quantised_rows_lose_no_tangent_without_a_word():
     assert tangent.any() and torch.allclose(out, tangent)
 
 
-def test_a_layer_names_its_biases():
+@pytest.mark.parametrize("rows", ["quantised", "exact"])
+def test_a_layer_names_its_biases(rows):
     for name, shape in (("w13_bias", (2, 6)), ("w2_bias", (2, 8))):
         with pytest.raises(
             ValueError, match=rf"{name} has shape \[2, {shape[1]}\]: expected \[2, {14 - shape[1]}\]"
         ):
-            _layer(torch.randn(3, 6), **{name: torch.randn(shape)})
+            _layer(torch.randn(3, 6), rows, **{name: torch.randn(shape)})
 
 
 def test_asking_for_tangents_leaves_nothing_in_a_graph():
