@@ -250,9 +250,9 @@ def _step(args: Any, kernel: Any, longest: int) -> int:
     depth = linear.weight.shape[2]
     block_columns = min(linear.block_columns, depth)
     shortest = _SHORTEST_STEP[itemsize] if block_columns < 8 * _SHORT_STEP else min(_SHORT_STEP, longest)
-    divided = {block_columns, depth}
-    if kernel is scaled_rows_kernel:
-        divided.remove(depth)
+    divided = [block_columns] if _has_blocks(linear) else []
+    if kernel is scaled_grouped_gemm_kernel:
+        divided.append(depth)
     while longest > shortest and any(size % longest for size in divided):
         longest //= 2
     return longest

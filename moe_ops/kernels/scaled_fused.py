@@ -24,8 +24,9 @@ from moe_ops.types import Activation
 
 
 def takes(args: Any, gpu: Gpu) -> bool:
-    """Whether the launches are for such arguments, see `scaled.takes`."""
-    return args.hidden_states.dtype != torch.float64
+    """Whether the launches are for such arguments: not in float64, see `scaled.takes`, nor of nothing."""
+    sizes = *args.w13.weight.shape, *args.w2.weight.shape, *args.topk_ids.shape
+    return args.hidden_states.dtype != torch.float64 and all(sizes)
 
 
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
@@ -67,8 +68,10 @@ def _sorted(args: Any, gpu: Gpu) -> Program:
         _named(rows, x="gate_up", rows="slot_rows", row_scale="slot_scale"),
         _named(down, **_operands("w2", "slot"), product="expert_out"),
     )
-    buffers = dict.fromkeys([*sorting, *(each for part in parts for each in part.buffers), combined])
-    return Program(tuple(buffers), (*sorts, *_once(parts), combine), (combined.name,))
+    buffers = {
+        each.name: each for each in (*sorting, *(each for part in parts for each in part.buffers), combined)
+    }
+    return Program(tuple(buffers.values()), (*sorts, *_once(parts), combine), (combined.name,))
 
 
 def _product(

@@ -167,8 +167,14 @@ def test_launches():
     assert _names(1, STORED[0]) == ["quantise_rows", "scaled_gemv", "quantise_rows", "scaled_gemv", "combine"]
 
 
-def test_float64_is_not_for_the_kernels():
-    """As `scaled.takes` says of products."""
-    for dtype, is_taken in ((torch.float64, False), (torch.float32, True)):
-        given = record("scaled_fused_experts", **_of_tokens(2, STORED[0], dtype))
-        assert plans.is_taken(given) == is_taken
+def _is_taken(**changed):
+    return plans.is_taken(record("scaled_fused_experts", **_of_tokens(2, STORED[0]) | changed))
+
+
+def test_what_is_not_for_the_kernels():
+    """float64, as `scaled.takes` says of products, and layers of nothing."""
+    assert _is_taken()
+    assert not _is_taken(hidden_states=meta(2, 256, dtype=torch.float64))
+    nothing = {"topk_ids": meta(2, 0, dtype=torch.int32)}, {"w13": meta(8, 0, 256, dtype=STORED[0])}
+    for each in (*nothing, {"w2": meta(8, 0, 256, dtype=STORED[0])}):
+        assert not _is_taken(**each)
