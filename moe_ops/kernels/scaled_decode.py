@@ -17,11 +17,8 @@ from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.program import Buffer, Launch, Ref
 
 _STEP = 1024  # of the depth
-_ROWS, _SHORT_ROWS, _SHORT = (
-    4,
-    8,
-    1024,
-)  # of a program, gate and up rows together; of depths twice that with a gate
+# Rows of a program, gate and up rows together: more of those that are short, up to so much or with a gate twice that.
+_ROWS, _SHORT_ROWS, _SHORT = 4, 8, 1024
 
 
 @triton.jit
