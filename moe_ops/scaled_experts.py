@@ -80,9 +80,9 @@ def scaled_fused_experts(
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
     layer = _checked(args, w13, w2, rows)
-    return (
-        _library.call(layer) if rows == "quantised" else _summed(layer, *_rows_of(_gate(layer), layer, rows))
-    )
+    if rows == "quantised":
+        return _library.call(layer)
+    return _summed(layer, *_rows_of(_gate(layer), layer, rows))
 
 
 def run_around(

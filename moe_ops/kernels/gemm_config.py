@@ -81,7 +81,7 @@ def mixes_heights(gemm: Gemm) -> bool:
     """
     weight = gemm.linear.weight.meta
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and loads_rows_in_pieces(gemm.x.meta)
-    by_box = gemm.weight_by_tma and _is_tuned(gemm.gpu)
+    by_box = gemm.weight_by_tma and is_tuned(gemm.gpu)
     rows = gemm.num_slots / weight.shape[0]
     slow = gemm.gpu.has_slow_memory
     wide = _narrowest(gemm) >= (_MIXED_FEATURES_IF_SLOW if slow else _MIXED_FEATURES)
@@ -96,7 +96,7 @@ def _narrowest(gemm: Gemm) -> int:
 
 def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """The configurations worth timing for this product, those `pick_config` chooses from first."""
-    choices = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True).values()
+    choices = _tables(gemm).choose(is_tuned(gemm.gpu), even=True).values()
     in_order = (BY_TMA_IN_ORDER,) if _can_halve_tiles(gemm) else ()
     more = (*BY_TMA_IN_SHORT_STEPS.values(), *TMA_ALTERNATIVES) if gemm.weight_by_tma else ()
     return (*choices, *in_order, *more)
@@ -129,9 +129,9 @@ def config_by_rule(gemm: Gemm) -> LaunchConfig:
     num_experts, _, depth = gemm.linear.weight.meta.shape
     mean_rows = _TMA_TILE_ROWS if mixes_heights(gemm) else gemm.num_slots / num_experts
     wanted = gemm.rows_per_tile or rows_per_tile(mean_rows)
-    best = _tables(gemm).choose(_is_tuned(gemm.gpu), even=True)
+    best = _tables(gemm).choose(is_tuned(gemm.gpu), even=True)
     even = loads_rows_in_pieces(gemm.x.meta) or loads_rows_by_tma(gemm, best[min(wanted, max(best))])
-    table = _tables(gemm).choose(_is_tuned(gemm.gpu), even)
+    table = _tables(gemm).choose(is_tuned(gemm.gpu), even)
     config = table[min(wanted, max(table))]
     if config.block_k > 64 and gemm.weight_by_tma and depth % config.block_k:
         config = BY_TMA_IN_SHORT_STEPS[config.block_m]
@@ -141,7 +141,7 @@ def config_by_rule(gemm: Gemm) -> LaunchConfig:
 def _can_halve_tiles(gemm: Gemm) -> bool:
     by_box = gemm.weight_by_tma and not tma.is_transposed(gemm.linear.weight.meta)
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None
-    return by_box and any_order and not gemm.gated and _is_tuned(gemm.gpu) and _rows_are_boxes(gemm)
+    return by_box and any_order and not gemm.gated and is_tuned(gemm.gpu) and _rows_are_boxes(gemm)
 
 
 def _halves_tiles(gemm: Gemm) -> bool:
@@ -159,7 +159,8 @@ def _tables(gemm: Gemm) -> Tables:
     return BY_TMA if gemm.weight_by_tma else BY_POINTER[gemm.linear.weight.meta.dtype]
 
 
-def _is_tuned(gpu: Gpu) -> bool:
+def is_tuned(gpu: Gpu) -> bool:
+    """Whether configurations were measured on such a GPU."""
     return gpu.capability == H200.capability
 
 
@@ -191,14 +192,14 @@ def weight_gradient_config(grad: TensorMeta, x: TensorMeta, gpu: Gpu) -> LaunchC
         return LaunchConfig(16, 32, 32, 4, 2)
     if x.dtype == torch.float32:
         return LaunchConfig(16, 64, 64, 8, 2)
-    most = 128 if _is_tuned(gpu) else 64  # elsewhere as many accumulators and odd rows at once spill
+    most = 128 if is_tuned(gpu) else 64  # elsewhere as many accumulators and odd rows at once spill
     block_n, block_k = _covering(grad.shape[1], 128), _covering(x.shape[1], most)
     return LaunchConfig(_GRADIENT_ROWS, block_n, block_k, 8 if block_n * block_k > 64 * most else 4, 3)
 
 
 def weight_gradient_tma_config(grad: TensorMeta, x: TensorMeta, num_experts: int, gpu: Gpu) -> LaunchConfig:
     """The same by TMA. Of few rows the stores count: two CTAs hide each other's (18 % at 64 rows an expert)."""
-    wide = _is_tuned(gpu) and x.shape[0] >= _GRADIENT_WIDE_ROWS * num_experts
+    wide = is_tuned(gpu) and x.shape[0] >= _GRADIENT_WIDE_ROWS * num_experts
     block_n, block_k = _covering(grad.shape[1], 128), _covering(x.shape[1], 256 if wide else 128)
     num_warps, stages, ctas_per_sm = (8, 3, 1) if wide else (4, 2, 2)
     return LaunchConfig(_GRADIENT_ROWS, block_n, block_k, num_warps, stages, ctas_per_sm)

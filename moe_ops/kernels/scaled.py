@@ -17,9 +17,9 @@ import triton.language as tl
 from moe_ops.kernels import tma
 from moe_ops.kernels.common import INTERPRETED, cdiv, offset, sources_of_tile
 from moe_ops.kernels.gemm import Operand, bias_args
-from moe_ops.kernels.gemm_config import loads_rows_in_pieces, rows_per_tile
+from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
-from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
@@ -160,8 +160,8 @@ def _row_args(args: Any, num_slots: int) -> dict[str, Any]:
         "slots_ptr": None if slots is None else Ref("sorted_slots"),
         "top_k": num_slots // max(x.shape[0], 1),
         "num_tokens": x.shape[0],
-        **_strides("x_stride", x.strides, "mk"),
-        **_strides("x_scale_stride", (0, 0) if scale is None else scale.strides, "mk"),
+        **stride_args("x_stride", x.strides, "mk"),
+        **stride_args("x_scale_stride", (0, 0) if scale is None else scale.strides, "mk"),
     }
 
 
@@ -182,8 +182,8 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
         "block_columns": block_columns,
         "steps": in_block * linear.scale.shape[2] if shared else cdiv(depth, block_k),
         "steps_in_block": in_block,
-        **_strides("weight_stride", weight.strides, "enk"),
-        **_strides("scale_stride", linear.scale.strides, "enk"),
+        **stride_args("weight_stride", weight.strides, "enk"),
+        **stride_args("scale_stride", linear.scale.strides, "enk"),
         "ONE_BLOCK": linear.scale.shape[2] == 1,
         "EVEN": not shared and depth % block_k == 0,
         "BLOCK_K": block_k,
@@ -200,7 +200,8 @@ def _descriptor(linear: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | Non
     return Descriptor("weight", boxed.shape, boxed.strides, box)
 
 
-def _strides(name: str, strides: tuple[int, ...], letters: str) -> dict[str, int]:
+def stride_args(name: str, strides: tuple[int, ...], letters: str) -> dict[str, int]:
+    """A kernel's arguments for the strides of a tensor, a letter for each of its dimensions."""
     return {f"{name}_{letter}": stride for letter, stride in zip(letters, strides, strict=True)}
 
 
@@ -217,7 +218,7 @@ def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, Launch
 
 def _most_rows(args: Any, gpu: Gpu) -> int:
     """Of a tile in 8 bits: partial sums beside a sum take registers, and so do rows that load one by one."""
-    most = max(IN_8_BITS) if gpu.capability == H200.capability else 64
+    most = max(IN_8_BITS) if is_tuned(gpu) else 64
     if not _has_blocks(args.weight):
         return most
     return most // 2 if loads_rows_in_pieces(args.x) else min(IN_8_BITS)
@@ -233,7 +234,7 @@ def _can_be_right(args: Any, gpu: Gpu) -> bool:
     is_divided = is_shared and linear.block_columns % _SHORTEST_STEP[args.x.dtype.itemsize] == 0
     is_boxed = _descriptor(linear, (1, config.block_n, config.block_k), gpu) is not None
     loads = is_boxed and loads_rows_in_pieces(args.x)
-    return (is_divided or not _has_blocks(linear)) and loads and gpu.capability == H200.capability
+    return (is_divided or not _has_blocks(linear)) and loads and is_tuned(gpu)
 
 
 def _has_blocks(linear: Any) -> bool:

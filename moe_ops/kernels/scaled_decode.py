@@ -15,6 +15,7 @@ from moe_ops.kernels.common import apply_activation, cdiv, local_expert, next_po
 from moe_ops.kernels.decode_args import route_args
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.program import Buffer, Launch, Ref
+from moe_ops.kernels.scaled import stride_args
 
 _STEP = 1024  # of the depth
 # Rows of a program, gate and up rows together: more of those that are short, up to so much or with a gate twice that.
@@ -151,14 +152,13 @@ def scaled_gemv_launch(args: Any, rows: str, name: str, out: Buffer, gate: dict[
 
 
 def _block_args(linear: Any) -> dict[str, Any]:
-    weight, scale = linear.weight.strides, linear.scale.strides
     return {
         "block_rows": linear.block_rows,
         "block_columns": min(linear.block_columns, linear.weight.shape[2]),
         "x_blocks": linear.scale.shape[2],
         "ONE_BLOCK": linear.scale.shape[2] == 1,
-        **{f"weight_stride_{letter}": stride for letter, stride in zip("enk", weight, strict=True)},
-        **{f"scale_stride_{letter}": stride for letter, stride in zip("enk", scale, strict=True)},
+        **stride_args("weight_stride", linear.weight.strides, "enk"),
+        **stride_args("scale_stride", linear.scale.strides, "enk"),
     }
 
 

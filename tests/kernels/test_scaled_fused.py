@@ -20,6 +20,8 @@ ONE = {
     "groups": (1, 7, 2, 64, 33, (1, 32), (1, 8)),
     "rows between": (1, 7, 3, 64, 30, (6, 16), (64, 30)),
     "matrices": (1, 5, 1, 40, 24, (48, 40), (40, 24)),
+    "a half that begins within": (1, 5, 2, 64, 30, (8, 16), (64, 30)),
+    "a pair in a block": (1, 5, 2, 64, 32, (4, 16), (64, 32)),
 }
 SIZES = {
     "T2": (2, 13, 3, 48, 40, (1, 48), (1, 40)),
@@ -52,7 +54,7 @@ def _layer(size, stored, dtype, activation):
         "hidden_states": torch.randn(tokens, hidden).to(dtype),
         "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,
         "topk_weights": torch.rand(tokens, top_k), "topk_ids": ids,
-        "w13_bias": torch.randn(experts, rows).to(dtype), "w2_bias": torch.randn(experts, hidden).to(dtype),
+        "w13_bias": torch.randn(experts, rows).to(dtype), "w2_bias": (torch.randn(experts, hidden) / 10).to(dtype),
         "expert_map": None, "shared": torch.randn(tokens, hidden).to(dtype),
         "w13_block_rows": up_block[0], "w13_block_columns": up_block[1],
         "w2_block_rows": down_block[0], "w2_block_columns": down_block[1],
@@ -89,10 +91,15 @@ def test_bits_are_those_of_the_stages(size, stored, dtype, name, device):
 
 
 def _assert_near(at, device):
-    """As far as a sum in another order can turn a rounding: of what is stored in 8 bits, or of a half before it."""
+    """As far as a sum in another order can turn a rounding: of what is stored in 8 bits, or of a half before it.
+
+    Of experts alone: beside what is shared an error of theirs would be small.
+    """
+    at = at | {"shared": None}
     at = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in at.items()}
     found, expected = launch("scaled_fused_experts", **at).double(), _stages(at).double()
-    bound = 3e-3 if at["hidden_states"].dtype == torch.float32 else 1e-2
+    # Stages round gate and up to halves before the gate, a token's program does not: 7 % of numbers turn by 6 %.
+    bound = 3e-3 if at["hidden_states"].dtype == torch.float32 else 3e-2
     assert found.isfinite().all() and (found - expected).norm() <= bound * expected.norm()
 
 
@@ -105,12 +112,27 @@ def test_a_token(size, stored, dtype, name, device):
     _assert_near(_layer(size, stored, dtype, ACTIVATIONS[name]), device)
 
 
+@pytest.mark.parametrize(
+    ("size", "name"), [("a half that begins within", "silu"), ("a pair in a block", "clamped")]
+)
+def test_rows_of_a_program_share_scales(size, name, device):
+    """A program takes single rows where the up rows begin within a block, or a block has as many rows as gate rows."""
+    _assert_near(_layer(size, STORED[0], torch.float32, ACTIVATIONS[name]), device)
+
+
 @pytest.mark.parametrize("size", ["T7", "rows", "rows between"])
 def test_experts_that_are_elsewhere(size, device):
     at = _layer(size, STORED[0], torch.float32, ACTIVATIONS["silu"])
     experts = torch.arange(at["w13"].shape[0], dtype=torch.int32)
     at["expert_map"] = experts.where(experts % 3 != 1, -1)
     _assert_near(at, device)
+
+
+def test_what_is_shared_joins(device):
+    at = _layer("rows", STORED[0], torch.float32, ACTIVATIONS["silu"])
+    at = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in at.items()}
+    joined = launch("scaled_fused_experts", **at) - launch("scaled_fused_experts", **at | {"shared": None})
+    assert torch.allclose(joined, at["shared"], atol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", ["w13", "w2"])
