@@ -13,7 +13,7 @@ from layers.placement import local_experts
 from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
 from layers.weights.scales import SCALES, WEIGHTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
-from moe_ops.quantise_rows import DTYPES
+from moe_ops.scaled import STORED
 
 
 class ExpertParameters(nn.Module):
@@ -191,7 +191,7 @@ class ExpertParameters(nn.Module):
 
     def _stored(self) -> list[Tensor]:
         """Quantised weights, and scales."""
-        weights = [weight for name in WEIGHTS if (weight := getattr(self, name)).dtype in DTYPES]
+        weights = [weight for name in WEIGHTS if (weight := getattr(self, name)).dtype in STORED]
         return [*weights, *(getattr(self, name) for name in SCALES)]
 
     def _load_from_state_dict(
@@ -216,10 +216,10 @@ class ExpertParameters(nn.Module):
             self._place(self.expert_map, self.w13_weight.device)
 
     def _converted(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Weights of 8 bits that would be copied into ones of another dtype, or from such: their scales are others."""
+        """Quantised weights that would be copied into ones of another dtype, or from such: their scales are others."""
         for name in WEIGHTS:
             given, ours = state_dict.get(prefix + name), getattr(self, name).dtype
-            if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(DTYPES):
+            if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(STORED):
                 yield f"{prefix}{name} has dtype {given.dtype}: expected {ours}, that of the module"
 
     def _place(self, expert_map: Tensor, device: torch.device) -> None:

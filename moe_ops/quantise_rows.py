@@ -54,7 +54,7 @@ def blocks_of(size: int, block: int) -> int:
 def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """[B, A] in 8 bits, and the scales [ceil(B / rows), ceil(A / columns)] of its blocks of rows and columns."""
     values, most = matrix.float(), largest_of(dtype)
-    largest = _maxima(values.abs(), rows, columns)
+    largest = maxima(values.abs(), rows, columns)
     is_zero = largest < LEAST_LARGEST
     quotient = torch.full_like(largest, most) / largest  # of a number torch would take the reciprocal
     factor = torch.where(is_zero, 1, quotient)
@@ -63,7 +63,8 @@ def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tu
     return rounded.clamp(-most, most).to(dtype), torch.where(is_zero, 1, largest / most)
 
 
-def _maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
+def maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
+    """[ceil(B / rows), ceil(A / columns)] of a matrix [B, A], the largest of each block."""
     height, width = magnitudes.shape
     rows, columns = min(rows, max(height, 1)), min(columns, max(width, 1))  # a block may be larger
     padded = F.pad(magnitudes, (0, -width % columns, 0, -height % rows))
@@ -89,12 +90,6 @@ def expect_dtype(name: str, dtype: torch.dtype) -> None:
     """Raises TypeError unless it is a dtype of 8 bits that we multiply in."""
     if dtype not in DTYPES:
         type_error("{}={}: expected {}", name, dtype, " or ".join(map(str, DTYPES)))
-
-
-def expect_stored(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless a tensor has such a dtype."""
-    if tensor.dtype not in DTYPES:
-        type_error("{} has dtype {}: expected {}", name, tensor.dtype, " or ".join(map(str, DTYPES)))
 
 
 def _reference(args: QuantiseRows) -> tuple[Tensor, Tensor]:

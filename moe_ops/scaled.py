@@ -1,4 +1,4 @@
-"""scaled_grouped_gemm: `grouped_gemm` with weights of 8 bits, each block of which has a scale.
+"""scaled_grouped_gemm: `grouped_gemm` with weights of 8 or 4 bits, each block of which has a scale.
 
     out[r] = row(r) @ (scale[e] * weight[e]).T + bias[e]    for expert_offsets[e] <= r < expert_offsets[e + 1]
     out[r] = 0                                              for r >= expert_offsets[E] (rows of dropped slots)
@@ -7,7 +7,8 @@
 S rows, T tokens, E experts, A input and B output features. Rows are in 8 bits too, each block of their columns with a
 scale (`quantise_rows`), or in 16 and more, in which all weights of 8 bits are exact. Products are summed up within a
 block of columns, in int32 or the compute dtype, and that times both scales is added. Blocks may be DeepSeek-V3's, 128 x
-128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Static shapes, no host sync on CUDA.
+128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Weights of 4 bits (`mxfp4`) take rows of 16 and more
+only, in which they are exact with their scales, powers of two. Static shapes, no host sync on CUDA.
 """
 
 from itertools import pairwise
@@ -19,13 +20,17 @@ from torch import Tensor
 from moe_ops import _autograd, _checks, _library
 from moe_ops._cpu_products import expert_linear, read_offsets
 from moe_ops.errors import describe, type_error, value_error
-from moe_ops.grouped_gemm import check_offsets, linear_gradient, product, product_flops
+from moe_ops.grouped_gemm import check_offsets, linear_gradient, product
+from moe_ops.mxfp4 import PAIRS, expect_columns, exponents_of, numbers, numbers_in, paired, powers
 from moe_ops.permute import check_slots, permute, permute_gradient
-from moe_ops.quantise_rows import blocks_of, expect_stored, quantised, spread
+from moe_ops.quantise_rows import DTYPES, blocks_of, maxima, quantised, spread
 from moe_ops.records import leaf_name, partial
 from moe_ops.scaled_arguments import ScaledGroupedGemm
 from moe_ops.types import ScaledWeight
 from moe_ops.values import GroupedLinear, ScaledLinear
+
+STORED = (*DTYPES, PAIRS)
+"""Dtypes of quantised weights."""
 
 
 def scaled_grouped_gemm(
@@ -47,6 +52,7 @@ def scaled_grouped_gemm(
         expert_offsets: [E+1] int32 exclusive prefix, from `build_dispatch`.
         bias: [E, B], any floating dtype.
         x_scale: [S, ceil(A / columns)], or for each token, with the columns of the weight's blocks, any floating dtype.
+            None with weights of 4 bits.
         sorted_slots: [S] int32 from `build_dispatch`: row r is that of token sorted_slots[r] // K.
         dtype: of the result; None for that of x, or bfloat16 for one of 8 bits.
 
@@ -87,6 +93,7 @@ def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> Scale
     _expect_block(f"{name}.block", weight.block)
     _checks.expect_shape(name, stored, ("E", "B", "A"))
     _checks.expect_shape(f"{name}.scale", scale, (stored.shape[0], "blocks of B", "blocks of A"))
+    scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
     rows, columns = _block_of(name, stored, scale) if weight.block is None else weight.block
     return ScaledLinear(stored, scale, bias, rows, columns)
 
@@ -102,8 +109,9 @@ def _expect_block(name: str, block: Any) -> None:
 
 def _block_of(name: str, stored: Tensor, scale: Tensor) -> tuple[int, int]:
     (height, width), (below, beside) = stored.shape[1:], scale.shape[1:]
+    width *= numbers_in(stored.dtype)
     if below < 1 or beside < 1 or height % below or width % beside:
-        sizes = list(scale.shape[1:]), list(stored.shape[1:])
+        sizes = list(scale.shape[1:]), [height, width]
         value_error("{}.block=None with {} blocks of {} weights: expected (rows, columns)", name, *sizes)
     return max(height // below, 1), max(width // beside, 1)
 
@@ -112,16 +120,24 @@ def dequantised(linear: ScaledLinear, dtype: torch.dtype) -> Tensor:
     """[E, B, A] in `dtype`: what the weight stands for."""
     weight, scale, _, rows, columns = linear
     computed = _checks.compute_dtype(dtype)
+    if weight.dtype == PAIRS:
+        weight, scale = numbers(weight, computed), powers(scale, computed)
     return (weight.to(computed) * spread(scale, weight.shape, rows, columns).to(computed)).to(dtype)
 
 
 def quantised_weight(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> ScaledWeight:
     """A weight [E, B, A] in 8 bits; a scale maps the largest magnitude of its block to the largest of `dtype`.
 
-    One expert at a time is there in float32.
+    In 4 bits, of `PAIRS`, a scale is the power of two that comes next to that. One expert at a time is in float32.
     """
-    experts = [quantised(each, *block, dtype) for each in weight]
-    return ScaledWeight(*map(torch.stack, zip(*experts, strict=True)), block)  # type: ignore[misc]
+    made = (_in_pairs(each, *block) if dtype == PAIRS else quantised(each, *block, dtype) for each in weight)
+    return ScaledWeight(*map(torch.stack, zip(*made, strict=True)), block)  # type: ignore[misc]
+
+
+def _in_pairs(matrix: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    values = matrix.float()
+    exponents = exponents_of(maxima(values.abs(), rows, columns))
+    return paired(values / spread(powers(exponents, torch.float32), matrix.shape, rows, columns)), exponents
 
 
 def _num_slots(args: ScaledGroupedGemm) -> int:
@@ -132,7 +148,7 @@ def _check(args: ScaledGroupedGemm) -> None:
     x, linear = args.x, args.weight
     check_scaled("weight", linear, "x", x)
     _check_rows(args)
-    _checks.expect_shape("weight", linear.weight, ("E", "B", x.shape[1]))
+    expect_unpacked("weight", linear.weight, ("E", "B", x.shape[1]))
     _checks.expect_same_device(x.device, "x", x_scale=args.x_scale)
     check_offsets(args.expert_offsets, GroupedLinear(linear.weight), "x", x)
 
@@ -144,16 +160,35 @@ def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor)
     _checks.expect_shape(field, weight, ("E", "B", "A"))
     expect_stored(field, weight)
     _checks.expect_weight_strides(field, weight)
+    in_pairs = weight.dtype == PAIRS
     for name, size in zip(of_block, (rows, columns), strict=True):
         if size < 1:
             value_error("{}={}: expected at least 1", name, size)
-    blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(weight.shape[2], columns)
+    blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(linear.depth, columns)
     _checks.expect_shape(of_scale, scale, blocks)
-    _checks.expect_floating(of_scale, scale)
+    if in_pairs:
+        _checks.expect_same_dtype(PAIRS, field, **{of_scale: scale})
+        expect_columns(of_block[1], columns, linear.depth)
+    else:
+        _checks.expect_floating(of_scale, scale)
     if bias is not None:
         _checks.expect_shape(of_bias, bias, weight.shape[:2])
         _checks.expect_floating(of_bias, bias)
     _checks.expect_same_device(like.device, reference, **{field: weight, of_scale: scale, of_bias: bias})
+
+
+def expect_stored(name: str, tensor: Tensor) -> None:
+    """Raises TypeError unless a tensor has one of them."""
+    if tensor.dtype not in STORED:
+        type_error("{} has dtype {}: expected {}", name, tensor.dtype, " or ".join(map(str, STORED)))
+
+
+def expect_unpacked(name: str, stored: Tensor, shape: tuple[int | str, int | str, int]) -> None:
+    """Raises ValueError unless `stored` holds a weight of `shape`."""
+    *outer, depth = shape
+    if depth % numbers_in(stored.dtype):
+        value_error("{} of 4 bits, for {} columns: expected an even number of columns", name, depth)
+    _checks.expect_shape(name, stored, (*outer, depth // numbers_in(stored.dtype)))
 
 
 def _check_rows(args: ScaledGroupedGemm) -> None:
@@ -163,6 +198,8 @@ def _check_rows(args: ScaledGroupedGemm) -> None:
         _checks.expect_floating("x", x)
         _checks.expect_result_dtype("dtype", args.dtype, x.dtype)
     else:
+        if linear.weight.dtype == PAIRS:
+            value_error("x_scale with weights of 4 bits: expected None")
         _checks.expect_same_dtype(linear.weight.dtype, "weight", x=x)
         _checks.expect_shape("x_scale", scale, (x.shape[0], blocks_of(x.shape[1], linear.block_columns)))
         _checks.expect_floating("x_scale", scale)
@@ -242,11 +279,13 @@ def _tangent(args: ScaledGroupedGemm, tangents: ScaledGroupedGemm) -> _autograd.
     return (_library.call(args._replace(x=to_x, weight=linear)),)
 
 
+def _flops(shapes: ScaledGroupedGemm) -> int:
+    """By the columns of rows: those of a weight may be two in an element."""
+    slots, columns = shapes.sorted_slots, shapes.x[1]
+    num_slots = (shapes.x if slots is None else slots)[0]
+    return 2 * num_slots * columns * shapes.weight.weight[1]  # type: ignore[return-value, operator, index]  # shapes
+
+
 _autograd.define_gradient(ScaledGroupedGemm, _save, _backward, _tangent)
-_library.define_flops(ScaledGroupedGemm, lambda shapes: product_flops(_flop_rows(shapes), shapes.weight))
+_library.define_flops(ScaledGroupedGemm, _flops)
 _library.define_vmap(ScaledGroupedGemm)
-
-
-def _flop_rows(shapes: ScaledGroupedGemm) -> int:
-    slots = shapes.sorted_slots
-    return (shapes.x if slots is None else slots)[0]  # type: ignore[return-value]  # shapes

@@ -1,4 +1,4 @@
-"""scaled_fused_experts: the experts of a whole MoE layer with weights of 8 bits, from expert ids.
+"""scaled_fused_experts: the experts of a whole MoE layer with weights of 8 or 4 bits, from expert ids.
 
     out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
     e      = topk_ids[t, k],  w13[e] and w2[e] times their scales
@@ -20,8 +20,8 @@ from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed, expect_routed, fake, layer_flops, weigh_input
-from moe_ops.quantise_rows import expect_stored
-from moe_ops.scaled import check_scaled, scaled_linear
+from moe_ops.mxfp4 import PAIRS
+from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
 from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
 from moe_ops.values import Placement, ScaledLinear
@@ -42,7 +42,7 @@ def scaled_fused_experts(
     expert_map: Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     shared: Tensor | None = None,
-    rows: Rows = "quantised",
+    rows: Rows | None = None,
 ) -> Tensor:
     """`fused_experts` with quantised weights, which are read as they are stored and never copied.
 
@@ -54,7 +54,8 @@ def scaled_fused_experts(
         w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
         rows: what is multiplied with weights: "quantised" rows, of the weights' dtype, with a scale for each block of
             the weights' columns, or "exact" ones, of the dtype of hidden_states. Exact rows are for accuracy and few
-            tokens; on tensor cores weights then have to be converted.
+            tokens; on tensor cores weights then have to be converted. None: "exact" with weights of 4 bits, which know
+            nothing else, and "quantised" with ones of 8.
 
     Returns:
         [T, H], dtype of hidden_states.
@@ -74,7 +75,13 @@ def scaled_fused_experts(
     args = FusedExperts(
         hidden_states, without_scales(up, down), topk_weights, topk_ids, Placement(expert_map), shared, spec
     )
+    rows = rows or rows_for(up.weight.dtype)
     return run(weigh_input(args) if apply_router_weight_on_input else args, up, down, rows)
+
+
+def rows_for(stored: torch.dtype) -> Rows:
+    """What is multiplied with weights of a dtype where nothing is said."""
+    return "exact" if stored == PAIRS else "quantised"
 
 
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
@@ -110,6 +117,8 @@ def _cast(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -
     x, _, weights, ids, placement, shared, activation, epilogue = args
     x, up_bias, down_bias, shared = _library.autocast((x, w13.bias, w2.bias, shared))
     _check_rows({"hidden_states": x, "w13_bias": up_bias}, rows)
+    if rows == "quantised" and PAIRS in (w13.weight.dtype, w2.weight.dtype):
+        value_error("rows='quantised' with weights of 4 bits: expected 'exact'")
     up, down = w13._replace(bias=up_bias), w2._replace(bias=down_bias)
     return ScaledFusedExperts(x, up, down, weights, ids, placement, shared, activation, epilogue)
 
@@ -165,14 +174,14 @@ def _check_sizes(args: FusedExperts | ScaledFusedExperts, w13: ScaledLinear, w2:
     expect_stored("w2", w2.weight)
     num_experts, columns, _ = w13.weight.shape
     hidden_size = args.hidden_states.shape[1]
-    _checks.expect_shape("w13", w13.weight, ("E", "2I", hidden_size))
+    expect_unpacked("w13", w13.weight, ("E", "2I", hidden_size))
     gated = is_gated_spec(args.activation)
     if gated and columns % 2:
         value_error(
             "w13 has {} gate and up features: expected an even number for {!r}", columns, args.activation
         )
     features = columns // 2 if gated else columns
-    _checks.expect_shape("w2", w2.weight, (num_experts, hidden_size, features))
+    expect_unpacked("w2", w2.weight, (num_experts, hidden_size, features))
     for name, linear in (("w13_bias", w13), ("w2_bias", w2)):
         if linear.bias is not None:
             _checks.expect_shape(name, linear.bias, linear.weight.shape[:2])

@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from moe_ops.mxfp4 import numbers_in
 from moe_ops.records import Role
 
 Index = Annotated[Tensor, Role.INDEX]
@@ -57,6 +58,7 @@ class ScaledLinear(NamedTuple):
     """A product of each expert in 8 bits: weight [E, B, A], the scale of each of its blocks, bias [E, B].
 
     A block has so many rows and columns, those on the border fewer: scale [E, ceil(B / rows), ceil(A / columns)].
+    In 4 bits (`mxfp4`) the weight is [E, B, A / 2].
     """
 
     NAMED_AFTER_FIELD = True
@@ -66,6 +68,11 @@ class ScaledLinear(NamedTuple):
     bias: Tensor | None
     block_rows: int
     block_columns: int
+
+    @property
+    def depth(self) -> int:
+        """A."""
+        return self.weight.shape[2] * numbers_in(self.weight.dtype)
 
 
 class ExpertWeights(NamedTuple):

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from layers._checks import expect_positive, expect_type
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
-from moe_ops.quantise_rows import DTYPES, expect_dtype
-from moe_ops.scaled import quantised_weight
-from moe_ops.scaled_experts import Rows, expert_rows, run as run_scaled
+from moe_ops.mxfp4 import GROUP, PAIRS, numbers_in
+from moe_ops.quantise_rows import expect_dtype
+from moe_ops.scaled import STORED, quantised_weight
+from moe_ops.scaled_experts import Rows, expert_rows, rows_for, run as run_scaled
 from moe_ops.types import DispatchPlan
 from moe_ops.values import ScaledLinear
 
@@ -86,7 +87,7 @@ def add_weight_scales(
     """
     _expect_scalable(module, kind, block)
     shapes = _shapes(module, kind, *block)
-    module.quantisation = Quantisation(kind, block)
+    module.quantisation = Quantisation(kind, block, rows_for(module.w13_weight.dtype))
     for name, shape in zip(SCALES, shapes, strict=True):
         scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(scale, requires_grad=False)
@@ -110,8 +111,8 @@ def _expect_scalable(module: Any, kind: WeightScale, block: tuple[int, int]) -> 
 def _shapes(
     module: Any, kind: WeightScale, rows: int, columns: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    E, gate_up, H = module.w13_weight.shape
-    I = module.w2_weight.shape[2]
+    E, gate_up, _ = module.w13_weight.shape
+    _, H, I = _down_sizes(module)
     halves = gate_up // I
     if kind is WeightScale.TENSOR:
         return (E, halves), (E,)
@@ -127,39 +128,58 @@ def _shapes(
     return (E, halves * -(-I // rows), -(-H // columns)), (E, -(-H // rows), -(-I // columns))
 
 
+def _down_sizes(module: Any) -> tuple[int, int, int]:
+    """[E, H, I]."""
+    E, H, columns = module.w2_weight.shape
+    return E, H, columns * numbers_in(module.w2_weight.dtype)
+
+
 def quantise_experts(
     module: Any,
     kind: WeightScale,
     block: tuple[int, int] = (128, 128),
     *,
     dtype: torch.dtype = torch.float8_e4m3fn,
-    rows: Rows = "quantised",
+    rows: Rows | None = None,
 ) -> None:
-    """Turns the weights of a `FusedMoE` into ones of 8 bits, with scales; from then on it computes with these.
+    """Turns the weights of a `FusedMoE` into ones of 8 or 4 bits, with scales; from then on it computes with these.
 
     A scale maps the largest magnitude that shares it to the largest of `dtype`, and the rest is rounded to the nearest.
-    On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
+    In 4 bits, MXFP4, it is a power of two, and weights that were MXFP4 once become what they were: those of gpt-oss in
+    bfloat16, say. On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
 
     Args:
         module: a `FusedMoE`.
-        kind, block: see `add_weight_scales`.
-        dtype: torch.float8_e4m3fn or torch.int8.
+        kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns.
+        dtype: torch.float8_e4m3fn or torch.int8, or torch.uint8: two numbers of 4 bits.
         rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`.
 
     Raises:
-        TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these, weights are of 8 bits already, a block
+        TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these, weights are quantised already, a block
             has gate rows and up rows, a weight is no plain parameter (`fully_shard`, a parametrisation), or the module
             has what quantised experts have not: an `emit` of its own, a norm of the experts' output, adapters.
     """
-    expect_dtype("dtype", dtype)
-    if rows not in get_args(Rows):
-        raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
+    rows = rows or rows_for(dtype)
+    _expect_format(kind, block, dtype, rows)
     _expect_quantisable(module, kind, block)
-    add_weight_scales(module, kind, block)
+    add_weight_scales(module, kind, block, dtype=PAIRS if dtype == PAIRS else torch.float32)
     module.quantisation = Quantisation(kind, block, rows)
     with torch.no_grad():
         for index, name in enumerate(WEIGHTS):
             _quantise(module, index, name, dtype)
+
+
+def _expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
+    if rows not in get_args(Rows):
+        raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
+    if dtype != PAIRS:
+        return expect_dtype("dtype", dtype)
+    if kind is not WeightScale.GROUP or block[1] % GROUP:
+        raise ValueError(
+            f"{kind}, block={block} with weights of 4 bits: expected GROUP of a multiple of {GROUP} columns"
+        )
+    if rows != "exact":
+        raise ValueError(f"rows={rows!r} with weights of 4 bits: expected 'exact'")
 
 
 def _quantise(module: Any, index: int, name: str, dtype: torch.dtype) -> None:
@@ -175,7 +195,7 @@ def _expect_quantisable(module: Any, kind: WeightScale, block: tuple[int, int]) 
     _expect_scalable(module, kind, block)
     _expect_supported(module)
     _expect_plain(module)
-    if module.w13_weight.dtype in DTYPES:
+    if module.w13_weight.dtype in STORED:
         raise ValueError(
             f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
         )
@@ -238,7 +258,7 @@ def _blocks(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Rows and columns of a block of w13, and of w2."""
     rows, columns = block
-    _, hidden_size, features = module.w2_weight.shape
+    _, hidden_size, features = _down_sizes(module)
     if kind is WeightScale.TENSOR:
         blocks = (features, hidden_size), (hidden_size, features)
     elif kind is WeightScale.CHANNEL:

@@ -3,8 +3,8 @@
 A weight is the left operand of the tensor cores, out.T = weight @ x.T: so tiles of 16 rows fill them, and weights that
 are converted come from registers while rows stay in shared memory. Blocks of columns are gone through in steps that
 none of them shares, and each step's product is scaled in float32; with one block the sum is, at the end. For many rows
-in 8 bits there is `scaled_rows`. Products in 8 bits are faster than in 16 on an H200; converting takes longer than
-it saves beyond 32 rows an expert.
+in 8 bits there is `scaled_rows`, for weights of 4 bits `scaled_pairs`. Products in 8 bits are faster than in 16 on an
+H200; converting takes longer than it saves beyond 32 rows an expert.
 """
 
 from dataclasses import replace
@@ -21,8 +21,10 @@ from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
+from moe_ops.kernels.scaled_pairs import scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
+from moe_ops.mxfp4 import PAIRS, numbers_in
 
 IN_8_BITS = {
     16: LaunchConfig(16, 64, 128, 4, 4),
@@ -167,14 +169,13 @@ def _row_args(args: Any, num_slots: int) -> dict[str, Any]:
 
 def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str, Any]:
     """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
-    weight, bias = linear.weight, linear.bias
-    depth = weight.shape[2]
+    weight, bias, depth = linear.weight, linear.bias, linear.depth
     block_columns = min(linear.block_columns, depth)
-    shared = block_columns % block_k != 0
+    shared = block_columns % block_k != 0 and weight.dtype != PAIRS
     in_block = cdiv(block_columns, block_k)
     return {
         "weight_ptr": Ref("weight"),
-        "weight_desc": _descriptor(linear, (1, block_n, block_k), gpu),
+        "weight_desc": _descriptor(linear, (1, block_n, block_k // numbers_in(weight.dtype)), gpu),
         "scale_ptr": Ref("scale"),
         **bias_args(None if bias is None else Operand("bias", bias)),
         "depth": depth,
@@ -193,7 +194,8 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
 def _descriptor(linear: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | None:
     """Of weights that come in boxes, of which some begin where a block does."""
     weight = linear.weight
-    first_columns = (0, linear.block_columns) if _has_blocks(linear) else (0,)
+    begins_with_blocks = _has_blocks(linear) and weight.dtype != PAIRS
+    first_columns = (0, linear.block_columns) if begins_with_blocks else (0,)
     boxed = replace(tma.boxed_weight(weight, False), first_columns=first_columns)
     if tma.is_transposed(weight) or not tma.allows_bytes(gpu, weight, boxed):
         return None
@@ -209,6 +211,8 @@ def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, Launch
     """By measurement on an H200."""
     table, linear = _TABLES[args.x.dtype.itemsize], args.weight
     wanted = rows_per_tile(num_slots / linear.weight.shape[0])
+    if linear.weight.dtype == PAIRS:
+        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, wanted)
     if table is not IN_8_BITS:
         return scaled_grouped_gemm_kernel, table[min(wanted, max(table))]
     if wanted >= FEW_ROWS.block_m and _can_be_right(args, gpu):
@@ -248,6 +252,8 @@ def _step(args: Any, kernel: Any, longest: int) -> int:
     Rows on the left are masked instead where only the depth is not divided.
     """
     itemsize, linear = args.x.dtype.itemsize, args.weight
+    if kernel is scaled_pairs_kernel:
+        return longest
     depth = linear.weight.shape[2]
     block_columns = min(linear.block_columns, depth)
     shortest = _SHORTEST_STEP[itemsize] if block_columns < 8 * _SHORT_STEP else min(_SHORT_STEP, longest)

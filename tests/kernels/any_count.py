@@ -166,6 +166,10 @@ def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:
     yield scaled.ScaledGroupedGemm(
         hidden, None, linear, offsets, layer.of(tokens * layer.top_k, dtype=INT), layer.dtype
     )
+    pairs = weight._replace(shape=(layer.num_experts, features, depth // 2), dtype=torch.uint8)
+    exponents = layer.of(layer.num_experts, features, -(-depth // 32), dtype=torch.uint8)
+    in_pairs = ScaledLinear(pairs, exponents, bias, 1, 32)
+    yield scaled.ScaledGroupedGemm(hidden, None, in_pairs, offsets, None, layer.dtype)
     rows, row_scale = hidden._replace(dtype=torch.int8), layer.of(tokens, blocks[1], dtype=torch.float32)
     yield scaled.ScaledGroupedGemm(rows, row_scale, linear, offsets, None, layer.dtype)
     narrow = weight._replace(

@@ -25,6 +25,7 @@ from moe_ops.kernels import (
     routing,
     scaled,
     scaled_decode,
+    scaled_pairs,
     scaled_rows,
     tiles,
     weight_gradient,
@@ -57,6 +58,7 @@ _MODULES = (
     routing,
     scaled,
     scaled_decode,
+    scaled_pairs,
     scaled_rows,
     tiles,
     weight_gradient,
@@ -143,6 +145,14 @@ def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
     named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
     named |= {"block_rows": block[0], "block_columns": block[1]}
     return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
+
+
+def _scaled_pairs() -> Program:
+    """Rows of 16 bits times weights of 4, of any strides."""
+    weight, scale = (_strided(8, 128, columns, dtype=torch.uint8) for columns in (48, 3))
+    named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
+    named |= {"block_rows": 1, "block_columns": 32}
+    return program_of("scaled_grouped_gemm", _strided(512, 96), weight, scale, _index(9), **named)
 
 
 def _scaled_rows(block: tuple[int, int]) -> Program:
@@ -272,6 +282,7 @@ def programs() -> list[Program]:
         program_of("quantise_rows", _strided(8, 9000), 9000, torch.int8),
         _scaled(_strided(8, 128, 64, dtype=torch.int8), (7, 10)),
         _scaled(meta(8, 128, 64, dtype=torch.int8), (1, 64)),
+        _scaled_pairs(),
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
         _scaled_token(),

@@ -27,6 +27,28 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
+    for dtype, rows in itertools.product((torch.bfloat16, torch.float16, torch.float32), (4, 25, 50, 200)):
+        for depth, columns in ((2880, 32), (2034, 64)) if wide else ((2880, 32),):
+            yield from _in_pairs(gpu, dtype, depth, columns, 8 * rows)
+
+
+def _in_pairs(gpu, dtype, depth, columns, slots) -> Iterator[Planned]:
+    weight = meta(8, 5760, depth // 2, dtype=torch.uint8)
+    scale = meta(8, 5760, -(-depth // columns), dtype=torch.uint8)
+    index = {"expert_offsets": meta(9, dtype=torch.int32), "sorted_slots": meta(slots, dtype=torch.int32)}
+    named = {
+        "x": meta(slots // 2, depth, dtype=dtype),
+        "weight": weight,
+        "scale": scale,
+        **index,
+        "dtype": dtype,
+    }
+    named |= {"bias": meta(8, 5760, dtype=dtype), "block_rows": 1, "block_columns": columns}
+    program = program_of("scaled_grouped_gemm", gpu=gpu, **named)
+    for each in _planned(
+        f"pairs times {dtype} depth={depth} slots={slots}", program.buffers, program.launches, dtype
+    ):
+        yield replace(each, dtypes=each.dtypes | {"weight": torch.uint8, "scale": torch.uint8})
 
 
 def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:

@@ -13,6 +13,8 @@ ROW_SLOTS = torch.tensor([[0], [-1], [1]], dtype=torch.int32)
 ROW_TOKENS = torch.tensor([[0, 2, -1, -1]], dtype=torch.int32)
 NO_TOKENS = torch.full((1, 4), -1, dtype=torch.int32)
 SENT = torch.tensor([2], dtype=torch.int32)
+PAIRS = torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8)
+EXPONENTS = torch.randint(120, 130, (3, 5, 1), dtype=torch.uint8)
 REPLICA_COUNT = torch.tensor([2, 1, 2], dtype=torch.int32)
 
 
@@ -122,6 +124,7 @@ def samples():
             + (torch.float32,),
             (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, 2, 3, torch.float32),
             (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, None, None, SLOTS, 1, 4, torch.float32),
+            (t(3, 8), PAIRS, EXPONENTS, OFFSETS, None, t(3, 5), SLOTS, 1, 32, torch.float32),
         ],
         "scaled_fused_experts": [
             (t(3, 4), whole(3, 8, 4), torch.rand(3, 4, 2), whole(3, 4, 4), torch.rand(3, 1, 2), t(3, 2), IDS)

@@ -1,0 +1,65 @@
+"""MXFP4 weights: numbers of 4 bits, two in a byte, whose blocks are scaled by powers of two.
+
+    number = sign * {0, 0.5, 1, 1.5, 2, 3, 4, 6}[last three bits],    of the even column in the lower half of a byte
+    power  = 2 ** (exponent - 127),                                   NaN for an exponent of 255
+
+Numbers are e2m1 and exponents e8m0 of the OCP Microscaling Formats specification 1.0, where 32 columns of a row share
+one: so gpt-oss is published. Here blocks may have any number of rows, and of columns any multiple of 32.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_ops.errors import value_error
+
+PAIRS = torch.uint8
+"""The dtype of two numbers, and of exponents."""
+
+GROUP = 32
+"""Columns that share an exponent at least."""
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_ONE, _NAN = 127, 255  # exponents
+
+
+def numbers_in(stored: torch.dtype) -> int:
+    """How many numbers an element of a stored weight holds."""
+    return 2 if stored == PAIRS else 1
+
+
+def numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., A / 2] bytes as [..., A] numbers."""
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+    signed = (*_MAGNITUDES, *(-each for each in _MAGNITUDES))
+    return torch.tensor(signed, dtype=dtype, device=pairs.device)[codes.int()]
+
+
+def powers(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """What exponents stand for, in float32 or float64."""
+    found = torch.exp2((exponents.int() - _ONE).to(dtype))
+    return found.masked_fill(exponents == _NAN, float("nan"))
+
+
+def exponents_of(largest: Tensor) -> Tensor:
+    """Of blocks with such largest magnitudes: 6 times the power is just not exceeded, or by less than a third.
+
+    The specification's rule (section 6.3): the largest's exponent less that of the largest number, 4.
+    """
+    fraction, exponent = torch.frexp(largest)
+    found = (exponent - 3 + _ONE).clamp(0, _NAN - 1).masked_fill(fraction == 0, _ONE)
+    return found.masked_fill(~largest.isfinite(), _NAN).to(PAIRS)
+
+
+def paired(values: Tensor) -> Tensor:
+    """[..., A] values, already divided by their powers, as bytes: the nearest numbers, of two the even."""
+    magnitudes, between = values.abs(), torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device)
+    below, above = (torch.bucketize(magnitudes, between, right=upper) for upper in (False, True))
+    codes = torch.where(below % 2 == 0, below, above) + 8 * values.signbit()
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(PAIRS)
+
+
+def expect_columns(name: str, columns: int, depth: int) -> None:
+    """Raises ValueError for blocks of columns, of `depth`, that 32 at a time do not go through."""
+    if columns % GROUP and columns < depth:
+        value_error("{}={} with weights of 4 bits: expected a multiple of {}", name, columns, GROUP)
