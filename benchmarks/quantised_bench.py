@@ -1,4 +1,4 @@
-"""Experts in 8 bits beside experts in bfloat16: whole layers from expert ids, as CUDA graphs, taken in turns.
+"""Experts in 8 and 4 bits beside experts in bfloat16: whole layers from expert ids, as CUDA graphs, taken in turns.
 
 Before anything is timed, each result is compared with that of bfloat16: what quantising costs is in the table too.
 """
@@ -37,6 +37,7 @@ WAYS = {
     "float8 rows": Way(torch.float8_e4m3fn, None, "quantised", 0.08),
     "int8 rows": Way(torch.int8, None, "quantised", 0.04),
     "float8 rows, exact": Way(torch.float8_e4m3fn, None, "exact", 0.06),
+    "MXFP4": Way(torch.uint8, (1, 32), "exact", 0.22),
 }
 
 
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @torch.no_grad()
 def main(arguments: argparse.Namespace) -> int:
-    """Measures; raises ValueError where a result is farther from bfloat16's than rounding to 8 bits explains."""
+    """Measures; raises ValueError where a result is farther from bfloat16's than rounding explains."""
     print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
     rows: list[list[object]] = []
     for name in arguments.workloads:

@@ -40,7 +40,7 @@ class ScaledGroupedGemm(NamedTuple):
 
 
 class ScaledFusedExperts(NamedTuple):
-    """Of `scaled_fused_experts`, with quantised rows."""
+    """Of `scaled_fused_experts`, with "quantised" or "exact" rows."""
 
     hidden_states: Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
     w13: ScaledLinear
@@ -51,6 +51,7 @@ class ScaledFusedExperts(NamedTuple):
     shared: PerTokenOrNone
     activation: str
     epilogue: Epilogue = Epilogue()
+    rows: str = "quantised"
 
     @property
     def experts(self) -> ExpertWeights:

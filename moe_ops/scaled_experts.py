@@ -3,12 +3,12 @@
     out[t] = sum over k of topk_weights[t, k] * w2[e] @ act(w13[e] @ hidden_states[t])  [+ shared[t]]
     e      = topk_ids[t, k],  w13[e] and w2[e] times their scales
 
-With quantised rows it is one operator. With exact ones it is stage operators, eagerly and traced: `scaled_grouped_gemm`
-for both products, which takes tokens where they lie.
+It is one operator, but where gradients come through exact rows: then it is stage operators, eagerly and traced, which
+keep what is between them. `scaled_grouped_gemm` has both products and takes tokens where they lie.
 """
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from moe_ops.arguments import FusedExperts
 from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
-from moe_ops.fused_experts import check_routed, expect_routed, fake, layer_flops, weigh_input
+from moe_ops.fused_experts import check_routed, expect_routed, fake, weigh_input
 from moe_ops.mxfp4 import PAIRS
 from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
@@ -87,9 +87,9 @@ def rows_for(stored: torch.dtype) -> Rows:
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
     layer = _checked(args, w13, w2, rows)
-    if rows == "quantised":
+    if rows == "quantised" or not _has_gradients(layer):
         return _library.call(layer)
-    return _summed(layer, *_rows_of(_gate(layer), layer, rows))
+    return run_stages(layer)
 
 
 def run_around(
@@ -97,7 +97,7 @@ def run_around(
 ) -> Tensor:
     """The same with a function of [S, 2I] between the products, and sizes that fit."""
     layer = _cast(args, w13, w2, rows)
-    return _summed(layer, *_rows_of(activate, layer, rows))
+    return _summed(layer, *_rows_of(activate, layer))
 
 
 def expert_rows(
@@ -105,7 +105,7 @@ def expert_rows(
 ) -> tuple[Tensor, DispatchPlan]:
     """What the experts return [S, H], before it is weighed and summed, and where it belongs."""
     layer = _checked(args, w13, w2, rows)
-    return _rows_of(_gate(layer), layer, rows)
+    return _rows_of(_gate(layer), layer)
 
 
 def _checked(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> ScaledFusedExperts:
@@ -116,21 +116,24 @@ def _checked(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
 def _cast(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> ScaledFusedExperts:
     x, _, weights, ids, placement, shared, activation, epilogue = args
     x, up_bias, down_bias, shared = _library.autocast((x, w13.bias, w2.bias, shared))
-    _check_rows({"hidden_states": x, "w13_bias": up_bias}, rows)
-    if rows == "quantised" and PAIRS in (w13.weight.dtype, w2.weight.dtype):
-        value_error("rows='quantised' with weights of 4 bits: expected 'exact'")
+    _expect_rows(rows, w13, w2)
+    if rows == "quantised":
+        _expect_no_gradients(hidden_states=x, w13_bias=up_bias)
     up, down = w13._replace(bias=up_bias), w2._replace(bias=down_bias)
-    return ScaledFusedExperts(x, up, down, weights, ids, placement, shared, activation, epilogue)
+    return ScaledFusedExperts(x, up, down, weights, ids, placement, shared, activation, epilogue, rows)
+
+
+def _has_gradients(args: ScaledFusedExperts) -> bool:
+    tensors = args.hidden_states, args.w13.bias, args.w2.bias, args.topk_weights, args.shared
+    return any(tensor is not None and is_differentiated(tensor) for tensor in tensors)
 
 
 def _gate(args: ScaledFusedExperts) -> Callable[[Tensor], Tensor]:
     return lambda gate_up: gated_activation(gate_up, args.activation)
 
 
-def _rows_of(
-    activate: Callable[[Tensor], Tensor], args: ScaledFusedExperts, rows: Rows
-) -> tuple[Tensor, DispatchPlan]:
-    x, up, down = args[:3]
+def _rows_of(activate: Callable[[Tensor], Tensor], args: ScaledFusedExperts) -> tuple[Tensor, DispatchPlan]:
+    x, up, down, rows = *args[:3], args.rows
     plan = build_dispatch(args.topk_ids, up.weight.shape[0], args.placement.expert_map)
     gate_up = _product(x, up, plan.expert_offsets, plan.sorted_slots, rows)
     return _product(activate(gate_up), down, plan.expert_offsets, None, rows), plan
@@ -140,19 +143,24 @@ def _summed(args: ScaledFusedExperts, expert_out: Tensor, plan: DispatchPlan) ->
     return combine(expert_out, args.topk_weights, plan.inverse, args.shared, *args.epilogue)
 
 
-def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | None, rows: Rows) -> Tensor:
+def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | None, rows: str) -> Tensor:
     if rows == "exact":
         return _library.call(ScaledGroupedGemm(x, None, linear, offsets, slots, x.dtype))
     stored, scale = _library.call(QuantiseRows(x, linear.block_columns, linear.weight.dtype))
     return _library.call(ScaledGroupedGemm(stored, scale, linear, offsets, slots, x.dtype))
 
 
-def _check_rows(before: dict[str, Tensor | None], rows: Rows) -> None:
-    """Of what is rounded, or comes into what is rounded, a gradient would be missing without a word."""
+def _expect_rows(rows: str, w13: ScaledLinear, w2: ScaledLinear) -> None:
     if rows not in get_args(Rows):
         value_error("rows={!r}: expected 'quantised' or 'exact'", rows)
+    if rows == "quantised" and PAIRS in (w13.weight.dtype, w2.weight.dtype):
+        value_error("rows='quantised' with weights of 4 bits: expected 'exact'")
+
+
+def _expect_no_gradients(**before: Tensor | None) -> None:
+    """Of what is rounded, or comes into what is rounded, a gradient would be missing without a word."""
     for name, tensor in before.items():
-        if rows == "quantised" and tensor is not None and is_differentiated(tensor):
+        if tensor is not None and is_differentiated(tensor):
             value_error("rows='quantised' and {} with a gradient: expected 'exact' or torch.no_grad()", name)
 
 
@@ -191,6 +199,7 @@ def _check_sizes(args: FusedExperts | ScaledFusedExperts, w13: ScaledLinear, w2:
 def _check(args: ScaledFusedExperts) -> None:
     for name, linear in (("w13", args.w13), ("w2", args.w2)):
         check_scaled(name, linear, "hidden_states", args.hidden_states)
+    _expect_rows(args.rows, args.w13, args.w2)
     out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
     _check_sizes(args, args.w13, args.w2)
     check_routed(args)
@@ -198,7 +207,7 @@ def _check(args: ScaledFusedExperts) -> None:
 
 def run_stages(args: ScaledFusedExperts) -> Tensor:
     """The definition of the operator: its stages, one after the other."""
-    return _summed(args, *_rows_of(_gate(args), args, "quantised"))
+    return _summed(args, *_rows_of(_gate(args), args))
 
 
 def _cuda(args: ScaledFusedExperts) -> Tensor:
@@ -207,9 +216,14 @@ def _cuda(args: ScaledFusedExperts) -> Tensor:
     return _library.launch(args) if _library.has_launches(args) else run_stages(args)
 
 
+def _flops(shapes: Any) -> int:
+    """By the columns of rows: those of a weight may be two in an element."""
+    (_, hidden_size), columns = shapes.hidden_states, shapes.w13.weight[1]
+    features = out_features(columns, Activation.from_spec(shapes.activation))
+    return 2 * shapes.topk_ids[0] * shapes.topk_ids[1] * hidden_size * (columns + features)
+
+
 _library.define(ScaledFusedExperts, "Tensor", check=_check, cpu=run_stages, cuda=_cuda, fake=fake)
 _autograd.define_gradient_of_formula(ScaledFusedExperts, run_stages)
-_library.define_flops(
-    ScaledFusedExperts, lambda shapes: layer_flops(shapes.topk_ids[0] * shapes.topk_ids[1], shapes.experts)
-)
+_library.define_flops(ScaledFusedExperts, _flops)
 _library.define_vmap_over_tokens(ScaledFusedExperts)

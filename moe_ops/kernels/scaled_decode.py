@@ -121,7 +121,8 @@ def scaled_gemv_kernel(
 
 def multiplies_rows(args: Any) -> bool:
     """Whether a layer is for this kernel."""
-    return args.topk_ids.shape[0] == 1 and args.w13.weight.dtype.is_floating_point
+    is_float8 = args.w13.weight.dtype.is_floating_point
+    return args.topk_ids.shape[0] == 1 and is_float8 and args.rows == "quantised"
 
 
 def scaled_gemv_launch(args: Any, rows: str, name: str, out: Buffer, gate: dict[str, Any]) -> Launch:

@@ -1,7 +1,7 @@
-"""The program of `moe.scaled_fused_experts`, in two forms.
+"""The program of `moe.scaled_fused_experts`.
 
-For a token in float8 it is two products of single rows, without a sort; else its stages' launches, with the gate in
-that which quantises its rows.
+For a token in float8, and for one with weights of 4 bits, it is two products of single rows, without a sort; else its
+stages' launches, with the gate in that which quantises its rows.
 """
 
 import math
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from moe_ops.kernels.activation import NO_GATE, activation_args
+from moe_ops.arguments import GatedActivation
+from moe_ops.kernels.activation import NO_GATE, activation_args, gated_activation_program
 from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.pairs_decode import multiplies_pairs, pairs_gemv_launch
 from moe_ops.kernels.program import Argument, Buffer, Descriptor, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
 from moe_ops.kernels.scaled import expect_converted, scaled_grouped_gemm_program
@@ -31,7 +33,41 @@ def takes(args: Any, gpu: Gpu) -> bool:
 
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.scaled_fused_experts`."""
-    return _of_a_token(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
+    if args.rows == "quantised":
+        return _of_a_token(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
+    return _of_a_token_in_pairs(args) if multiplies_pairs(args, gpu) else _exact(args, gpu)
+
+
+def _of_a_token_in_pairs(args: Any) -> Program:
+    x, num_slots, (hidden_size, _) = (
+        args.hidden_states,
+        math.prod(args.topk_ids.shape),
+        args.w2.weight.shape[1:],
+    )
+    activated = Buffer("activated", (num_slots, args.w2.depth), x.dtype)
+    expert_out = Buffer("expert_out", (num_slots, hidden_size), x.dtype)
+    inverse = Buffer("inverse", (num_slots,), torch.int32)
+    gate = activation_args(Activation.from_spec(args.activation))
+    up = pairs_gemv_launch(args, ("hidden_states", x), "w13", activated, gate)
+    down = pairs_gemv_launch(args, (activated.name, activated.meta), "w2", expert_out, NO_GATE)
+    combined, combine = combine_launch(expert_out.meta, args)
+    return Program((inverse, activated, expert_out, combined), (up, down, combine), (combined.name,))
+
+
+def _exact(args: Any, gpu: Gpu) -> Program:
+    x, w13, w2 = args.hidden_states, args.w13, args.w2
+    sorting, sorts = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
+    slots, _, offsets = (buffer.meta for buffer in sorting[:3])
+    up = scaled_grouped_gemm_program(ScaledGroupedGemm(x, None, w13, offsets, slots, x.dtype), gpu)
+    gated = gated_activation_program(GatedActivation(up.buffers[-1].meta, args.activation), gpu)  # type: ignore[arg-type]  # metadata
+    rows = gated.buffers[0].meta
+    down = scaled_grouped_gemm_program(ScaledGroupedGemm(rows, None, w2, offsets, None, x.dtype), gpu)  # type: ignore[arg-type]  # metadata
+    parts = (
+        _named(up, **_weights("w13"), x="hidden_states", product="gate_up"),
+        gated,
+        _named(down, **_weights("w2"), x="activated", product="expert_out"),
+    )
+    return _in_turn(args, sorting, sorts, parts)
 
 
 def _of_a_token(args: Any, gpu: Gpu) -> Program:
@@ -61,13 +97,20 @@ def _sorted(args: Any, gpu: Gpu) -> Program:
     up = _product(tokens, w13, offsets, slots, x.dtype, gpu)
     rows = _gated(up.buffers[-1].meta, w2, args.activation)
     down = _product(rows, w2, offsets, None, x.dtype, gpu)
-    combined, combine = combine_launch(down.buffers[-1].meta, args)
     parts = (
         _named(tokens, x="hidden_states", rows="token_rows", row_scale="token_scale"),
         _named(up, **_operands("w13", "token"), product="gate_up"),
         _named(rows, x="gate_up", rows="slot_rows", row_scale="slot_scale"),
         _named(down, **_operands("w2", "slot"), product="expert_out"),
     )
+    return _in_turn(args, sorting, sorts, parts)
+
+
+def _in_turn(
+    args: Any, sorting: tuple[Buffer, ...], sorts: tuple[Launch, ...], parts: tuple[Program, ...]
+) -> Program:
+    """All launches, the last part's to `expert_out`, which is summed up."""
+    combined, combine = combine_launch(parts[-1].buffers[-1].meta, args)
     buffers = {
         each.name: each for each in (*sorting, *(each for part in parts for each in part.buffers), combined)
     }
@@ -89,8 +132,11 @@ def _gated(gate_up: TensorMeta, linear: Any, activation: str) -> Program:
 
 def _operands(name: str, rows: str) -> dict[str, str]:
     """What a product's tensors are called in a layer."""
-    given = {"weight": name, "scale": f"{name}_scale", "bias": f"{name}_bias"}
-    return given | {"x": f"{rows}_rows", "x_scale": f"{rows}_scale"}
+    return _weights(name) | {"x": f"{rows}_rows", "x_scale": f"{rows}_scale"}
+
+
+def _weights(name: str) -> dict[str, str]:
+    return {"weight": name, "scale": f"{name}_scale", "bias": f"{name}_bias"}
 
 
 def _named(program: Program, **names: str) -> Program:

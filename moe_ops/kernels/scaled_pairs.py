@@ -14,8 +14,8 @@ from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.tiles import tile_at
 
 IN_16_BITS = {
-    16: LaunchConfig(16, 64, 128, 4, 4),
-    32: LaunchConfig(32, 64, 128, 4, 3),
+    16: LaunchConfig(16, 128, 128, 4, 3),
+    32: LaunchConfig(32, 128, 64, 4, 4),
     64: LaunchConfig(64, 128, 64, 4, 3),
     128: LaunchConfig(128, 128, 64, 8, 3),
 }
@@ -33,22 +33,55 @@ def _powers(exponents):
 
 
 @triton.jit
+def _in_bfloat16(pairs):
+    """Numbers of even columns and of odd ones, times 2**-126, four bytes at once."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 low, high, sign, rest;
+        prmt.b32 low, $4, 0, 0x4140;
+        prmt.b32 high, $4, 0, 0x4342;
+        shl.b32 sign, low, 12;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 rest, low, 6;
+        lop3.b32 $0, rest, 0x01C001C0, sign, 0xEA;
+        shl.b32 sign, high, 12;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 rest, high, 6;
+        lop3.b32 $1, rest, 0x01C001C0, sign, 0xEA;
+        shl.b32 sign, low, 8;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 rest, low, 2;
+        lop3.b32 $2, rest, 0x01C001C0, sign, 0xEA;
+        shl.b32 sign, high, 8;
+        and.b32 sign, sign, 0x80008000;
+        shl.b32 rest, high, 2;
+        lop3.b32 $3, rest, 0x01C001C0, sign, 0xEA;
+        }
+        """,
+        "=r,=r,=r,=r,r",
+        [pairs],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def _unpacked(pairs, powers, DTYPE: tl.constexpr):
     """[N, K / 2] bytes and [N, K / 32] powers as [N, K] weights, times 2**-63."""
-    BITS: tl.constexpr = tl.int16 if tl.bfloat16 == DTYPE else tl.int32
-    SIGN: tl.constexpr = DTYPE.primitive_bitwidth - 4  # as far to the left, and so far a fraction
-    FRACTION: tl.constexpr = DTYPE.primitive_bitwidth - 10
     half: tl.constexpr = pairs.shape[1]
     spread = powers.to(DTYPE)[:, :, None].broadcast_to(
         pairs.shape[0], powers.shape[1], half // powers.shape[1]
     )
     spread = spread.reshape(pairs.shape[0], half)
-    codes = pairs.to(BITS)
-    even = ((codes & 0x08) << SIGN) | ((codes & 0x07) << FRACTION)
-    odd = ((codes & 0x80) << (SIGN - 4)) | ((codes & 0x70) << (FRACTION - 4))
-    even = even.to(BITS).to(DTYPE, bitcast=True) * spread
-    odd = odd.to(BITS).to(DTYPE, bitcast=True) * spread
-    return tl.join(even, odd).reshape(pairs.shape[0], 2 * half)
+    if tl.bfloat16 == DTYPE:
+        even, odd = _in_bfloat16(pairs)
+    else:
+        codes = pairs.to(tl.int32)
+        even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
+        odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
+    return tl.join(even * spread, odd * spread).reshape(pairs.shape[0], 2 * half)
 
 
 @triton.jit

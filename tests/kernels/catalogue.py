@@ -18,6 +18,7 @@ from moe_ops.kernels import (
     gemm_generic,
     gemm_mixed,
     gemm_tma,
+    pairs_decode,
     permute,
     placement,
     plans,
@@ -52,6 +53,7 @@ _MODULES = (
     gemm_generic,
     gemm_mixed,
     gemm_tma,
+    pairs_decode,
     permute,
     placement,
     quantise_rows,
@@ -178,7 +180,18 @@ def _scaled_token() -> Program:
         scale = _strided(8, rows // 8, columns // 32, dtype=torch.float32)
         named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": _strided(8, rows)}
         named |= {f"{name}_block_rows": 8, f"{name}_block_columns": 32}
-    return program_of("scaled_fused_experts", activation="silu", **named)
+    return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named)
+
+
+def _token_in_pairs() -> Program:
+    """A token's layer in 4 bits, of rows with gaps."""
+    weights = meta(1, 2, dtype=torch.float32), meta(1, 2, dtype=torch.int32)
+    named = {"hidden_states": _strided(1, 96), "topk_weights": weights[0], "topk_ids": weights[1]}
+    for name, rows, columns in (("w13", 256, 48), ("w2", 96, 64)):
+        scale = _strided(8, rows, columns // 16, dtype=torch.uint8)
+        named |= {name: meta(8, rows, 80, dtype=torch.uint8)[:, :, :columns], f"{name}_scale": scale}
+        named |= {f"{name}_bias": _strided(8, rows), f"{name}_block_rows": 1, f"{name}_block_columns": 32}
+    return program_of("scaled_fused_experts", activation="silu", rows="exact", **named)
 
 
 def _gemms(act: Activation) -> list[Program]:
@@ -286,6 +299,7 @@ def programs() -> list[Program]:
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
         _scaled_token(),
+        _token_in_pairs(),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),

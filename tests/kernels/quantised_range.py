@@ -58,6 +58,7 @@ def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:
         "topk_ids": ids,
         "topk_weights": weights,
         "activation": act.spec,
+        "rows": "quantised",
     }
     for name, rows, columns in (("w13", 1536 if act.is_gated else 768, 2048), ("w2", 2048, 768)):
         scale = meta(16, rows // 128, columns // 128, dtype=torch.float32)

@@ -58,7 +58,7 @@ def _layer(size, stored, dtype, activation):
         "expert_map": None, "shared": torch.randn(tokens, hidden).to(dtype),
         "w13_block_rows": up_block[0], "w13_block_columns": up_block[1],
         "w2_block_rows": down_block[0], "w2_block_columns": down_block[1],
-        "activation": activation.spec,
+        "activation": activation.spec, "rows": "quantised",
     }  # fmt: skip
 
 
@@ -156,12 +156,12 @@ def test_blocks_wider_than_a_program_has_columns(device):
     named |= {"w13_bias": gate_up, "w2_bias": None, "expert_map": None, "shared": None}
     named = {key: value if value is None else value.to(device) for key, value in named.items()}
     named |= dict.fromkeys(("w13_block_rows", "w2_block_rows"), 1)
-    at = named | {"w13_block_columns": 4, "w2_block_columns": 9000, "activation": "silu"}
+    at = named | {"w13_block_columns": 4, "w2_block_columns": 9000, "activation": "silu", "rows": "quantised"}
     assert torch.equal(launch("scaled_fused_experts", **at), _stages(at))
 
 
 def _stored(of):
-    named = {"activation": "silu"}
+    named = {"activation": "silu", "rows": "quantised"}
     for name, rows, columns in (("w13", 512, 256), ("w2", 256, 256)):
         blocks = {f"{name}_block_rows": 128, f"{name}_block_columns": 128}
         scale = meta(8, rows // 128, columns // 128, dtype=torch.float32)

@@ -155,7 +155,7 @@ def _planned(features=256, depth=256, rows=64, dtype=torch.bfloat16, gpu=H200):
 
 
 def test_weights_come_in_boxes_where_they_can():
-    assert _planned().args["weight_desc"].block == (1, 64, 64)
+    assert _planned().args["weight_desc"].block == (1, 128, 64)
     assert _planned(depth=2880).args["weight_desc"] is not None
     assert _planned(depth=48).args["weight_desc"] is None  # rows of 24 bytes
     assert _planned(gpu=Gpu(89, 142, H200.shared_memory)).args["weight_desc"] is None

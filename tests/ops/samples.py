@@ -128,9 +128,9 @@ def samples():
         ],
         "scaled_fused_experts": [
             (t(3, 4), whole(3, 8, 4), torch.rand(3, 4, 2), whole(3, 4, 4), torch.rand(3, 1, 2), t(3, 2), IDS)
-            + (t(3, 8), t(3, 4), None, *joined, 2, 3, 4, 2, "silu"),
+            + (t(3, 8), t(3, 4), None, *joined, 2, 3, 4, 2, "silu", "quantised"),
             (t(3, 4), whole(3, 4, 4), torch.rand(3, 4, 1), whole(3, 4, 4), torch.rand(3, 4, 1), t(3, 2), IDS)
-            + (*(None,) * 6, 1, 4, 1, 4, "relu2"),
+            + (*(None,) * 6, 1, 4, 1, 4, "relu2", "exact"),
         ],
         "dense_gemm": [
             (matrix(3, 4), matrix(5, 4), matrix(5), torch.float32),
@@ -250,7 +250,7 @@ def empty_samples():
             whole(3, 4, 4),
             torch.rand(3, 4, 1),
         )
-        + (weights, ids, *(None,) * 6, 1, 4, 1, 4, "silu"),
+        + (weights, ids, *(None,) * 6, 1, 4, 1, 4, "silu", "quantised"),
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),

@@ -33,14 +33,18 @@ class _Called(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.parametrize("differentiated", [None, "hidden_states", "topk_weights", "w2_bias", "shared"])
 @pytest.mark.parametrize("rows", ["quantised", "exact"])
-def test_it_is_one_operator(rows):
-    layer, stages = (
-        _layer(),
-        ["build_dispatch", "scaled_grouped_gemm", "gated_activation", "scaled_grouped_gemm", "combine"],
-    )
-    expected = ["scaled_fused_experts"] if rows == "quantised" else stages
-    with _Called() as called, torch.no_grad():
+def test_it_is_one_operator(rows, differentiated):
+    """But where gradients come through exact rows."""
+    layer = _layer()
+    stages = ["build_dispatch", "scaled_grouped_gemm", "gated_activation", "scaled_grouped_gemm", "combine"]
+    if differentiated == "hidden_states" and rows == "quantised":
+        return  # refused
+    if differentiated:
+        layer[differentiated].requires_grad_()
+    expected = stages if rows == "exact" and differentiated else ["scaled_fused_experts"]
+    with _Called() as called:
         moe_ops.scaled_fused_experts(**layer, rows=rows)
     assert called.names == expected
     graphs = EagerAndRecordGraphs()

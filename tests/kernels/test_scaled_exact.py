@@ -1,0 +1,169 @@
+"""The one program of a quantised layer whose rows are exact: of weights of 8 and of 4 bits, and a token of the latter."""
+
+import pytest
+import torch
+
+from moe_ops.kernels.gpu import H200, Gpu
+from tests.helpers import mixed
+from tests.kernels import test_scaled_fused as quantised
+from tests.kernels.by_name import launch, program_of
+from tests.kernels.catalogue import meta
+from tests.kernels.oracles import assert_close
+from tests.kernels.test_scaled_fused import ACTIVATIONS, STORED
+from tests.kernels.test_scaled_pairs import dense
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+# Tokens, experts, K, H, I; sizes of blocks of both weights.
+SIZES = {
+    "a token": (1, 13, 3, 96, 64, (1, 32), (1, 32)),
+    "more columns than a step has": (1, 3, 2, 512 + 64, 288, (1, 32), (1, 64)),
+    "a last group cut short": (1, 5, 2, 72, 40, (1, 32), (1, 32)),
+    "blocks": (1, 5, 2, 128, 96, (4, 64), (8, 96)),
+    "odd features": (1, 4, 3, 40, 72, (1, 32), (1, 96)),
+    "one word": (1, 2, 1, 8, 8, (1, 32), (1, 32)),
+    "no words": (1, 3, 2, 36, 34, (1, 32), (1, 32)),
+    "T2": (2, 13, 3, 96, 64, (1, 32), (1, 32)),
+    "T7": (7, 13, 4, 64, 34, (1, 32), (2, 64)),
+    "hot": (90, 3, 2, 128, 160, (1, 32), (1, 32)),
+}
+
+
+def _layer(size, dtype, activation):
+    tokens, experts, top_k, hidden, features, *blocks = SIZES[size]
+    rows = (2 if activation.is_gated else 1) * features
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
+    ids[-1, -1] = -1
+    at = {
+        "hidden_states": torch.randn(tokens, hidden).to(dtype), "topk_ids": ids,
+        "topk_weights": torch.rand(tokens, top_k),
+        "w13_bias": torch.randn(experts, rows).to(dtype), "w2_bias": (torch.randn(experts, hidden) / 10).to(dtype),
+        "expert_map": None, "activation": activation.spec, "rows": "exact",
+    }  # fmt: skip
+    for name, sizes, block in (("w13", (rows, hidden), blocks[0]), ("w2", (hidden, features), blocks[1])):
+        groups = -(-sizes[0] // block[0]), -(-sizes[1] // block[1])
+        at[name] = torch.randint(0, 256, (experts, sizes[0], sizes[1] // 2), dtype=torch.uint8)
+        at[f"{name}_scale"] = torch.randint(118, 124, (experts, *groups), dtype=torch.uint8)
+        at |= {f"{name}_block_rows": block[0], f"{name}_block_columns": block[1]}
+    return at
+
+
+def _weight(at, name):
+    return dense(
+        at[name].cpu(), at[f"{name}_scale"].cpu(), (at[f"{name}_block_rows"], at[f"{name}_block_columns"])
+    )
+
+
+def _expected(at, activation):
+    """In float64, slot by slot."""
+    import moe_ops
+
+    double = {name: each.double() for name, each in at.items() if name in ("hidden_states", "topk_weights")}
+    biases = {name: at[name].double() for name in ("w13_bias", "w2_bias") if at[name] is not None}
+    return moe_ops.fused_experts(
+        double["hidden_states"], _weight(at, "w13"), _weight(at, "w2"), double["topk_weights"], at["topk_ids"],
+        activation, expert_map=at["expert_map"], **biases,
+    )  # fmt: skip
+
+
+def _launched(at, device):
+    on_device = {
+        name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in at.items()
+    }
+    return launch("scaled_fused_experts", **on_device)
+
+
+@pytest.mark.parametrize(("size", "dtype", "name"), mixed(SIZES, DTYPES, ACTIVATIONS, rounds=2), ids=str)
+def test_layers_in_4_bits(size, dtype, name, device):
+    at = _layer(size, dtype, ACTIVATIONS[name])
+    assert_close(_launched(at, device), _expected(at, ACTIVATIONS[name]))
+
+
+@pytest.mark.parametrize("size", ["a token", "T7"])
+def test_experts_that_are_elsewhere(size, device):
+    at = _layer(size, torch.float32, ACTIVATIONS["silu"])
+    experts = torch.arange(at["w13"].shape[0], dtype=torch.int32)
+    at["expert_map"] = experts.where(experts % 3 != 1, -1)
+    at |= {"w13_bias": None}
+    assert_close(_launched(at, device), _expected(at, ACTIVATIONS["silu"]))
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+@pytest.mark.parametrize("layout", ["columns", "gaps", "begins within a word"])
+def test_layouts_of_a_token(layout, name, device):
+    at = _layer("a token", torch.float32, ACTIVATIONS["clamped"])
+    weight = at[name]
+    if layout == "columns":
+        at[name] = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    else:
+        start, width = (2, 64) if layout == "begins within a word" else (0, weight.shape[2] + 4)
+        wide = torch.full((*weight.shape[:2], width), 0xFF, dtype=torch.uint8)
+        wide[:, :, start : start + weight.shape[2]] = weight
+        at[name] = wide.to(device)[:, :, start : start + weight.shape[2]]
+    at["hidden_states"] = torch.randn(96, 1).t()
+    assert_close(_launched(at, device), _expected(at, ACTIVATIONS["clamped"]))
+
+
+def test_what_is_shared_joins(device):
+    at = _layer("a token", torch.float32, ACTIVATIONS["silu"])
+    shared = torch.randn(1, 96)
+    joined = _launched(at | {"shared": shared}, device) - _launched(at, device)
+    assert torch.allclose(joined.cpu(), shared, atol=1e-4)
+
+
+def test_powers_of_a_token(device):
+    """Every one that float32 has; others are NaN, and in nobody else's sum."""
+    at = _layer("one word", torch.float32, ACTIVATIONS["ungated"]) | {"w13_bias": None, "w2_bias": None}
+    at["topk_ids"], at["topk_weights"] = torch.tensor([[0]], dtype=torch.int32), torch.ones(1, 1)
+    at["hidden_states"] = torch.zeros(1, 8)
+    at["hidden_states"][0, 0] = 1
+    at["w13"], at["w13_scale"] = torch.full_like(at["w13"], 0x02), torch.full_like(at["w13_scale"], 127)
+    at["w2"] = torch.zeros_like(at["w2"])
+    at["w2"][0, :, 0] = 0x02  # one times what the gate makes of one
+    at["w2_scale"][0, :, 0] = torch.tensor([0, 1, 64, 127, 192, 248, 249, 255], dtype=torch.uint8)
+    out = _launched(at, device).cpu()[0].double()
+    exact = torch.pow(2.0, at["w2_scale"][0, :, 0].double() - 127)
+    assert torch.equal(out[:6], exact[:6]) and out[6:].isnan().all()
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("size", ["T7", "rows"])
+def test_layers_in_8_bits(size, stored, device):
+    at = quantised._layer(size, stored, torch.float32, ACTIVATIONS["silu"]) | {
+        "rows": "exact",
+        "shared": None,
+    }
+    on_device = {
+        name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in at.items()
+    }
+    slots, inverse, offsets = launch("build_dispatch", on_device["topk_ids"], None, at["w13"].shape[0])
+    x = on_device["hidden_states"]
+    for name, index in (("w13", slots), ("w2", None)):
+        block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
+        given = on_device[name], on_device[f"{name}_scale"], offsets, None, on_device[f"{name}_bias"], index
+        x = launch("scaled_grouped_gemm", x, *given, *block, torch.float32)
+        x = launch("gated_activation", x, "silu") if name == "w13" else x
+    expected = launch("combine", x, on_device["topk_weights"], inverse, None, None, None)
+    assert torch.equal(launch("scaled_fused_experts", **on_device), expected)
+
+
+def _kernels(tokens, hidden=256, gpu=H200):
+    weights, ids = meta(tokens, 2, dtype=torch.float32), meta(tokens, 2, dtype=torch.int32)
+    named = {
+        "hidden_states": meta(tokens, hidden),
+        "topk_weights": weights,
+        "topk_ids": ids,
+        "activation": "silu",
+    }
+    for name, rows, columns in (("w13", 512, hidden), ("w2", hidden, 256)):
+        scale = meta(8, rows, -(-columns // 32), dtype=torch.uint8)
+        named |= {name: meta(8, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
+        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
+    launches = program_of("scaled_fused_experts", gpu=gpu, rows="exact", **named).launches
+    return [each.kernel.__name__.strip("_").removesuffix("_kernel") for each in launches]
+
+
+def test_launches():
+    tiles = ["rank", "tile_map", "scaled_pairs", "activation", "scaled_pairs", "combine"]
+    assert _kernels(16) == _kernels(2) == tiles
+    assert _kernels(1) == ["pairs_gemv", "pairs_gemv", "combine"]
+    assert _kernels(1, hidden=260) == _kernels(1, gpu=Gpu(80, 108, H200.shared_memory)) == tiles
