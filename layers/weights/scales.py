@@ -173,12 +173,12 @@ def _expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype
     if rows not in get_args(Rows):
         raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
     if dtype != PAIRS:
-        return expect_dtype("dtype", dtype)
-    if kind is not WeightScale.GROUP or block[1] % GROUP:
+        expect_dtype("dtype", dtype)
+    elif kind is not WeightScale.GROUP or block[1] % GROUP:
         raise ValueError(
             f"{kind}, block={block} with weights of 4 bits: expected GROUP of a multiple of {GROUP} columns"
         )
-    if rows != "exact":
+    elif rows != "exact":
         raise ValueError(f"rows={rows!r} with weights of 4 bits: expected 'exact'")
 
 

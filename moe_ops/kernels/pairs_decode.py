@@ -1,9 +1,11 @@
-"""A token times weights of 4 bits: rows of its experts' weights, on no tensor core and with no sort.
+"""Few tokens times weights of 4 bits: rows of their experts' weights, on no tensor core and with no sort.
 
 Words of eight numbers become, four at a time, float8 by shifts: a number's exponent and fraction are the last bits of a
-float8's, which makes it 2**6 times as small. A thread has 32 columns, which share a power.
+float8's exponent and the first of its fraction, which makes it 2**6 times as small. A program is one warp: so no thread
+needs columns of x that another has.
 """
 
+import math
 from typing import Any
 
 import triton
@@ -22,7 +24,7 @@ _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
 _CONVERTS_E4M3 = 89  # compute capability, times ten
 _LARGEST = tl.constexpr(248)  # exponent
 _WORD = 8  # columns
-_MOST_TOKENS = 1
+_MOST_TOKENS = 8
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def _products(
     return sums * _powers(exponents)
 
 
-# Strides that are not known to be multiples load words one by one: then a thread has the columns of x that belong to them.
+# Strides of which nothing is known make words load one by one: so a thread has the columns of x that belong to its.
 @triton.jit(do_not_specialize=["weight_stride_e", "weight_stride_n"])
 def pairs_gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
@@ -155,12 +157,14 @@ def pairs_gemv_kernel(
             odd1, odd3 = tl.split(odds13)
             block = offset((words * 8) // BLOCK_COLUMNS, scale_stride_k)[None, :]
             gate += _products(
-                _loaded(gate_ptr + words[None, :], mask, 0, "evict_first"), _loaded(gate_scale_ptr + block, mask, 0, "evict_first"),
+                _loaded(gate_ptr + words[None, :], mask, 0, "evict_first"),
+                _loaded(gate_scale_ptr + block, mask, 0, "evict_first"),
                 even0, even1, even2, even3, odd0, odd1, odd2, odd3,
             )  # fmt: skip
             if GATED:
                 up += _products(
-                    _loaded(up_ptr + words[None, :], mask, 0, "evict_first"), _loaded(up_scale_ptr + block, mask, 0, "evict_first"),
+                    _loaded(up_ptr + words[None, :], mask, 0, "evict_first"),
+                    _loaded(up_scale_ptr + block, mask, 0, "evict_first"),
                     even0, even1, even2, even3, odd0, odd1, odd2, odd3,
                 )  # fmt: skip
         result, up_result = tl.sum(gate, 1), tl.sum(up, 1)
@@ -178,10 +182,14 @@ def pairs_gemv_kernel(
 
 
 def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
-    """Whether a layer is for this kernel: its weights are words of eight columns, side by side."""
-    weights = args.w13.weight, args.w2.weight
+    """Whether a layer is for this kernel: its weights are words of eight columns, side by side, and tokens are few.
+
+    Tokens with an expert in common read its weights each: with as many slots as experts 1.6 times on the average.
+    """
+    weights, num_slots = (args.w13.weight, args.w2.weight), math.prod(args.topk_ids.shape)
     return (
         args.topk_ids.shape[0] <= _MOST_TOKENS
+        and num_slots <= args.w13.weight.shape[0]
         and gpu.capability >= _CONVERTS_E4M3
         and all(_is_of_words(weight) for weight in weights)
     )

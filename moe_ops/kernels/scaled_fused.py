@@ -1,6 +1,6 @@
 """The program of `moe.scaled_fused_experts`.
 
-For a token in float8, and for one with weights of 4 bits, it is two products of single rows, without a sort; else its
+For a token in float8, and for few with weights of 4 bits, it is two products of single rows, without a sort; else its
 stages' launches, with the gate in that which quantises its rows.
 """
 
@@ -35,10 +35,10 @@ def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.scaled_fused_experts`."""
     if args.rows == "quantised":
         return _of_a_token(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
-    return _of_a_token_in_pairs(args) if multiplies_pairs(args, gpu) else _exact(args, gpu)
+    return _of_few_tokens_in_pairs(args) if multiplies_pairs(args, gpu) else _exact(args, gpu)
 
 
-def _of_a_token_in_pairs(args: Any) -> Program:
+def _of_few_tokens_in_pairs(args: Any) -> Program:
     x, num_slots, (hidden_size, _) = (
         args.hidden_states,
         math.prod(args.topk_ids.shape),

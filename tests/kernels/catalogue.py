@@ -149,6 +149,14 @@ def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
     return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
 
 
+IN_PAIRS = TENSORS | dict.fromkeys(("weight", "scale", "w13", "w2", "w13_scale", "w2_scale"), torch.uint8)
+
+
+def in_pairs() -> list[Program]:
+    """Programs of weights of 4 bits, whose tensors have the dtypes of `IN_PAIRS`."""
+    return [_scaled_pairs(), _token_in_pairs()]
+
+
 def _scaled_pairs() -> Program:
     """Rows of 16 bits times weights of 4, of any strides."""
     weight, scale = (_strided(8, 128, columns, dtype=torch.uint8) for columns in (48, 3))
@@ -295,11 +303,9 @@ def programs() -> list[Program]:
         program_of("quantise_rows", _strided(8, 9000), 9000, torch.int8),
         _scaled(_strided(8, 128, 64, dtype=torch.int8), (7, 10)),
         _scaled(meta(8, 128, 64, dtype=torch.int8), (1, 64)),
-        _scaled_pairs(),
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
         _scaled_token(),
-        _token_in_pairs(),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),

@@ -1,4 +1,4 @@
-"""The one program of a quantised layer whose rows are exact: of weights of 8 and of 4 bits, and a token of the latter."""
+"""The program of a quantised layer whose rows are exact: weights of 8 and of 4 bits, and few tokens of the latter."""
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_layers_in_8_bits(size, stored, device):
     assert torch.equal(launch("scaled_fused_experts", **on_device), expected)
 
 
-def _kernels(tokens, hidden=256, gpu=H200):
+def _kernels(tokens, hidden=256, gpu=H200, experts=8):
     weights, ids = meta(tokens, 2, dtype=torch.float32), meta(tokens, 2, dtype=torch.int32)
     named = {
         "hidden_states": meta(tokens, hidden),
@@ -155,8 +155,8 @@ def _kernels(tokens, hidden=256, gpu=H200):
         "activation": "silu",
     }
     for name, rows, columns in (("w13", 512, hidden), ("w2", hidden, 256)):
-        scale = meta(8, rows, -(-columns // 32), dtype=torch.uint8)
-        named |= {name: meta(8, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
+        scale = meta(experts, rows, -(-columns // 32), dtype=torch.uint8)
+        named |= {name: meta(experts, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
         named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
     launches = program_of("scaled_fused_experts", gpu=gpu, rows="exact", **named).launches
     return [each.kernel.__name__.strip("_").removesuffix("_kernel") for each in launches]
@@ -164,6 +164,7 @@ def _kernels(tokens, hidden=256, gpu=H200):
 
 def test_launches():
     tiles = ["rank", "tile_map", "scaled_pairs", "activation", "scaled_pairs", "combine"]
-    assert _kernels(16) == _kernels(2) == tiles
-    assert _kernels(1) == ["pairs_gemv", "pairs_gemv", "combine"]
+    rows = ["pairs_gemv", "pairs_gemv", "combine"]
+    assert _kernels(1) == _kernels(4) == _kernels(8, experts=16) == rows
+    assert _kernels(5) == _kernels(9, experts=64) == tiles  # more slots than experts, and tokens
     assert _kernels(1, hidden=260) == _kernels(1, gpu=Gpu(80, 108, H200.shared_memory)) == tiles
