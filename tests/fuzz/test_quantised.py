@@ -79,6 +79,12 @@ def test_layers_of_float32_pass(stored):
 EVEN = {"skew": "even", "dropped": False, "backward": False, "poisoned": False}
 
 
+def test_layers_with_a_scale_for_each_matrix_pass():
+    """Gate and up rows have one each."""
+    for case in cases("quantised_layer", 6, kind="tensor", rows="exact"):
+        assert check(case, "cpu").wrong == [], case.number
+
+
 def _found(broken, rows, **changed):
     """How many of some layers in float32 fail with another function in the place of ours, and how many there are."""
     drawn = [
