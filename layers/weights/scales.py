@@ -176,7 +176,7 @@ def _quantise(module: Any, index: int, name: str, dtype: torch.dtype) -> None:
     linear = scaled_linears(module, module.expert_weights())[index]
     made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
     param = nn.Parameter(made.weight, requires_grad=False)
-    param.__dict__.update(getattr(module, name).__dict__)  # what loaders ask of it
+    vars(param).update(vars(getattr(module, name)))  # what loaders ask of it
     module.register_parameter(name, param)
     scale = getattr(module, SCALES[index])
     scale.copy_(made.scale.reshape(scale.shape))
