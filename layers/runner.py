@@ -74,8 +74,9 @@ class MoERunner(nn.Module):
     Raises:
         TypeError: `experts` is neither, another part is no module, or `router` no function.
         ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
-            (`MoEConfig.expect_overlap`), other modules than `SharedExperts`, a `reduction` of these alone, or
-            transforms; a `reduction` of shared experts that there are not; one transform without the other.
+            (`MoEConfig.expect_overlap`, quantised experts), other modules than `SharedExperts`, a `reduction` of
+            these alone, or transforms; a `reduction` of shared experts that there are not; one transform without the
+            other.
 
     Example:
         >>> runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)  # what `block` does
@@ -207,6 +208,8 @@ def _combination(experts: FusedMoE | ModularKernel, shared_experts: nn.Module | 
 
 def _expect_overlap(experts: FusedMoE, shared_experts: nn.Module | None, reduction: Reduction | None) -> None:
     experts.config.expect_overlap()
+    if experts.quantisation is not None:
+        raise ValueError("shared_order='beside' quantised experts: expected 'before' or 'after'")
     if not isinstance(shared_experts, SharedExperts):
         kind = type(shared_experts).__name__
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from layers.huggingface import gates
 from moe_ops.arguments import FusedExperts
+from moe_ops.errors import type_error
 from moe_ops.quantise_rows import blocks_of
 from moe_ops.scaled_experts import is_differentiated, run as run_scaled, run_around
 from moe_ops.values import ScaledLinear
@@ -60,6 +61,9 @@ def _names(experts: Any) -> tuple[str, str]:
 
 
 def _linear(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
+    if weight.dtype != _STORED:  # stock multiplies with what is left, as if every scale were 1
+        wanted = "expected {} beside its scales: was the model cast, by `to(dtype)` or `half()`?"
+        type_error("{} has dtype {}: " + wanted, name, weight.dtype, _STORED)
     scale, parallel = getattr(experts, name + _SCALE), getattr(experts, "moe_ops_parallel", None)
     if parallel is not None:
         scale = parallel.local_part(scale, 3)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive, expect_type
+from moe_ops._checks import FLOATING_DTYPES
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.mxfp4 import GROUP, PAIRS, numbers_in
@@ -81,17 +82,22 @@ def add_weight_scales(
         dtype: of the scales.
 
     Raises:
-        TypeError, ValueError: `module` is no `FusedMoE`, `kind` no `WeightScale`, a size of the block is not
-            positive, groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded
-            the module.
+        TypeError, ValueError: `module` is no `FusedMoE` or a shared expert is to overlap with it, `kind` is no
+            `WeightScale`, `dtype` no floating point dtype of 16 bits or more, a size of the block is not positive,
+            groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded the module.
     """
     _expect_scalable(module, kind, block)
+    if dtype not in FLOATING_DTYPES:
+        raise TypeError(f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more")
     shapes = _shapes(module, kind, *block)
     module.quantisation = Quantisation(kind, block, rows_for(module.w13_weight.dtype))
     for name, shape in zip(SCALES, shapes, strict=True):
         scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(scale, requires_grad=False)
         param.quant_method = kind.value  # type: ignore[attr-defined]
+        loader = getattr(module.w13_weight, "weight_loader", None)
+        if loader is not None:  # loops over a model's parameters ask each for its own
+            param.weight_loader = loader  # type: ignore[attr-defined]
         module.register_parameter(name, param)
 
 
@@ -100,6 +106,9 @@ def _expect_scalable(module: Any, kind: WeightScale, block: tuple[int, int]) -> 
 
     expect_type("module", module, FusedMoE)
     expect_type("kind", kind, WeightScale)
+    shared = module.config.shared_experts
+    if shared is not None and shared.overlap:
+        raise ValueError("shared_experts.overlap=True with quantised experts: expected False")
     if module.parallel is not None:
         raise ValueError("module is sharded by layers.parallel: expected no scales of weights among ranks")
     if not isinstance(block, tuple) or len(block) != 2:
@@ -186,7 +195,9 @@ def _quantise(module: Any, index: int, name: str, dtype: torch.dtype) -> None:
     """One weight, and nothing here keeps what it was."""
     linear = scaled_linears(module, module.expert_weights())[index]
     made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
-    module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
+    param = nn.Parameter(made.weight, requires_grad=False)
+    vars(param).update(vars(getattr(module, name)))  # what loaders ask of it
+    module.register_parameter(name, param)
     scale = getattr(module, SCALES[index])
     scale.copy_(made.scale.reshape(scale.shape))
 

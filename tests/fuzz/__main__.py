@@ -27,6 +27,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--case", metavar="SEED:INDEX", help="run this case alone and say everything about it"
     )
     parser.add_argument(
+        "--levels",
+        default="",
+        metavar="REGEX",
+        help="only cases of these levels, of which there must be some",
+    )
+    parser.add_argument(
         "--hook", metavar="MODULE:FUNCTION", help="called in every worker before its first case"
     )
     return parser.parse_args(arguments)
@@ -59,6 +65,7 @@ def main() -> int:
         options.processes,
         options.hook,
         options.patience,
+        options.levels,
     )
     summary = Summary(run)
     pool.outcomes(run, summary.add)

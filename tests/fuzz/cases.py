@@ -7,6 +7,7 @@ from typing import Any, get_args
 from moe_ops import Activation, RoutingConfig
 from moe_ops.types import ScoreFn
 from tests.cases import MORE_ACTIVATIONS
+from tests.fuzz import quantised_cases
 
 TOKENS = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 64, 100, 129, 256, 513, 777, 1500)
 EXPERTS = (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 60, 64, 96, 128, 160)
@@ -50,7 +51,8 @@ STAGES = (
 )
 TARGETS = ("routing_dispatch", "gather_gemm_act", "gemm_combine", "halves")
 LAYERS = ("fused_moe", "fused_experts")
-LEVELS = (*LAYERS, *STAGES, *TARGETS, "compiled")
+LEVELS = (*LAYERS, *STAGES, *TARGETS, "compiled", *quantised_cases.LEVELS)
+WEIGHED = ("fused_experts", "scaled_fused_experts")  # those that may weigh their input
 COMPILED_EVERY = 100  # a compile takes as long as a hundred other cases
 
 
@@ -108,6 +110,16 @@ class Case:
         return {**rest, "w13_bias": self.given(rest["w13_bias"])}
 
     @property
+    def scaled(self) -> quantised_cases.Scaled | None:
+        """How experts are quantised, where they are."""
+        return quantised_cases.draw(self) if self.level in quantised_cases.LEVELS else None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a compiler runs."""
+        return self.level == "compiled" or (self.scaled is not None and self.scaled.compiled != "")
+
+    @property
     def mapped(self) -> bool:
         """Whether some experts live elsewhere."""
         return self.local_experts < self.experts
@@ -120,7 +132,8 @@ class Case:
     def __str__(self) -> str:
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         values |= {"activation": self.activation.spec, "routing": self.routing.spec}
-        return " ".join(f"{name}={value!r}" for name, value in values.items())
+        text = " ".join(f"{name}={value!r}" for name, value in values.items())
+        return text if self.scaled is None else f"{text} {self.scaled}"
 
 
 def draw(seed: int, index: int) -> Case:
@@ -130,7 +143,7 @@ def draw(seed: int, index: int) -> Case:
     sizes = _draw_sizes(random, 3 if activation.is_gated else 2)
     level = _draw_level(random, index)
     mapped = random.random() < 0.3 and sizes["experts"] > 1
-    weight_on_input = level == "fused_experts" and random.random() < 0.15
+    weight_on_input = level in WEIGHED and random.random() < 0.15
     routing = _draw_routing(random, sizes["experts"], 1 if weight_on_input else 16)
     dtype = random.choice(DTYPES)
     return Case(
@@ -172,6 +185,8 @@ def _mostly_first(random: Random, choices: tuple[str, ...]) -> str:
 def _draw_level(random: Random, index: int) -> str:
     if index % COMPILED_EVERY == COMPILED_EVERY - 1:
         return "compiled"
+    if index % quantised_cases.EVERY == 0:
+        return quantised_cases.level(random)
     return random.choices((*LAYERS, *STAGES, *TARGETS), (40, 24, *[4] * len(STAGES), *[4] * len(TARGETS)))[0]
 
 

@@ -26,9 +26,11 @@ from torch.nn import functional as F
 from tests.fuzz import (
     halves as _halves,  # noqa: F401  # adds its level
     oracle,
+    quantising as _quantising,  # noqa: F401  # adds its levels and those of `quantised`
 )
 from tests.fuzz.cases import Case
-from tests.fuzz.levels import LEVELS, Mismatch, Problem, Tensors
+from tests.fuzz.levels import LEVELS
+from tests.fuzz.problem import Mismatch, Problem, Tensors
 from tests.fuzz.tensors import Maker
 from tests.helpers import RELATIVE_NORM, nan_in_empty_memory
 
@@ -38,6 +40,8 @@ TOKEN_BY_TOKEN = (
     "fused_experts",
     "halves",
     "compiled",
+    "scaled_fused_experts",
+    "quantised_layer",
 )  # levels from hidden states to hidden states
 PER_TOKEN = ("hidden_states", "topk_weights", "router_logits", "shared")
 
@@ -68,7 +72,10 @@ def check(case: Case, device: str) -> Verdict:
 
 def _judge(problem: Problem, make: Maker, verdict: Verdict) -> None:
     wants_gradients = make.case.backward
-    inputs = {name: t.detach().requires_grad_(wants_gradients) for name, t in problem.tensors.items()}
+    inputs = {
+        name: t.detach().requires_grad_(wants_gradients and name not in problem.constants)
+        for name, t in problem.tensors.items()
+    }
     output = _call(lambda: problem.run(inputs), make)
     if output is None:
         return
@@ -80,7 +87,7 @@ def _judge(problem: Problem, make: Maker, verdict: Verdict) -> None:
     _expect_metadata(output, exact, make)
     for name, value in actual.items():
         _compare(name, value, exact, verdict)
-    if make.case.level != "compiled":
+    if not make.case.is_compiled:
         _judge_again(problem, inputs, grad, actual, make, verdict)
     if make.case.poisoned and make.case.level in TOKEN_BY_TOKEN and not _torch_reads_on(make):
         _judge_containment(problem, inputs, grad, actual, make, verdict)
@@ -116,6 +123,7 @@ def _judge_containment(
     is_bad[int(make.uniform(1) * num_tokens)] = True
     is_bad = is_bad.to(make.device)
     with spoilt_rows(hidden_states, is_bad):
+        hidden_of_bad = hidden_states.clone()
         output = _call(lambda: problem.run(inputs), make)
         spoilt = {"output": output.detach()}
         if grad is not None:
@@ -126,6 +134,10 @@ def _judge_containment(
             verdict.wrong.append(
                 f"{name}: other tokens changed beside {int(is_bad.sum())} that are not finite"
             )
+    if problem.reached is not None:
+        is_nan = hidden_of_bad.isnan().all(1) & problem.reached
+        if not spoilt["output"][is_nan].isnan().all():
+            verdict.wrong.append("output: numbers of tokens that are NaN")
 
 
 def _torch_reads_on(make: Maker) -> bool:
@@ -157,7 +169,7 @@ def spoilt_rows(tensor: Tensor, is_bad: Tensor) -> Iterator[None]:
 
 def _call(function: Callable[[], Any], make: Maker) -> Any:
     """Under poisoned memory, but for compiled code, which a patch would break. Waits, so that a fault shows here."""
-    if make.case.level == "compiled":
+    if make.case.is_compiled:
         result = function()
     else:
         with nan_in_empty_memory():
@@ -168,11 +180,12 @@ def _call(function: Callable[[], Any], make: Maker) -> Any:
 
 
 def gradients(output: Tensor, inputs: Tensors, grad: Tensor | None) -> Tensors:
-    """The gradient of every input by name; zeros where the output does not depend on it."""
+    """The gradient of every input that asks for one, by name; zeros where the output does not depend on it."""
+    asked = {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
     if not output.requires_grad:
-        return {name: torch.zeros_like(tensor) for name, tensor in inputs.items()}
-    found = torch.autograd.grad(output, list(inputs.values()), grad, materialize_grads=True)
-    return dict(zip(inputs, found, strict=True))
+        return {name: torch.zeros_like(tensor) for name, tensor in asked.items()}
+    found = torch.autograd.grad(output, list(asked.values()), grad, materialize_grads=True)
+    return dict(zip(asked, found, strict=True))
 
 
 class Exact:
@@ -182,11 +195,14 @@ class Exact:
         self.problem, self.grad, self.make = problem, grad, make
         self.results = self._compute(0.0)
         self.sizes = dict(problem.sizes)
+        self.allowed = problem.allowed(grad) if problem.allowed else {}
 
     def _compute(self, off_by: float, by_rows: bool = False) -> Tensors:
         problem, wants_gradients = self.problem, self.grad is not None
         inputs = {
-            name: self._near(t, off_by, by_rows).requires_grad_(wants_gradients)
+            name: self._near(t, off_by, by_rows).requires_grad_(
+                wants_gradients and name not in problem.constants
+            )
             for name, t in problem.tensors.items()
         }
         with oracle.underflow(self.make.dtype) if off_by else nullcontext():
@@ -253,6 +269,9 @@ def _compare(name: str, actual: Tensor, exact: Exact, verdict: Verdict) -> None:
     expected = exact.results[name]
     if actual.numel() == 0:
         return
+    if exact.allowed:
+        _compare_each(name, actual, exact, verdict)
+        return
     error, bound = (actual.double() - expected).norm().item(), exact.bound(name, actual.dtype)
     size = max(expected.norm().item(), exact.sizes.get(name, 0.0))
     last = smallest_step(actual.dtype) / 2 * actual.numel() ** 0.5
@@ -265,4 +284,21 @@ def _compare(name: str, actual: Tensor, exact: Exact, verdict: Verdict) -> None:
         verdict.wrong.append(
             f"{name} {list(actual.shape)} {actual.dtype}: error {error:.3e}, allowed {allowed:.3e} "
             f"(relative {bound:.1e}), size {size:.3e}, NaN {int(actual.isnan().sum())}"
+        )
+
+
+def _compare_each(name: str, actual: Tensor, exact: Exact, verdict: Verdict) -> None:
+    """Number by number, where each has a bound."""
+    expected = exact.results[name]
+    last = smallest_step(actual.dtype) / 2 + torch.finfo(actual.dtype).eps / 2 * expected.abs()
+    allowed = exact.allowed[name](expected) + last
+    error = (actual.double() - expected).abs()
+    verdict.shares[name] = (error / allowed.clamp(min=sys.float_info.min)).max().item()
+    if not (error <= allowed).all():
+        worst = int((error - allowed).nan_to_num(nan=float("inf")).argmax())
+        at = [int(each) for each in torch.unravel_index(torch.tensor(worst), error.shape)]
+        verdict.wrong.append(
+            f"{name} {list(actual.shape)} {actual.dtype}: {int((~(error <= allowed)).sum())} numbers are off, at {at} "
+            f"{actual.flatten()[worst].item():.6e} for {expected.flatten()[worst].item():.6e}, "
+            f"allowed {allowed.flatten()[worst].item():.3e}"
         )

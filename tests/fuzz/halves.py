@@ -4,7 +4,8 @@ from torch import Tensor
 
 import moe_ops
 from tests.fuzz import oracle
-from tests.fuzz.levels import LEVELS, Dispatched, Problem, Tensors, layer_bound, without_none
+from tests.fuzz.levels import LEVELS, Dispatched
+from tests.fuzz.problem import Problem, Tensors, layer_bound, without_none
 from tests.fuzz.tensors import Maker
 
 

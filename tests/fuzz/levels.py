@@ -1,7 +1,6 @@
 """What is called at each level, and the same in float64: one function a level makes both from a case."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,51 +12,19 @@ from moe_ops.arguments import Router
 from moe_ops.reference import reference_routing
 from tests.fuzz import oracle
 from tests.fuzz.cases import Case
+from tests.fuzz.problem import (
+    Problem,
+    Tensors,
+    expect_equal,
+    layer_bound,
+    routing_bound,
+    stage_bound,
+    without_none,
+)
 from tests.fuzz.replicas import Recorded
 from tests.fuzz.tensors import Maker
-from tests.helpers import RELATIVE_NORM, weights_of
+from tests.helpers import weights_of
 from tests.kernels import oracles
-
-Tensors = dict[str, Tensor]
-
-
-class Mismatch(Exception):
-    """An integer result or a property that must hold exactly does not."""
-
-
-@dataclass
-class Problem:
-    """The floating tensors of a call by name, the call, and what it must give.
-
-    `bound` is of the relative error by norm. `sizes` holds, after a gradient of the oracle, the norms of terms that
-    cancel in a gradient of that name: rounding is relative to them.
-    """
-
-    tensors: Tensors
-    run: Callable[[Tensors], Tensor | None]
-    expected: Callable[[Tensors], Tensor]
-    bound: float
-    sizes: dict[str, float] = field(default_factory=dict)
-
-
-def layer_bound(case: Case) -> float:
-    """Four roundings of the storage dtype, see RELATIVE_NORM; six when a rounded weight scales the input."""
-    return RELATIVE_NORM[getattr(torch, case.dtype)] * (1.5 if case.weight_on_input else 1.0)
-
-
-def stage_bound(case: Case) -> float:
-    """One rounding: half an epsilon, and as much for the order of summation."""
-    dtype = getattr(torch, case.dtype)
-    return RELATIVE_NORM[dtype] / (2 if dtype in (torch.bfloat16, torch.float16) else 1)
-
-
-def routing_bound(case: Case) -> float:
-    """Routing computes in float32 (float64 for float64 logits), whatever the layer's dtype."""
-    return RELATIVE_NORM[torch.float64 if case.logits_dtype == "float64" else torch.float32]
-
-
-def without_none(**tensors: Tensor | None) -> Tensors:
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def expert_tensors(make: Maker) -> Tensors:
@@ -103,14 +70,6 @@ def plan_of(make: Maker, expert: Tensor) -> DispatchPlan:
     """The plan for the local experts of all slots, by a plain stable sort."""
     parts = oracles.dispatch(expert.tolist(), make.case.local_experts)
     return DispatchPlan(*(torch.tensor(part, dtype=torch.int32, device=make.device) for part in parts))
-
-
-def expect_equal(name: str, actual: Tensor, expected: Tensor) -> None:
-    """Raises Mismatch unless two integer tensors are equal."""
-    if actual.shape != expected.shape or not torch.equal(actual.long(), expected.long()):
-        raise Mismatch(
-            f"{name}: {actual.flatten()[:8].tolist()}..., expected {expected.flatten()[:8].tolist()}..."
-        )
 
 
 def fused_moe(make: Maker) -> Problem:

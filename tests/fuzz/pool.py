@@ -1,11 +1,13 @@
 """Workers side by side, each fed by a thread: when one dies or hangs, its case is known and the next gets a new one."""
 
 import multiprocessing
+import re
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 
 from tests.fuzz.cases import COMPILED_EVERY, draw
@@ -28,6 +30,7 @@ class Run:
     processes: int
     hook: str | None = None
     hang_seconds: float = DEFAULT_HANG_SECONDS
+    levels: str = ""  # those whose whole name this expression is; all where it is empty
 
 
 class Worker:
@@ -85,6 +88,8 @@ def outcomes(run: Run, tell: Callable[[Outcome], None]) -> None:
     end = time.monotonic() + 60 * run.minutes
     # A single process goes through all kinds alike, for as long as it may.
     indices = iter(range(run.cases)) if run.processes == 1 else _in_order(run.cases)
+    if run.levels:
+        indices = _of_levels(run)
     lock = threading.Lock()
 
     def next_index() -> int | None:
@@ -109,6 +114,12 @@ def _in_order(cases: int) -> Iterator[int]:
     for first in range(0, cases, _TOGETHER):
         block = range(first, min(first + _TOGETHER, cases))
         yield from sorted(block, key=lambda index: index % COMPILED_EVERY != COMPILED_EVERY - 1)
+
+
+def _of_levels(run: Run) -> Iterator[int]:
+    """The first so many cases of these levels."""
+    found = (index for index in count() if re.fullmatch(run.levels, draw(run.seed, index).level))
+    return islice(found, run.cases)
 
 
 def _feed(run: Run, log: Path, next_index: Callable[[], int | None], tell: Callable[[Outcome], None]) -> None:

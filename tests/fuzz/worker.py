@@ -54,7 +54,7 @@ def call_hook(hook: str | None) -> None:
 
 def tidy(case: Case, device: str) -> None:
     """Gives back what a case leaves behind."""
-    if case.level == "compiled":
+    if case.is_compiled:
         torch._dynamo.reset()
     if device == "cuda" and torch.cuda.memory_reserved() > HELD_BYTES:
         torch.cuda.empty_cache()

@@ -268,10 +268,13 @@ def test_by_name_alone():
     assert relative_error(experts(*given), patched.model.layers[0].mlp.experts(*given)) < 1e-6
 
 
-def test_weights_cast_to_16_bits_are_not_multiplied_without_their_scales():
+@pytest.mark.parametrize("cast", ["bfloat16", "half"])
+def test_weights_cast_to_16_bits_are_not_multiplied_without_their_scales(cast):
+    """Stock multiplies with them as if every scale were 1."""
     _, ours = _pair()
-    with pytest.raises(TypeError, match=r"w13 has dtype torch\.bfloat16: expected torch\.float8_e4m3fn"):
-        ours.to(torch.bfloat16)(*_routed(3))
+    wanted = r"gate_up_proj has dtype torch\.\w+: expected torch\.float8_e4m3fn beside its scales: was the model cast"
+    with pytest.raises(TypeError, match=wanted):
+        getattr(ours, cast)()(*_routed(3))
 
 
 def _static(experts):

@@ -160,6 +160,29 @@ def test_one_launch_reads_both(tokens, layout):
     ]
 
 
+def _padded(*shape):
+    """Rows eight numbers apart, so that none but every other begins where pieces of 16 do."""
+    experts, rows, depth = shape
+    return meta(experts, rows, depth + 8)[..., :depth]
+
+
+def test_a_pair_with_padded_rows_takes_the_blocks_of_one_weight():
+    """Rows of a token's program load number by number there, whatever the stride of experts."""
+    apart = {**_layer(1), "w13": _padded(64, 1024, 2048), "w13_up": _padded(64, 1024, 2048)}
+    packed = {**apart, "w13": _padded(64, 2048, 2048)}
+    del packed["w13_up"]
+    dense = program_of("fused_experts", **_layer(1), activation=Activation())
+    blocks = []
+    for given in (apart, packed):
+        program = program_of("fused_experts", **given, activation=Activation())
+        (first,) = _reading(program, "w13")
+        blocks.append((first.args["BLOCK_N"], first.args["BLOCK_K"], first.num_warps, first.grid))
+    (first,) = _reading(dense, "w13")
+    assert (
+        blocks[0] == blocks[1] != (first.args["BLOCK_N"], first.args["BLOCK_K"], first.num_warps, first.grid)
+    )
+
+
 def test_an_up_half_that_starts_elsewhere_is_no_tensor_for_tma():
     given, shape = _layer(64), (64, 1024, 2048)
     elsewhere = torch.empty(64 * 1024 * 2048 + 1, dtype=torch.bfloat16, device="meta")[1:].view(shape)

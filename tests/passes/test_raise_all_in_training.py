@@ -84,3 +84,5 @@ def test_explain_says_why_a_layer_stays():
 
     report = inductor_passes.explain(Model(), stock.layer(5, torch.float32).hidden_states)
     assert not report.raised and "not all of them all tokens" in report.refused[0].reason
+    weighed = [each for each in report.refused if "weighed by what was chosen" in each.reason]
+    assert len(weighed) == 1 and weighed[0].node != report.refused[0].node

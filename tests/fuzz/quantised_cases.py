@@ -1,0 +1,120 @@
+"""What a case of experts in 8 bits has besides: drawn from its number by a sequence of its own."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.fuzz.cases import Case
+
+LEVELS = ("scaled_fused_experts", "scaled_grouped_gemm", "quantise_rows", "quantised_layer")
+SHARES = (5, 3, 1, 2)
+EVERY = 8  # each case of a number that this divides; other numbers stay the cases they were
+
+STORED = ("float8_e4m3fn", "int8")
+BLOCKS = ("matrix", "row", "group", "block", "weight", "larger")
+KINDS = ("tensor", "channel", "group", "block")
+EDGES = (1, 2, 3, 5, 7, 8, 16, 24, 32, 40, 64, 100, 128, 130)
+SCALE_DTYPES = ("float32", "float32", "float64", "bfloat16", "float16")
+SCALE_LAYOUTS = (
+    *("dense", "transposed", "padded", "offset", "experts apart", "experts inside", "experts expanded"),
+    "strided",
+)
+MOST_SCALES = 2**18  # of a weight
+FAR = 1 << 40  # an edge no matrix has
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """How weights and rows are quantised. A block is (rows, columns)."""
+
+    stored: str
+    rows: str  # "quantised" or "exact"
+    kind: str  # of a layer, in place of blocks of each weight
+    w13_block: tuple[int, int]
+    w2_block: tuple[int, int]
+    is_said: bool  # whether a call is given a block that its sizes say as well
+    scale_dtype: str
+    scale_layout: str
+    gathered: bool  # a product takes tokens and slots, not rows
+    widened: bool  # and gives what sums are in
+    faint: bool  # some tokens are zeros, or next to them
+    strange: bool  # weights and scales of experts that nobody chose are NaN
+    compiled: str  # "", or the backend
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value!r}" for name, value in vars(self).items())
+
+
+def level(random: Random) -> str:
+    """One of these levels."""
+    return random.choices(LEVELS, SHARES)[0]
+
+
+@lru_cache(maxsize=64)
+def draw(case: "Case") -> Scaled:
+    """That of a case of these levels."""
+    random = Random(f"{case.seed}:{case.index}:8 bits")
+    is_layer = case.level == "quantised_layer"
+    stored, rows = random.choice(STORED), random.choice(("quantised", "quantised", "exact"))
+    shapes = (case.columns, case.hidden), (case.hidden, case.intermediate)
+    kind = _kind(random, case) if is_layer else ""
+    blocks = (
+        _layer_blocks(random, case, kind) if is_layer else [_block(random, case, *each) for each in shapes]
+    )
+    return Scaled(
+        stored,
+        rows,
+        kind,
+        *blocks,
+        is_said=random.random() < 0.7,
+        scale_dtype=random.choice(SCALE_DTYPES),
+        scale_layout="dense" if random.random() < 0.3 else random.choice(SCALE_LAYOUTS),
+        gathered=random.random() < 0.6,
+        widened=random.random() < 0.2,
+        faint=random.random() < 0.3 and rows == "quantised",
+        strange=random.random() < 0.3,
+        compiled=random.choices(("", "aot_eager", "inductor"), (60, 5, 1))[0],
+    )
+
+
+def _block(random: Random, case: "Case", rows: int, columns: int) -> tuple[int, int]:
+    beyond = random.choice((1, 3, rows + columns, FAR))
+    block = {
+        "matrix": (rows, columns),
+        "row": (1, columns),
+        "group": (1, random.choice(EDGES)),
+        "block": (random.choice(EDGES), random.choice(EDGES)),
+        "weight": (1, 1),
+        "larger": (rows + beyond, columns + beyond),
+    }[random.choice(BLOCKS)]
+    while case.local_experts * num_blocks(rows, block[0]) * num_blocks(columns, block[1]) > MOST_SCALES:
+        block = block[0] * 2, block[1] * 3
+    return block
+
+
+def _kind(random: Random, case: "Case") -> str:
+    """Blocks of rows never hold gate and up rows, so interleaved ones have none."""
+    apart = not case.activation.is_gated or not case.activation.interleaved
+    return random.choice(KINDS if apart else ("channel", "group"))
+
+
+def _layer_blocks(random: Random, case: "Case", kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """One for both weights, with groups that divide both depths and blocks that divide what a gate takes."""
+    columns = random.choice(EDGES)
+    rows = random.choice(EDGES)
+    if kind == "group":
+        columns = random.choice(_common_divisors(case.hidden, case.intermediate))
+    if kind == "block" and case.activation.is_gated:
+        rows = random.choice(_common_divisors(case.intermediate))
+    return (rows, columns), (rows, columns)
+
+
+def _common_divisors(*sizes: int) -> list[int]:
+    return [size for size in range(1, min(sizes) + 1) if not any(each % size for each in sizes)]
+
+
+def num_blocks(size: int, edge: int) -> int:
+    """Of a dimension, the last of which may be short."""
+    return (size + edge - 1) // edge

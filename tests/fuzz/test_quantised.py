@@ -1,0 +1,218 @@
+"""The fuzzer's levels of experts in 8 bits: what they draw, that right operators pass, and that wrong ones do not."""
+
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import moe_ops
+from moe_ops import scaled_experts
+from moe_ops.quantise_rows import quantised
+from moe_ops.scaled import quantised_weight
+from tests.fuzz import pool, quantised_cases, rounding
+from tests.fuzz.cases import Case, draw
+from tests.fuzz.check import check
+from tests.fuzz.quantised import spread
+
+DRAWN = [draw(0, quantised_cases.EVERY * number) for number in range(1, 1500)]
+SMALL = 2**17  # multiplications
+LEAKY = ("scaled_fused_experts", "quantised_layer")
+
+
+def cases(level, count, **wanted):
+    """The first small ones of a level that are not compiled, and `wanted` of how they are quantised."""
+    small = (
+        case
+        for case in DRAWN
+        if case.level == level and not case.is_compiled
+        if case.tokens * case.top_k * case.hidden * case.intermediate <= SMALL
+        if all(
+            getattr(case.scaled, name, getattr(case, name, None)) == value for name, value in wanted.items()
+        )
+    )
+    return list(islice(small, count))
+
+
+def test_every_option_is_drawn():
+    drawn = [case.scaled for case in DRAWN]
+    values = lambda name: {getattr(scaled, name) for scaled in drawn}  # noqa: E731
+    assert {case.level for case in DRAWN} == set(quantised_cases.LEVELS)
+    assert values("stored") == set(quantised_cases.STORED)
+    assert values("rows") == {"quantised", "exact"}
+    assert values("kind") == {"", *quantised_cases.KINDS}
+    assert values("scale_dtype") == set(quantised_cases.SCALE_DTYPES)
+    assert values("scale_layout") == set(quantised_cases.SCALE_LAYOUTS)
+    assert values("compiled") == {"", "aot_eager", "inductor"}
+    for switch in ("is_said", "gathered", "widened", "faint", "strange"):
+        assert values(switch) == {False, True}, switch
+
+
+def test_blocks_of_all_kinds_are_drawn():
+    """One scale and many, edges that divide nothing, and blocks larger than any matrix."""
+    whole = [case for case in DRAWN if case.level == "scaled_fused_experts"]
+    for name, sizes in (("w13_block", ("columns", "hidden")), ("w2_block", ("hidden", "intermediate"))):
+        pairs = [(getattr(case.scaled, name), [getattr(case, size) for size in sizes]) for case in whole]
+        assert any(edge == size for (edge, _), (size, _) in pairs)
+        assert {edge > size for (edge, _), (size, _) in pairs} == {False, True}
+        assert any(size % edge and edge < size for (_, edge), (_, size) in pairs)
+        assert any(size % edge and 1 < edge < size for (edge, _), (size, _) in pairs)
+        assert any(edge >= quantised_cases.FAR for (_, edge), _ in pairs)
+
+
+@pytest.mark.parametrize("level", quantised_cases.LEVELS)
+def test_cases_pass(level):
+    for case in cases(level, 8 if level == "quantised_layer" else 16):
+        assert check(case, "cpu").wrong == [], case.number
+
+
+@pytest.mark.parametrize("stored", quantised_cases.STORED)
+def test_layers_of_float32_pass(stored):
+    for case in cases("scaled_fused_experts", 12, stored=stored, dtype="float32", rows="quantised"):
+        assert check(case, "cpu").wrong == [], case.number
+
+
+EVEN = {"skew": "even", "dropped": False, "backward": False, "poisoned": False}
+
+
+def test_layers_with_a_scale_for_each_matrix_pass():
+    """Gate and up rows have one each."""
+    for case in cases("quantised_layer", 6, kind="tensor", rows="exact"):
+        assert check(case, "cpu").wrong == [], case.number
+
+
+def _found(broken, rows, **changed):
+    """How many of some layers in float32 fail with another function in the place of ours, and how many there are."""
+    drawn = [
+        case for case in cases("scaled_fused_experts", 40, rows=rows, dtype="float32") if case.tokens > 2
+    ]
+    few = drawn[
+        : 3 if rows == "exact" else 8
+    ]  # the oracle moves all inputs of what is wrong there, which takes a while
+    chosen = [Case(**{**vars(case), **EVEN, **changed}) for case in few]
+    with mock.patch.object(moe_ops, "scaled_fused_experts", broken):
+        return sum(bool(check(case, "cpu").wrong) for case in chosen), len(chosen)
+
+
+@pytest.mark.parametrize("lost", ["w13_bias", "w2_bias", "shared"])
+@pytest.mark.parametrize("rows", ["quantised", "exact"])
+def test_what_is_lost_is_found(lost, rows):
+    original = moe_ops.scaled_fused_experts
+
+    def broken(*args, **named):
+        return original(*args, **named | {lost: None})
+
+    found, count = _found(broken, rows, **{"shared" if lost == "shared" else "bias": True})
+    assert found >= count - 1 and count >= 3  # of a case all slots may be elsewhere
+
+
+@pytest.mark.parametrize("rows", ["quantised", "exact"])
+def test_a_scale_that_is_off_by_some_percent_is_found(rows):
+    """By one, and by ten where each product of the layer is of numbers that were rounded to 8 bits."""
+    original, factor = moe_ops.scaled_fused_experts, 1.01 if rows == "exact" else 1.1
+
+    def broken(x, w13, *args, **named):
+        other = moe_ops.ScaledWeight(w13.weight, w13.scale.double() * factor, w13.block)
+        return original(x, other, *args, **named)
+
+    found, count = _found(broken, rows, bias=False, shared=False)
+    assert found >= count - 2 and count >= 3
+
+
+def _poisoned(level):
+    """A case with tokens that are NaN, and others."""
+    drawn = next(case for case in cases(level, 400, rows="quantised", dtype="float32") if case.tokens > 2)
+    changed = {"poisoned": True, "hidden_layout": "dense", "local_experts": drawn.experts, "bias": False}
+    return Case(**{**vars(drawn), **EVEN, **changed})
+
+
+@pytest.mark.parametrize("level", LEAKY)
+def test_a_token_that_reaches_others_is_found(level):
+    """As by a scale that tokens share."""
+    case, original = _poisoned(level), scaled_experts._rows_of
+
+    def broken(activate, args, rows):
+        leak = 0.0 * args.hidden_states.sum()
+        out, plan = original(activate, args, rows)
+        return torch.where(leak == 0, out, out + 2**-10), plan
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(scaled_experts, "_rows_of", broken):
+        assert any("other tokens changed" in line for line in check(case, "cpu").wrong)
+
+
+def test_a_nan_that_is_lost_is_found():
+    case = Case(**{**vars(_poisoned("scaled_fused_experts")), "poisoned": True})
+    original = moe_ops.scaled_fused_experts
+
+    def broken(*args, **named):
+        return original(*args, **named).nan_to_num(0.0)
+
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(moe_ops, "scaled_fused_experts", broken):
+        assert "output: numbers of tokens that are NaN" in check(case, "cpu").wrong
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("columns", [1, 5, 13, 64])
+def test_the_oracle_quantises_as_documented(columns, stored):
+    """In float64, with an error of nothing: what the operator gives in float32, or what its last bit can turn."""
+    x = torch.randn(40, 13)
+    x[3], x[4] = 0.0, 1e-38
+    known = rounding.quantised(rounding.exact(x), columns, stored)
+    rows, scale = quantised(x, 1, columns, stored)
+    off = (rows.double() * spread(scale, x.shape, (1, columns)) - known.value).abs()
+    assert (off <= known.error).all()
+    assert (known.error <= 1e-6 * known.value.abs() + 1e-30).double().mean() > 0.99
+
+
+def test_the_oracle_knows_how_far_a_number_may_turn():
+    """Half of what a step is, where what is rounded is that uncertain; nothing where it is no tie."""
+    x = torch.tensor([[127.0, 10.5, 20.25]])
+    known = rounding.quantised(rounding.Known(x.double(), torch.full((1, 3), 0.1).double()), 3, torch.int8)
+    assert known.error[0, 1] > 0.9 and known.error[0, 2] < 0.1
+
+
+def test_weights_the_oracle_is_given_are_those_of_the_library():
+    weight = torch.randn(2, 10, 9)
+    made = quantised_weight(weight, (4, 4), torch.int8)
+    dense = made.weight.double() * spread(made.scale, made.weight.shape, (4, 4))
+    assert (dense - weight.double()).abs().max() <= 0.51 * made.scale.max()
+
+
+def test_only_some_levels():
+    run = pool.Run(0, 5, 1.0, "cpu", 1, levels="quantise_rows|permute")
+    indices = list(pool._of_levels(run))
+    assert len(indices) == 5 and {draw(0, index).level for index in indices} == {"quantise_rows", "permute"}
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_pass():
+    """The hook that runs kernels in the place of the CPU's implementations."""
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fuzz",
+        "--levels",
+        "scaled_.*|quanti.*",
+        "--cases",
+        "12",
+        "--processes",
+        "1",
+    ]
+    result = subprocess.run(
+        [*command, "--hook", "tests.fuzz.interpreted:install"], cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "12 ok" in result.stdout
+
+
+def test_a_case_says_how_it_is_quantised():
+    case = cases("scaled_fused_experts", 1)[0]
+    assert f"stored='{case.scaled.stored}'" in str(case) and isinstance(case, Case)
