@@ -4,7 +4,6 @@ Processes of their own, since none of them comes back: NCCL's watchdog ends a pr
 of the device, gloo raises.
 """
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -41,7 +40,7 @@ def in_time(row: Row) -> bool:
 
 
 def _killed_in(name: str, size: int, limit_s: float) -> Row:
-    context = multiprocessing.get_context("spawn")
+    context = ranks.process_context()
     with tempfile.TemporaryDirectory() as folder:
         given = [(rank, size, folder, name, limit_s) for rank in range(size)]
         processes = [context.Process(target=_serve, args=each, daemon=True) for each in given]

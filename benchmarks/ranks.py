@@ -55,8 +55,17 @@ def run_parts(job: Job, size: int, tell: Callable[[str, Any], None]) -> list[str
     return failed
 
 
+def process_context() -> Any:
+    """What starts ranks. CUDA does not survive a fork; elsewhere what ranks are forked from imports torch for all."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.parallel_state"])
+    return context
+
+
 def _run(job: Job, size: int, folder: Path, tell: Callable[[str, Any], None]) -> None:
-    context, told = multiprocessing.get_context("spawn"), set()
+    context, told = process_context(), set()
     arguments = [(rank, size, str(folder), job) for rank in range(size)]
     ranks = [context.Process(target=_serve, args=each, daemon=True) for each in arguments]
     for rank in ranks:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +14,13 @@ import torch
 
 from benchmarks import parallel_bench, parallel_killed, parallel_state, ranks
 from benchmarks.ranks import Job, run_parts
+from tests.layers.parallel.world import fork_server
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_of_other_tests_start_as_fast():
+    """The server that ranks are forked from is one for all, and the benchmark's has not imported the compiler."""
+    fork_server()
 
 
 def arguments(*given):
@@ -23,7 +31,9 @@ def arguments(*given):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
-def test_parts_on_a_cpu(tmp_path, capfd):
+def test_parts_on_a_cpu(tmp_path, capfd, monkeypatch):
+    """Ranks that are spawned, as where there are GPUs: forked ones print to where their server does."""
+    monkeypatch.setattr(ranks, "process_context", lambda: multiprocessing.get_context("spawn"))
     out = tmp_path / "parallel.json"
     out.write_text(json.dumps({"layer": [{"way": "of another run"}]}))
     given = "--only", "problems,backward,exchange,rebalancing", "--problems", "3", "--out", str(out)

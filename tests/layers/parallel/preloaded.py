@@ -1,5 +1,6 @@
 """What the server that ranks are forked from imports, once for all of them."""
 
+import gc
 import os
 
 os.environ.setdefault(
@@ -13,5 +14,11 @@ import torch.distributed.tensor.parallel
 
 import inductor_passes
 import layers
+from tests import spared
 
 assert layers and inductor_passes and torch
+# As in tests/conftest.py, and ranks collect behind each test that makes a group: each looked at all this for 0.1 s.
+gc.collect()
+gc.freeze()
+gc.set_threshold(100_000, 50, 100)
+spared.spare()

@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,7 @@ class World:
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         # CUDA does not survive a fork.
-        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
-        context.set_forkserver_preload(["tests.layers.parallel.preloaded"])
+        context = multiprocessing.get_context("spawn") if backend == "nccl" else fork_server()
         self.folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes: list[Connection] = [ours for ours, _ in pipes]
@@ -117,6 +117,14 @@ class World:
         self.folder.cleanup()
         for kind in [kind for kind, world in _worlds.items() if world is self]:
             del _worlds[kind]
+
+
+def fork_server() -> Any:
+    """What ranks of a CPU are forked from. A process has one, with what whoever starts it lets it import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.layers.parallel.preloaded"])
+    forkserver.ensure_running()
+    return context
 
 
 def world(size: int, backend: str = "gloo") -> World:
@@ -217,6 +225,7 @@ def _leave_other_groups() -> None:
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
         gc.collect()
+        gc.freeze()  # what is left is torch's, and the next test's collection need not look at it
 
 
 def _outcome(module: str, name: str, arguments: dict[str, Any]) -> tuple[bool, Any]:
