@@ -5,6 +5,7 @@ Not for what torch reads when it is imported (TORCH_LOGS, whether there is Trito
 """
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -42,6 +43,9 @@ def _server() -> subprocess.Popen[str]:
 def _serve() -> None:
     import torch._inductor.compile_fx  # noqa: F401  (what processes are forked for)
 
+    gc.collect()
+    gc.freeze()  # as tests/conftest.py does: no process need look at all this again
+    gc.set_threshold(100_000, 50, 100)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

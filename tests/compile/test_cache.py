@@ -1,5 +1,6 @@
 """Compiled code is never stale: processes share a compile cache while a copy of the packages changes between them."""
 
+import compileall
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
@@ -114,7 +116,10 @@ class Workspace:
         """Copies the packages once: sources edited while the tests run must not look like a change of ours."""
         for package in PACKAGES:
             ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / package, self.root / "pristine" / package, ignore=ignored)
+            pristine = self.root / "pristine" / package
+            shutil.copytree(ROOT / package, pristine, ignore=ignored)
+            # Bytecode that is read where a source has the hash, not the time and size, that it was compiled from.
+            compileall.compile_dir(pristine, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         self.restore()
 
     def restore(self):

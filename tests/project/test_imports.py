@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_python
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("moe_ops", "layers", "inductor_passes")
 PRIVATE = (
@@ -82,4 +84,5 @@ assert out.shape == (3, 8) and out.isfinite().all()
 def test_importing_one_package_imports_only_those_below_it(package: str) -> None:
     below = {"moe_ops": set(), "layers": {"moe_ops"}, "inductor_passes": {"moe_ops"}}[package]
     forbidden = sorted(set(PACKAGES) - below - {package}) + ["transformers"]
-    _run(f"import sys, {package}; assert not set({forbidden}) & set(sys.modules)")
+    done = run_python(f"import sys, {package}; assert not set({forbidden}) & set(sys.modules)", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
