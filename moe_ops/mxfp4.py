@@ -18,9 +18,12 @@ PAIRS = torch.uint8
 GROUP = 32
 """Columns that share an exponent at least."""
 
+ONE = 127
+"""The exponent of 1."""
+
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_ONE, _NAN = 127, 255  # exponents
+_NAN = 255  # exponent
 
 
 def numbers_in(stored: torch.dtype) -> int:
@@ -37,7 +40,7 @@ def numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
 
 def powers(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """What exponents stand for, in float32 or float64."""
-    found = torch.exp2((exponents.int() - _ONE).to(dtype))
+    found = torch.exp2((exponents.int() - ONE).to(dtype))
     return found.masked_fill(exponents == _NAN, float("nan"))
 
 
@@ -47,7 +50,7 @@ def exponents_of(largest: Tensor) -> Tensor:
     The specification's rule (section 6.3): the largest's exponent less that of the largest number, 4.
     """
     fraction, exponent = torch.frexp(largest)
-    found = (exponent - 3 + _ONE).clamp(0, _NAN - 1).masked_fill(fraction == 0, _ONE)
+    found = (exponent - 3 + ONE).clamp(0, _NAN - 1).masked_fill(fraction == 0, ONE)
     return found.masked_fill(~largest.isfinite(), _NAN).to(PAIRS)
 
 

@@ -11,7 +11,7 @@ from layers._checks import expect_positive, expect_type
 from moe_ops._checks import FLOATING_DTYPES
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
-from moe_ops.mxfp4 import GROUP, PAIRS, numbers_in
+from moe_ops.mxfp4 import GROUP, ONE, PAIRS, numbers_in
 from moe_ops.quantise_rows import expect_dtype
 from moe_ops.scaled import STORED, quantised_weight
 from moe_ops.scaled_experts import Rows, expert_rows, rows_for, run as run_scaled
@@ -79,20 +79,22 @@ def add_weight_scales(
         module: a `FusedMoE`; `module.weight_loader` fills the scales from a checkpoint.
         kind: what shares a scale.
         block: rows and columns of a block; GROUP reads the columns only.
-        dtype: of the scales.
+        dtype: of the scales, torch.uint8 for the exponents of weights in 4 bits.
 
     Raises:
         TypeError, ValueError: `module` is no `FusedMoE` or a shared expert is to overlap with it, `kind` is no
-            `WeightScale`, `dtype` no floating point dtype of 16 bits or more, a size of the block is not positive,
+            `WeightScale`, `dtype` neither that nor floating point of 16 bits or more, a size of the block not positive,
             groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded the module.
     """
     _expect_scalable(module, kind, block)
-    if dtype not in FLOATING_DTYPES:
-        raise TypeError(f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more")
+    if dtype not in (*FLOATING_DTYPES, PAIRS):
+        raise TypeError(
+            f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more, or torch.uint8"
+        )
     shapes = _shapes(module, kind, *block)
     module.quantisation = Quantisation(kind, block, rows_for(module.w13_weight.dtype))
     for name, shape in zip(SCALES, shapes, strict=True):
-        scale = torch.ones(shape, dtype=dtype, device=module.w13_weight.device)
+        scale = torch.full(shape, ONE if dtype == PAIRS else 1, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(scale, requires_grad=False)
         param.quant_method = kind.value  # type: ignore[attr-defined]
         loader = getattr(module.w13_weight, "weight_loader", None)
