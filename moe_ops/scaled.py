@@ -160,13 +160,12 @@ def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor)
     _checks.expect_shape(field, weight, ("E", "B", "A"))
     expect_stored(field, weight)
     _checks.expect_weight_strides(field, weight)
-    in_pairs = weight.dtype == PAIRS
     for name, size in zip(of_block, (rows, columns), strict=True):
         if size < 1:
             value_error("{}={}: expected at least 1", name, size)
     blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(linear.depth, columns)
     _checks.expect_shape(of_scale, scale, blocks)
-    if in_pairs:
+    if weight.dtype == PAIRS:
         _checks.expect_same_dtype(PAIRS, field, **{of_scale: scale})
         expect_columns(of_block[1], columns, linear.depth)
     else:
