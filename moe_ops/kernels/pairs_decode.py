@@ -21,6 +21,7 @@ from moe_ops.kernels.scaled import stride_args
 from moe_ops.mxfp4 import PAIRS
 
 _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
+_STEPS = 6  # that are written out
 _CONVERTS_E4M3 = 89  # compute capability, times ten
 _LARGEST = tl.constexpr(248)  # exponent
 _WORD = 8  # columns
@@ -107,6 +108,38 @@ def _products(
     return sums * _powers(exponents)
 
 
+@triton.jit
+def _added(
+    gate, up, x_row_ptr, x_stride_k, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, scale_stride_k,
+    start, END: tl.constexpr, GATED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Sums of gate and up rows, and what words from `start` on give, those before END if there is one."""
+    words = start + tl.arange(0, BLOCK_W)
+    mask = words < END if END is not None else None
+    inner = words[:, None] * 8 + tl.arange(0, 8)[None, :]
+    x = _loaded(x_row_ptr + offset(inner, x_stride_k), mask, 1, "").to(tl.float32)
+    evens, odds = tl.split(x.reshape(BLOCK_W, 2, 2, 2))
+    evens02, evens13 = tl.split(evens)
+    odds02, odds13 = tl.split(odds)
+    even0, even2 = tl.split(evens02)
+    even1, even3 = tl.split(evens13)
+    odd0, odd2 = tl.split(odds02)
+    odd1, odd3 = tl.split(odds13)
+    block = offset((words * 8) // BLOCK_COLUMNS, scale_stride_k)[None, :]
+    gate += _products(
+        _loaded(gate_ptr + words[None, :], mask, 0, "evict_first"),
+        _loaded(gate_scale_ptr + block, mask, 0, "evict_first"),
+        even0, even1, even2, even3, odd0, odd1, odd2, odd3,
+    )  # fmt: skip
+    if GATED:
+        up += _products(
+            _loaded(up_ptr + words[None, :], mask, 0, "evict_first"),
+            _loaded(up_scale_ptr + block, mask, 0, "evict_first"),
+            even0, even1, even2, even3, odd0, odd1, odd2, odd3,
+        )  # fmt: skip
+    return gate, up
+
+
 # Strides of which nothing is known make words load one by one: so a thread has the columns of x that belong to its.
 @triton.jit(do_not_specialize=["weight_stride_e", "weight_stride_n"])
 def pairs_gemv_kernel(
@@ -117,6 +150,7 @@ def pairs_gemv_kernel(
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = gate(weight[expert of slot] @ x[slot // slots_of_row]), or without a gate.
 
@@ -143,30 +177,20 @@ def pairs_gemv_kernel(
         gate_scale_ptr = expert_scale_ptr + offset(gate_rows // block_rows, scale_stride_n)[:, None]
         up_scale_ptr = expert_scale_ptr + offset(up_rows // block_rows, scale_stride_n)[:, None]
         gate, up = tl.zeros((BLOCK_N, BLOCK_W), tl.float32), tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
-        for start in tl.static_range(0, DEPTH // 8, BLOCK_W):
-            words = start + tl.arange(0, BLOCK_W)
-            mask = words < DEPTH // 8 if start + BLOCK_W > DEPTH // 8 else None
-            inner = words[:, None] * 8 + tl.arange(0, 8)[None, :]
-            x = _loaded(x_row_ptr + offset(inner, x_stride_k), mask, 1, "").to(tl.float32)
-            evens, odds = tl.split(x.reshape(BLOCK_W, 2, 2, 2))
-            evens02, evens13 = tl.split(evens)
-            odds02, odds13 = tl.split(odds)
-            even0, even2 = tl.split(evens02)
-            even1, even3 = tl.split(evens13)
-            odd0, odd2 = tl.split(odds02)
-            odd1, odd3 = tl.split(odds13)
-            block = offset((words * 8) // BLOCK_COLUMNS, scale_stride_k)[None, :]
-            gate += _products(
-                _loaded(gate_ptr + words[None, :], mask, 0, "evict_first"),
-                _loaded(gate_scale_ptr + block, mask, 0, "evict_first"),
-                even0, even1, even2, even3, odd0, odd1, odd2, odd3,
-            )  # fmt: skip
-            if GATED:
-                up += _products(
-                    _loaded(up_ptr + words[None, :], mask, 0, "evict_first"),
-                    _loaded(up_scale_ptr + block, mask, 0, "evict_first"),
-                    even0, even1, even2, even3, odd0, odd1, odd2, odd3,
+        # Steps that are written out read ahead: with too many of them registers do not suffice.
+        SPAN: tl.constexpr = BLOCK_W * AT_ONCE
+        WHOLE: tl.constexpr = DEPTH // 8 // SPAN * SPAN
+        for span in range(0, WHOLE, SPAN):
+            for step in tl.static_range(AT_ONCE):
+                gate, up = _added(
+                    gate, up, x_row_ptr, x_stride_k, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, scale_stride_k,
+                    span + step * BLOCK_W, None, GATED, BLOCK_COLUMNS, BLOCK_W,
                 )  # fmt: skip
+        for start in tl.static_range(WHOLE, DEPTH // 8, BLOCK_W):
+            gate, up = _added(
+                gate, up, x_row_ptr, x_stride_k, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, scale_stride_k,
+                start, DEPTH // 8 if start + BLOCK_W > DEPTH // 8 else None, GATED, BLOCK_COLUMNS, BLOCK_W,
+            )  # fmt: skip
         result, up_result = tl.sum(gate, 1), tl.sum(up, 1)
         if bias_ptr is not None:
             bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
@@ -196,8 +220,9 @@ def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
 
 
 def _is_of_words(weight: TensorMeta) -> bool:
-    in_words = (size % 4 == 0 for size in (weight.shape[2], *weight.strides[:2]))
-    return weight.dtype == PAIRS and weight.aligned and weight.strides[2] == 1 and all(in_words)
+    """Of its last two strides one is 1: that of columns, where the other is of whole words."""
+    in_words = all(size % 4 == 0 for size in (weight.shape[2], *weight.strides[:2]))
+    return weight.dtype == PAIRS and weight.aligned and in_words
 
 
 def pairs_gemv_launch(
@@ -226,6 +251,7 @@ def pairs_gemv_launch(
         **stride_args("scale_stride", linear.scale.strides, "enk"),
         "DEPTH": linear.depth,
         "BLOCK_N": block_n,
+        "AT_ONCE": _STEPS,
         "BLOCK_W": min(_WORDS, next_power_of_2(linear.depth // _WORD)),
     }
     return Launch(

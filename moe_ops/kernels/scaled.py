@@ -194,8 +194,7 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
 def _descriptor(linear: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | None:
     """Of weights that come in boxes, of which some begin where a block does."""
     weight = linear.weight
-    begins_with_blocks = _has_blocks(linear) and weight.dtype != PAIRS
-    first_columns = (0, linear.block_columns) if begins_with_blocks else (0,)
+    first_columns = (0, linear.block_columns) if _has_blocks(linear) else (0,)
     boxed = replace(tma.boxed_weight(weight, False), first_columns=first_columns)
     if tma.is_transposed(weight) or not tma.allows_bytes(gpu, weight, boxed):
         return None
@@ -212,7 +211,8 @@ def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, Launch
     table, linear = _TABLES[args.x.dtype.itemsize], args.weight
     wanted = rows_per_tile(num_slots / linear.weight.shape[0])
     if linear.weight.dtype == PAIRS:
-        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, wanted)
+        is_boxed = _descriptor(linear, (1, 1, 1), gpu) is not None
+        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, wanted, is_boxed)
     if table is not IN_8_BITS:
         return scaled_grouped_gemm_kernel, table[min(wanted, max(table))]
     if wanted >= FEW_ROWS.block_m and _can_be_right(args, gpu):

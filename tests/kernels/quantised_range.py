@@ -27,9 +27,30 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
-    for dtype, rows in itertools.product((torch.bfloat16, torch.float16, torch.float32), (4, 25, 50, 200)):
-        for depth, columns in ((2880, 32), (2034, 64)) if wide else ((2880, 32),):
-            yield from _in_pairs(gpu, dtype, depth, columns, 8 * rows)
+    heights = (4, 25, 50, 200)
+    for dtype, rows in itertools.product((torch.bfloat16, torch.float16, torch.float32), heights):
+        if wide or dtype == torch.bfloat16:
+            yield from _in_pairs(gpu, dtype, *((2034, 64) if wide else (2880, 32)), 8 * rows)
+    for sizes in ((2880, 2880), (7168, 2048), (264, 1000)) if wide else ((2880, 2880), (7168, 2048)):
+        yield from _token_in_pairs(gpu, *sizes)
+
+
+def _token_in_pairs(gpu, hidden, features) -> Iterator[Planned]:
+    named = {
+        "hidden_states": meta(1, hidden),
+        "topk_ids": meta(1, 4, dtype=torch.int32),
+        "topk_weights": meta(1, 4, dtype=torch.float32),
+        "activation": SITU.spec,
+        "rows": "exact",
+    }
+    for name, rows, columns in (("w13", 2 * features, hidden), ("w2", hidden, features)):
+        scale = meta(16, rows, -(-columns // 32), dtype=torch.uint8)
+        named |= {name: meta(16, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
+        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
+    program = program_of("scaled_fused_experts", gpu=gpu, **named)
+    stored = dict.fromkeys(("w13", "w13_scale", "w2", "w2_scale"), torch.uint8)
+    for each in _programs(f"a token in pairs, {hidden} by {features}", torch.bfloat16, program):
+        yield replace(each, dtypes=each.dtypes | stored)
 
 
 def _in_pairs(gpu, dtype, depth, columns, slots) -> Iterator[Planned]:

@@ -5,7 +5,7 @@ import torch
 
 from moe_ops.kernels.gemm_config import rows_per_tile
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.scaled_pairs import IN_16_BITS, IN_32_BITS, scaled_pairs_kernel
+from moe_ops.kernels.scaled_pairs import IN_16_BITS, IN_32_BITS, ONE_BY_ONE, scaled_pairs_kernel
 from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
@@ -174,3 +174,5 @@ def test_tiles_are_as_high_as_experts_have_rows():
             assert (planned.args["BLOCK_M"], planned.args["BLOCK_N"]) == (config.block_m, config.block_n)
             assert planned.args["EVEN"] and planned.args["steps"] == 256 // planned.args["BLOCK_K"]
     assert not _planned(depth=2880).args["EVEN"]
+    one_by_one = _planned(depth=2034, rows=8 * 80).args
+    assert (one_by_one["BLOCK_M"], one_by_one["BLOCK_N"]) == (32, ONE_BY_ONE[32].block_n)

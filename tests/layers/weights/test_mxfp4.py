@@ -116,6 +116,14 @@ def test_exponents_begin_as_one():
     assert (experts.w13_weight_scale == 127).all() and (experts.w2_weight_scale == 127).all()
 
 
+def test_scales_beside_weights_in_4_bits():
+    """Of a layer whose weights are pairs already."""
+    experts = _quantised()
+    add_weight_scales(experts, *GROUP, dtype=PAIRS)
+    assert (experts.w13_weight_scale.shape, experts.w2_weight_scale.shape) == ((E, 2 * I, 2), (E, H, 3))
+    assert experts(torch.randn(3, H), torch.randn(3, E)).isfinite().all()
+
+
 REFUSED = {
     "another kind": (
         (WeightScale.CHANNEL,),
