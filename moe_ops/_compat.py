@@ -130,6 +130,13 @@ def unpack_dual(value: Any) -> tuple[Any, Tensor | None]:
     return forward_ad.unpack_dual(value, level=_LEVEL)
 
 
+def unbatched(tensor: Tensor) -> Tensor:
+    """What `torch.vmap` gave a function a part of, which knows whether a gradient or a tangent is wanted; eagerly."""
+    while _functorch.is_batchedtensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def make_dual(primal: Tensor, tangent: Tensor | None) -> Tensor:
     """`primal` with a tangent, if there is one."""
     return primal if tangent is None else forward_ad.make_dual(primal, tangent, level=_LEVEL)

@@ -124,8 +124,10 @@ def _cast(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -
 
 
 def _has_gradients(args: ScaledFusedExperts) -> bool:
+    """Whether there may be any: of what a vmap gives, nothing is known while a graph is traced."""
     tensors = args.hidden_states, args.w13.bias, args.w2.bias, args.topk_weights, args.shared
-    return any(tensor is not None and is_differentiated(tensor) for tensor in tensors)
+    given = (tensor for tensor in tensors if tensor is not None)
+    return _compat.is_in_vmap() or any(map(is_differentiated, given))
 
 
 def _gate(args: ScaledFusedExperts) -> Callable[[Tensor], Tensor]:
@@ -166,6 +168,8 @@ def _expect_no_gradients(**before: Tensor | None) -> None:
 
 def is_differentiated(tensor: Tensor) -> bool:
     """Whether a gradient or a tangent of `tensor` is wanted."""
+    if not torch.compiler.is_compiling():
+        tensor = _compat.unbatched(tensor)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
     is_dual = _compat.is_in_jvp() if torch.compiler.is_compiling() else _compat.may_be_dual((tensor,))

@@ -154,7 +154,8 @@ def pairs_gemv_kernel(
 ):  # fmt: skip
     """out[slot] = gate(weight[expert of slot] @ x[slot // slots_of_row]), or without a gate.
 
-    A dropped slot writes nothing. inverse: where each slot's row is, -1 if there is none.
+    A dropped slot writes nothing. inverse: where each slot's row is, -1 if there is none. Features are columns of the
+    layer's other weight, and so whole words: BLOCK_N divides them.
     """
     blocks = tl.cdiv(features, BLOCK_N)
     slot, first = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BLOCK_N
@@ -165,10 +166,7 @@ def pairs_gemv_kernel(
         tl.store(inverse_ptr + slot, tl.where(expert < num_experts, slot, -1), mask=first == 0)
     if expert < num_experts:
         columns = first + tl.arange(0, BLOCK_N)
-        inside = columns < features
-        # Rows past the last are its own: what they give is not stored.
-        known = tl.minimum(columns, features - 1)
-        gate_rows, up_rows = gate_up_columns(known, features, GATED, INTERLEAVED)
+        gate_rows, up_rows = gate_up_columns(columns, features, GATED, INTERLEAVED)
         x_row_ptr = x_ptr + offset(slot // slots_of_row, x_stride_m)
         words_ptr = weight_ptr.to(tl.pointer_type(tl.int32)) + offset(expert, weight_stride_e // 4)
         expert_scale_ptr = scale_ptr + offset(expert, scale_stride_e)
@@ -194,15 +192,12 @@ def pairs_gemv_kernel(
         result, up_result = tl.sum(gate, 1), tl.sum(up, 1)
         if bias_ptr is not None:
             bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
-            result += tl.load(bias_row_ptr + offset(gate_rows, bias_stride_n), mask=inside, other=0.0).to(
-                tl.float32
-            )
-            up_bias_ptrs = bias_row_ptr + offset(up_rows, bias_stride_n)
-            up_result += tl.load(up_bias_ptrs, mask=inside, other=0.0).to(tl.float32)
+            result += tl.load(bias_row_ptr + offset(gate_rows, bias_stride_n)).to(tl.float32)
+            up_result += tl.load(bias_row_ptr + offset(up_rows, bias_stride_n)).to(tl.float32)
         if NAME is not None:
             result = apply_activation(result, up_result, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
         out_ptrs = out_ptr + offset(slot, features) + columns
-        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty))
 
 
 def multiplies_pairs(args: Any, gpu: Gpu) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,13 +98,12 @@ def _routed_layer(
     return expected, max(layer_bound(case), routing_bound(case)), sizes
 
 
-def compiled(make: Maker) -> Problem:
-    # Imported here: most workers compile nothing, and the compiler takes seconds to import.
-    import inductor_passes
+def module_of(make: Maker, routed: Routed) -> Any:
+    """A `FusedMoE` for the case, whose weights have still to be set."""
     from layers import FusedMoE, MoEConfig
     from layers.config import RouterConfig
 
-    case, routed, sizes = make.case, Routed(make), {}
+    case = make.case
     router = RouterConfig(has_correction_bias=routed.correction is not None)
     config = MoEConfig(
         case.experts, case.top_k, case.hidden, case.intermediate,
@@ -112,6 +112,15 @@ def compiled(make: Maker) -> Problem:
     module = FusedMoE(config, routed.expert_map, device=make.device, dtype=make.dtype)
     if routed.correction is not None:
         module.e_score_correction_bias.copy_(routed.correction)
+    return module
+
+
+def compiled(make: Maker) -> Problem:
+    # Imported here: most workers compile nothing, and the compiler takes seconds to import.
+    import inductor_passes
+
+    case, routed, sizes = make.case, Routed(make), {}
+    module = module_of(make, routed)
     names = {"w13": "w13_weight", "w2": "w2_weight", "w13_bias": "w13_bias", "w2_bias": "w2_bias"}
 
     @partial(torch.compile, fullgraph=True, options=inductor_passes.options())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import moe_ops
 from tests.fuzz import rounding
-from tests.fuzz.levels import LEVELS, Routed
+from tests.fuzz.levels import LEVELS, Routed, module_of
 from tests.fuzz.problem import Mismatch, Problem, Tensors, layer_bound, routing_bound, without_none
 from tests.fuzz.quantised import OfLayer, Quantised, compiled, spread
 from tests.fuzz.quantised_cases import num_blocks
@@ -64,18 +64,8 @@ def _expect_nearest(x: Tensor, rows: Tensor, scale: Tensor, columns: int, dtype:
 
 
 def quantised_layer(make: Maker) -> Problem:
-    from layers import FusedMoE, MoEConfig
-    from layers.config import RouterConfig
-
     case, quantised, routed, sizes = make.case, Quantised(make), Routed(make), {}
-    router = RouterConfig(has_correction_bias=routed.correction is not None)
-    config = MoEConfig(
-        case.experts, case.top_k, case.hidden, case.intermediate,
-        case.routing, case.activation, case.bias, router=router,
-    )  # fmt: skip
-    module = FusedMoE(config, routed.expert_map, device=make.device, dtype=make.dtype)
-    if routed.correction is not None:
-        module.e_score_correction_bias.copy_(routed.correction)
+    module = module_of(make, routed)
     weights = _quantise(module, quantised)
     tensors = without_none(
         hidden_states=quantised.tokens(), router_logits=routed.logits, w13_bias=make.bias(case.columns),

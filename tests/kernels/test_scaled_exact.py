@@ -17,10 +17,11 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 SIZES = {
     "a token": (1, 13, 3, 96, 64, (1, 32), (1, 32)),
     "more columns than a step has": (1, 3, 2, 512 + 64, 288, (1, 32), (1, 64)),
+    "more than are written out": (1, 2, 2, 2 * 3072 + 512 + 8, 8, (1, 32), (1, 32)),
     "a last group cut short": (1, 5, 2, 72, 40, (1, 32), (1, 32)),
     "blocks": (1, 5, 2, 128, 96, (4, 64), (8, 96)),
     "odd features": (1, 4, 3, 40, 72, (1, 32), (1, 96)),
-    "one word": (1, 2, 1, 8, 8, (1, 32), (1, 32)),
+    "one word": (1, 2, 2, 8, 8, (1, 32), (1, 32)),
     "no words": (1, 3, 2, 36, 34, (1, 32), (1, 32)),
     "T2": (2, 13, 3, 96, 64, (1, 32), (1, 32)),
     "T7": (7, 13, 4, 64, 34, (1, 32), (2, 64)),
@@ -32,7 +33,8 @@ def _layer(size, dtype, activation):
     tokens, experts, top_k, hidden, features, *blocks = SIZES[size]
     rows = (2 if activation.is_gated else 1) * features
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
-    ids[-1, -1] = -1
+    if top_k > 1:
+        ids[-1, -1] = -1
     at = {
         "hidden_states": torch.randn(tokens, hidden).to(dtype), "topk_ids": ids,
         "topk_weights": torch.rand(tokens, top_k),

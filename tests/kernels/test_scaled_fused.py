@@ -49,7 +49,8 @@ def _layer(size, stored, dtype, activation):
     w13, w13_scale = _weights(experts, rows, hidden, up_block, stored)
     w2, w2_scale = _weights(experts, hidden, features, down_block, stored)
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
-    ids[-1, -1] = -1
+    if top_k > 1:
+        ids[-1, -1] = -1
     return {
         "hidden_states": torch.randn(tokens, hidden).to(dtype),
         "w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe_ops
@@ -41,6 +42,27 @@ def test_what_bytes_and_exponents_stand_for(dtype):
     scale[0, 7] = 255
     made = dequantised(scaled_linear("weight", ScaledWeight(pairs, scale, GROUPS), None), dtype)
     assert made[0, 7].isnan().all() and not made[0, torch.arange(256) != 7].isnan().any()
+
+
+class _Lifted(TorchDispatchMode):
+    """Notes tensors made of numbers of the host: a GPU would wait for them, and no CUDA graph can have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._opname == "lift_fresh"
+        return func(*args, **kwargs or {})
+
+
+def test_what_they_stand_for_is_made_where_they_are():
+    weight = scaled_linear("weight", stored_weight(), None)
+    with _Lifted() as lifted:
+        torch.tensor([1.0])
+        assert lifted.count == 1
+        dequantised(weight, torch.float32)
+    assert lifted.count == 1
 
 
 def test_published_tensors_are_read_as_transformers_reads_them():

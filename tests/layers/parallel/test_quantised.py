@@ -56,7 +56,19 @@ def tokens_of(rank):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES)
 def test_values(style, kind):
-    layer = make_layer(kind)
+    _expect_values(make_layer(kind), style)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["allreduce", "allgather", "alltoall"])
+def test_values_in_4_bits(style):
+    torch.manual_seed(3)
+    layer = FusedMoE(MoEConfig(E, K, H, 32, has_bias=True))
+    quantise_experts(layer, WeightScale.GROUP, (1, 32), dtype=torch.uint8)
+    _expect_values(layer, style)
+
+
+def _expect_values(layer, style):
     sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
     hidden, logits = tokens_of(0 if style == "allreduce" else dist.get_rank())
     with torch.no_grad():
