@@ -73,8 +73,10 @@ class Arithmetic:
         for of_gate, of_up in product((-1.0, 1.0), repeat=2):
             corner = gate_up.value + torch.where(is_up, of_up, of_gate) * gate_up.error
             error = torch.maximum(error.to(value), (activate(corner, activation) - value).abs())
-        largest = value.abs() + error
-        return Known(value, error + OF_A_FUNCTION * self.term * largest)
+        terms = value.abs()
+        if activation.name.startswith("gelu"):  # 1 + erf and 1 + tanh cancel where gates are negative
+            terms = torch.maximum(terms, activate(gate_up.value.abs(), activation))
+        return Known(value, error + OF_A_FUNCTION * self.term * (terms + error))
 
 
 def _is_up(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -177,6 +177,25 @@ def test_the_oracle_knows_how_far_a_number_may_turn():
     assert known.error[0, 1] > 0.9 and known.error[0, 2] < 0.1
 
 
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh_no_mul"])
+def test_the_oracle_knows_what_cancels(name):
+    """torch adds 1 to tanh and erf, whose digits are lost where gates are negative; a sigmoid keeps them."""
+    gate_up = torch.linspace(-6.0, 6.0, 98, dtype=torch.float64).reshape(-1, 2)
+    gate_up[:, 1] = gate_up[:, 0] if "no_mul" in name else 1.0
+    eps = torch.finfo(torch.float64).eps
+    known = rounding.Arithmetic(torch.float64, eps).activated(
+        rounding.exact(gate_up), moe_ops.Activation(name)
+    )
+    gate = gate_up[:, 0]
+    if name == "gelu":
+        other = gate * torch.special.erfc(-gate / 2**0.5) / 2
+    else:
+        other = gate * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+    off = (known.value[:, 0] - other).abs()
+    assert (off <= known.error[:, 0]).all() and (off > 100 * eps * other.abs()).any()
+    assert (known.error[:, 0] <= 20 * eps * (1 + gate.abs())).all()
+
+
 def test_weights_the_oracle_is_given_are_those_of_the_library():
     weight = torch.randn(2, 10, 9)
     made = quantised_weight(weight, (4, 4), torch.int8)
