@@ -34,55 +34,57 @@ def _powers(exponents):
 
 
 @triton.jit
-def _in_bfloat16(pairs):
-    """Numbers of even columns and of odd ones, times 2**-126, four bytes at once."""
+def _in_bfloat16(pairs, powers):
+    """Both numbers of a byte, times 2**-126 and a power that is there twice, as one word each."""
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 low, high, sign, rest;
-        prmt.b32 low, $4, 0, 0x4140;
-        prmt.b32 high, $4, 0, 0x4342;
-        shl.b32 sign, low, 12;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 rest, low, 6;
-        lop3.b32 $0, rest, 0x01C001C0, sign, 0xEA;
-        shl.b32 sign, high, 12;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 rest, high, 6;
-        lop3.b32 $1, rest, 0x01C001C0, sign, 0xEA;
-        shl.b32 sign, low, 8;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 rest, low, 2;
-        lop3.b32 $2, rest, 0x01C001C0, sign, 0xEA;
-        shl.b32 sign, high, 8;
-        and.b32 sign, sign, 0x80008000;
-        shl.b32 rest, high, 2;
-        lop3.b32 $3, rest, 0x01C001C0, sign, 0xEA;
+        .reg .b32 both, none;
+        mul.lo.u32 both, $1, 0x1001;
+        and.b32 both, both, 0x000F000F;
+        mul.lo.u32 both, both, 0x1040;
+        and.b32 both, both, 0x81C081C0;
+        mov.b32 none, 0x80008000;
+        fma.rn.bf16x2 $0, both, $2, none;
         }
         """,
-        "=r,=r,=r,=r,r",
-        [pairs],
-        dtype=(tl.bfloat16, tl.bfloat16),
+        "=r,r,r",
+        [pairs.to(tl.int32), powers],
+        dtype=tl.int32,
         is_pure=True,
-        pack=4,
+        pack=1,
     )
+
+
+@triton.jit
+def _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth):
+    """[N, K / 32] exponents of groups that begin at these columns; zeros past the depth."""
+    scale_ptrs = scale_row_ptr + offset(group // block_columns, scale_stride_k)[None, :]
+    return tl.load(scale_ptrs, mask=known[:, None] & (group < depth)[None, :], other=0)
+
+
+@triton.jit
+def _spread(powers, COLUMNS: tl.constexpr):
+    """[N, K / 32] as [N, COLUMNS]."""
+    times: tl.constexpr = COLUMNS // powers.shape[1]
+    spread = powers[:, :, None].broadcast_to(powers.shape[0], powers.shape[1], times)
+    return spread.reshape(powers.shape[0], COLUMNS)
 
 
 @triton.jit
 def _unpacked(pairs, powers, DTYPE: tl.constexpr):
     """[N, K / 2] bytes and [N, K / 32] powers as [N, K] weights, times 2**-63."""
     half: tl.constexpr = pairs.shape[1]
-    spread = powers.to(DTYPE)[:, :, None].broadcast_to(
-        pairs.shape[0], powers.shape[1], half // powers.shape[1]
-    )
-    spread = spread.reshape(pairs.shape[0], half)
     if tl.bfloat16 == DTYPE:
-        even, odd = _in_bfloat16(pairs)
+        twice = (powers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+        words = _in_bfloat16(pairs, _spread(twice, half))
+        even = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        odd = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        codes = pairs.to(tl.int32)
-        even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
-        odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
-    return tl.join(even * spread, odd * spread).reshape(pairs.shape[0], 2 * half)
+        codes, spread = pairs.to(tl.int32), _spread(powers.to(DTYPE), half)
+        even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True) * spread
+        odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True) * spread
+    return tl.join(even, odd).reshape(pairs.shape[0], 2 * half)
 
 
 @triton.jit
@@ -120,16 +122,16 @@ def scaled_pairs_kernel(
         )
         scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
         scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
+        groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
+        coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in range(steps):
             inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
             pair = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-            group = step * BLOCK_K + tl.arange(0, BLOCK_K // _GROUP) * _GROUP
-            x_mask, pair_mask, scale_mask = present[None, :], known[:, None], known[:, None]
+            x_mask, pair_mask = present[None, :], known[:, None]
             if not EVEN:
                 x_mask &= (inner < depth)[:, None]
                 pair_mask &= (2 * pair < depth)[None, :]
-                scale_mask &= (group < depth)[None, :]
             x = tl.load(x_row_ptr + offset(inner, x_stride_k)[:, None], mask=x_mask, other=0.0)
             if weight_desc is None:
                 pairs = tl.load(
@@ -138,8 +140,10 @@ def scaled_pairs_kernel(
             else:
                 box = weight_desc.load([expert, feature_block * BLOCK_N, step * (BLOCK_K // 2)])
                 pairs = box.reshape(BLOCK_N, BLOCK_K // 2)
-            scale_ptrs = scale_row_ptr + offset(group // block_columns, scale_stride_k)[None, :]
-            powers = _powers(tl.load(scale_ptrs, mask=scale_mask, other=0))
+            powers = _powers(coming)
+            # A step ahead, as bytes are too short for copies that go on beside products.
+            group = (step + 1) * BLOCK_K + groups
+            coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
             acc = _dot(_unpacked(pairs, powers, DTYPE), x, acc)
         acc *= _MISSING
         if bias_ptr is not None:
