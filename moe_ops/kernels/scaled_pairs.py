@@ -16,7 +16,7 @@ from moe_ops.kernels.tiles import tile_at
 IN_16_BITS = {
     16: LaunchConfig(16, 128, 128, 4, 3),
     32: LaunchConfig(32, 128, 64, 4, 4),
-    64: LaunchConfig(64, 128, 64, 4, 3),
+    64: LaunchConfig(64, 128, 64, 4, 4),
     128: LaunchConfig(128, 128, 64, 8, 3),
 }
 ONE_BY_ONE = {16: LaunchConfig(16, 64, 64, 4, 3), 32: LaunchConfig(32, 64, 64, 4, 3)}
