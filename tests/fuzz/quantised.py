@@ -1,4 +1,4 @@
-"""The levels of operators with weights of 8 bits: a layer and a product."""
+"""The levels of operators with weights of 8 or 4 bits: a layer and a product."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +26,8 @@ from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker
 SCALE_LAYOUTS = {**WEIGHT_LAYOUTS, "strided": MATRIX_LAYOUTS["strided"]}
 SPREAD = 50.0  # of float8 weights; 448 is their largest
 FAINT = 2.0**-100
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4 bits
+IN_4_BITS = 2.93  # a typical one
 TENSOR_CORES = 2.0**-13  # of Hopper's, which keep 14 bits of a sum of float8 products
 
 
@@ -44,7 +46,17 @@ class Made:
 
     def dense(self) -> Tensor:
         """What it stands for, in float64."""
-        return self.given.weight.double() * spread(self.given.scale, self.given.weight.shape, self.block)
+        weight, scale = self.given.weight, self.given.scale
+        if weight.dtype == torch.uint8:
+            weight, scale = unpacked(weight), torch.exp2(scale.view(torch.uint8).double() - 127)
+        return weight.double() * spread(scale, weight.shape, self.block)
+
+
+def unpacked(pairs: Tensor) -> Tensor:
+    """[..., A / 2] bytes as [..., A] numbers of 4 bits, that of the even column in the lower half."""
+    table = torch.tensor(MAGNITUDES, dtype=torch.float64, device=pairs.device)
+    table = torch.cat((table, -table))
+    return torch.stack((table[(pairs % 16).long()], table[(pairs // 16).long()]), -1).flatten(-2)
 
 
 class Quantised:
@@ -52,31 +64,38 @@ class Quantised:
 
     def __init__(self, make: Maker) -> None:
         self.make, self.scaled = make, make.case.scaled
-        self.dtype = getattr(torch, self.scaled.stored)
+        self.is_paired = self.scaled.stored == "mxfp4"
+        self.dtype = torch.uint8 if self.is_paired else getattr(torch, self.scaled.stored)
 
     def numbers(self, *shape: int) -> Tensor:
-        """Of 8 bits."""
+        """Of 8 bits, or two of 4."""
+        if self.is_paired:
+            return (self.make.uniform(*shape[:-1], shape[-1] // 2) * 256).to(self.dtype)
         if self.dtype == torch.int8:
             return (self.make.uniform(*shape) * 256 - 128).floor().to(self.dtype)
         return (self.make.normal(*shape) * SPREAD).clamp(-448, 448).to(self.dtype)
 
     def scale(self, depth: int, *shape: int) -> Tensor:
         """By which products of this depth are about as large as what is multiplied; each some powers of two apart."""
-        typical = 128 / 3**0.5 if self.dtype == torch.int8 else SPREAD
+        typical = {torch.uint8: IN_4_BITS, torch.int8: 128 / 3**0.5}.get(self.dtype, SPREAD)
         values = torch.exp2(4 * self.make.uniform(*shape) - 2) / typical / max(depth, 1) ** 0.5
+        if self.is_paired:
+            return (values.log2().round() + 127).to(self.make.device, torch.uint8)
         return values.to(self.make.device, getattr(torch, self.scaled.scale_dtype))
 
     def weight(self, layout: str, block: tuple[int, int], rows: int, columns: int, unused: Tensor) -> Made:
-        """[local experts, rows, columns] in blocks; what `unused` experts have is NaN, in int8 their scales are."""
+        """[local experts, rows, columns] in blocks; what `unused` experts have is NaN, of integers their scales are."""
         experts = self.make.case.local_experts
         stored = self.numbers(experts, rows, columns).to(self.make.device)
         blocks = num_blocks(rows, block[0]), num_blocks(columns, block[1])
         scale = self.scale(columns, experts, *blocks)
         if self.scaled.strange:
-            scale[unused] = float("nan")
+            scale[unused] = 255 if self.is_paired else float("nan")
             if self.dtype.is_floating_point:
                 stored[unused] = torch.full_like(stored[unused], float("nan"))
         stored, scale = WEIGHT_LAYOUTS[layout](stored), SCALE_LAYOUTS[self.scaled.scale_layout](scale)
+        if self.is_paired and self.scaled.scale_dtype == "float32":  # the dtype of the same bytes
+            scale = scale.view(torch.float8_e8m0fnu)
         follows = not any(size % each for size, each in zip((rows, columns), blocks, strict=True))
         follows &= all(
             size // each == min(edge, size)

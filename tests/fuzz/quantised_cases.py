@@ -1,6 +1,6 @@
-"""What a case of experts in 8 bits has besides: drawn from its number by a sequence of its own."""
+"""What a case of experts in 8 or 4 bits has besides: drawn from its number by a sequence of its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ LEVELS = ("scaled_fused_experts", "scaled_grouped_gemm", "quantise_rows", "quant
 SHARES = (5, 3, 1, 2)
 EVERY = 8  # each case of a number that this divides; other numbers stay the cases they were
 
-STORED = ("float8_e4m3fn", "int8")
+STORED = ("float8_e4m3fn", "int8", "mxfp4")
+GROUP = 32  # columns of numbers of 4 bits that share a scale, at least
 BLOCKS = ("matrix", "row", "group", "block", "weight", "larger")
 KINDS = ("tensor", "channel", "group", "block")
 EDGES = (1, 2, 3, 5, 7, 8, 16, 24, 32, 40, 64, 100, 128, 130)
@@ -29,7 +30,7 @@ FAR = 1 << 40  # an edge no matrix has
 class Scaled:
     """How weights and rows are quantised. A block is (rows, columns)."""
 
-    stored: str
+    stored: str  # a dtype, or a format of 4 bits
     rows: str  # "quantised" or "exact"
     kind: str  # of a layer, in place of blocks of each weight
     w13_block: tuple[int, int]
@@ -57,13 +58,13 @@ def draw(case: "Case") -> Scaled:
     """That of a case of these levels."""
     random = Random(f"{case.seed}:{case.index}:8 bits")
     is_layer = case.level == "quantised_layer"
-    stored, rows = random.choice(STORED), random.choice(("quantised", "quantised", "exact"))
+    stored, rows = random.choice(STORED[:2]), random.choice(("quantised", "quantised", "exact"))
     shapes = (case.columns, case.hidden), (case.hidden, case.intermediate)
     kind = _kind(random, case) if is_layer else ""
     blocks = (
         _layer_blocks(random, case, kind) if is_layer else [_block(random, case, *each) for each in shapes]
     )
-    return Scaled(
+    scaled = Scaled(
         stored,
         rows,
         kind,
@@ -77,6 +78,25 @@ def draw(case: "Case") -> Scaled:
         strange=random.random() < 0.3,
         compiled=random.choices(("", "aot_eager", "inductor"), (60, 5, 1))[0],
     )
+    return _in_pairs(scaled, is_layer) if random.random() < 0.35 and _goes_in_pairs(case) else scaled
+
+
+def _in_pairs(scaled: Scaled, is_layer: bool) -> Scaled:
+    """The same in 4 bits, whose tokens are exact and whose columns have scales by the group."""
+    w13, w2 = (
+        (1, GROUP) if is_layer else (rows, -(-columns // GROUP) * GROUP)
+        for rows, columns in (scaled.w13_block, scaled.w2_block)
+    )
+    return replace(
+        scaled, stored="mxfp4", rows="exact", kind="group" if is_layer else "", w13_block=w13, w2_block=w2, faint=False
+    )  # fmt: skip
+
+
+def _goes_in_pairs(case: "Case") -> bool:
+    """Whether a row is of whole bytes, and a layer's of whole groups."""
+    depths = (case.hidden,) if case.level == "scaled_grouped_gemm" else (case.hidden, case.intermediate)
+    whole = GROUP if case.level == "quantised_layer" else 2
+    return case.level != "quantise_rows" and not any(depth % whole for depth in depths)
 
 
 def _block(random: Random, case: "Case", rows: int, columns: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import moe_ops
 from tests.fuzz import rounding
 from tests.fuzz.levels import LEVELS, Routed, module_of
 from tests.fuzz.problem import Mismatch, Problem, Tensors, layer_bound, routing_bound, without_none
-from tests.fuzz.quantised import OfLayer, Quantised, compiled, spread
+from tests.fuzz.quantised import OfLayer, Quantised, compiled, spread, unpacked
 from tests.fuzz.quantised_cases import num_blocks
 from tests.fuzz.rounding import Known
 from tests.fuzz.tensors import Maker
@@ -108,10 +108,15 @@ def _quantise(module: Any, quantised: Quantised) -> rounding.Weights:
         stored, scale = getattr(module, name), getattr(module, f"{name}_scale")
         if scaled.kind == "tensor":
             scale = scale.unsqueeze(2) if scale.dim() == 2 else scale[:, None, None]
-        of_each = spread(scale, stored.shape, block)
+        if quantised.is_paired:
+            stored, scale = unpacked(stored), torch.exp2(scale.double() - 127)
+        of_each = spread(scale, was.shape, block)
         ratio = was.float().double() / of_each
         step = torch.ones_like(ratio)
-        if quantised.dtype.is_floating_point:
+        if quantised.is_paired:
+            step = torch.exp2(ratio.abs().clamp(min=1.0).log2().floor()) / 2
+            ratio = ratio.clamp(-6.0, 6.0)
+        elif quantised.dtype.is_floating_point:
             step = torch.exp2(ratio.abs().clamp(min=2.0**-6).log2().floor()) / 8
         if not ((stored.double() - ratio).abs() <= step / 2 + 8 * rounding.SINGLE * ratio.abs()).all():
             raise Mismatch(f"{name} is not the nearest to what it was")

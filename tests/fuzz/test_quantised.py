@@ -70,9 +70,13 @@ def test_cases_pass(level):
         assert check(case, "cpu").wrong == [], case.number
 
 
-@pytest.mark.parametrize("stored", quantised_cases.STORED)
-def test_layers_of_float32_pass(stored):
-    for case in cases("scaled_fused_experts", 12, stored=stored, dtype="float32", rows="quantised"):
+@pytest.mark.parametrize(
+    ("stored", "rows"), [("float8_e4m3fn", "quantised"), ("int8", "quantised"), ("mxfp4", "exact")]
+)
+def test_layers_of_float32_pass(stored, rows):
+    found = cases("scaled_fused_experts", 12, stored=stored, dtype="float32", rows=rows)
+    assert len(found) >= 5
+    for case in found:
         assert check(case, "cpu").wrong == [], case.number
 
 
@@ -85,10 +89,12 @@ def test_layers_with_a_scale_for_each_matrix_pass():
         assert check(case, "cpu").wrong == [], case.number
 
 
-def _found(broken, rows, **changed):
+def _found(broken, rows, in_4_bits=False, **changed):
     """How many of some layers in float32 fail with another function in the place of ours, and how many there are."""
     drawn = [
-        case for case in cases("scaled_fused_experts", 40, rows=rows, dtype="float32") if case.tokens > 2
+        case
+        for case in cases("scaled_fused_experts", 60, rows=rows, dtype="float32")
+        if case.tokens > 2 and (case.scaled.stored == "mxfp4") == in_4_bits
     ]
     few = drawn[
         : 3 if rows == "exact" else 8
@@ -121,6 +127,22 @@ def test_a_scale_that_is_off_by_some_percent_is_found(rows):
 
     found, count = _found(broken, rows, bias=False, shared=False)
     assert found >= count - 2 and count >= 3
+
+
+@pytest.mark.parametrize("lost", ["halves", "exponents"])
+def test_numbers_of_4_bits_that_are_others_are_found(lost):
+    """Bytes whose halves change places, and powers that are one too large."""
+    original = moe_ops.scaled_fused_experts
+
+    def broken(x, w13, w2, *args, **named):
+        pairs, exponents = w2.weight, w2.scale.view(torch.uint8)
+        pairs, exponents = (
+            ((pairs << 4) | (pairs >> 4), exponents) if lost == "halves" else (pairs, exponents + 1)
+        )
+        return original(x, w13, moe_ops.ScaledWeight(pairs, exponents, w2.block), *args, **named)
+
+    found, count = _found(broken, "exact", in_4_bits=True, bias=False, shared=False)
+    assert found >= count - 1 and count >= 2
 
 
 def _poisoned(level):
