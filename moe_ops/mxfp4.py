@@ -57,7 +57,7 @@ def exponents_of(largest: Tensor) -> Tensor:
 
 def paired(values: Tensor) -> Tensor:
     """[..., A] values, already divided by their powers, as bytes: the nearest numbers, of two the even."""
-    magnitudes, between = values.abs(), torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device)
+    magnitudes, between = values.abs().contiguous(), torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device)
     below, above = (torch.bucketize(magnitudes, between, right=upper) for upper in (False, True))
     codes = torch.where(below % 2 == 0, below, above) + 8 * values.signbit()
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(PAIRS)

@@ -12,14 +12,17 @@ from layers.huggingface.registration import register_with_transformers
 from layers.huggingface.report import PatchReport
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
     from layers.config import Emit, SaveForBackward
     from layers.lora import ExpertLora
+    from layers.weights import WeightScale
+    from moe_ops.scaled_experts import Rows
 
-__all__ = ["PatchReport", "add_adapters", "patch", "register", "tp_plan", "unpatch"]
+__all__ = ["PatchReport", "add_adapters", "patch", "quantise_experts", "register", "tp_plan", "unpatch"]
 
 register_with_transformers()
 
@@ -131,6 +134,41 @@ def add_adapters(
     return adapters.add_adapters(model, num_adapters, rank, adapter_ids, gate_up_rank)
 
 
+def quantise_experts(
+    model: "nn.Module",
+    kind: "WeightScale",
+    block: tuple[int, int] = (128, 128),
+    *,
+    dtype: "torch.dtype",
+    rows: "Rows | None" = None,
+) -> tuple[str, ...]:
+    """Turns the experts of a patched model into ones of 8 or 4 bits, in place; the rest of the model stays.
+
+    Weights are frozen, and each is freed when its rounded copy is there. Experts of gpt-oss in bfloat16 become the
+    MXFP4 in which they are published, to the bit. Save a model before: transformers has no names for what its state
+    dict holds afterwards. Ranks share such experts as they do published ones in float8, by `patch(model, mesh=mesh)`.
+
+    Args:
+        model: patched, without adapters and not sharded.
+        kind, block, dtype, rows: see `layers.quantise_experts`. Tokens that need a gradient are not rounded.
+
+    Returns:
+        The names of the experts.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: as `layers.quantise_experts`; no experts are patched, or some are of another interface
+            than transformers', quantised, sharded, offloaded or adapted. Nothing has been changed then.
+
+    Example:
+        >>> patch(model)
+        >>> quantise_experts(model, layers.WeightScale.CHANNEL, dtype=torch.float8_e4m3fn)
+    """
+    from layers.huggingface import quantising
+
+    return quantising.quantise_experts(model, kind, block, dtype, rows)
+
+
 def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:
     """A plan by which `from_pretrained` reads, of a checkpoint, what each rank computes with after `patch`.
 
@@ -171,7 +209,7 @@ def unpatch(model: "nn.Module") -> None:
     Raises:
         ImportError: transformers is not installed.
         TypeError: `model` is not a module.
-        ValueError: its experts are sharded over a mesh.
+        ValueError: its experts are sharded over a mesh, or were quantised.
     """
     from layers.huggingface import patching
 

@@ -145,7 +145,7 @@ def are_plain(experts: Any) -> bool:
     return all(_rare(experts, name) is None for name in _RARE)
 
 
-_RARE = ("moe_ops_parallel", "moe_ops_expert_map", "moe_ops_balancing", "moe_ops_lora")
+_RARE = ("moe_ops_parallel", "moe_ops_expert_map", "moe_ops_balancing", "moe_ops_lora", "moe_ops_format")
 
 
 def _rare(module: nn.Module, name: str) -> Any:

@@ -2,8 +2,10 @@
 
 Stock transformers multiplies with them by kernels that it downloads, on a GPU. Our operators read the same parameters
 as they are stored. What such experts are is read from their parameters and options; their class is of no interest.
+Experts that `quantise_experts` made are like them, and say how.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +15,42 @@ from layers.huggingface import gates
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import type_error
 from moe_ops.quantise_rows import blocks_of
-from moe_ops.scaled_experts import is_differentiated, run as run_scaled, run_around
+from moe_ops.scaled_experts import Rows, is_differentiated, run as run_scaled, run_around
 from moe_ops.values import ScaledLinear
 
-_SCALE = "_scale_inv"  # a factor, whatever its name says
+SCALE = "_scale_inv"  # a factor, whatever its name says
 _STORED = torch.float8_e4m3fn
+
+Blocks = tuple[tuple[int, int], tuple[int, int]]
+"""Rows and columns that share a scale, of w13 and of w2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How `quantise_experts` made an experts module, as its attribute `moe_ops_format`."""
+
+    rows: Rows
+    blocks: Blocks
 
 
 def has_scales(experts: nn.Module) -> bool:
     """Whether there are scales beside the weights of an experts module."""
-    return f"down_proj{_SCALE}" in experts._parameters
+    return f"down_proj{SCALE}" in experts._parameters
 
 
 def why_not(experts: Any) -> str | None:
     """Why experts with scales cannot run on our operators, if they cannot."""
-    for name in _names(experts):
-        weight, scale = getattr(experts, name), getattr(experts, name + _SCALE)
+    if hasattr(experts, "moe_ops_format"):
+        return None
+    for name in names(experts):
+        weight, scale = getattr(experts, name), getattr(experts, name + SCALE)
         if weight.dtype != _STORED:
             return f"quantised experts ({weight.dtype}): expected weights in {_STORED} beside scales"
         rows, columns = _block(experts, weight, scale)
         blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(weight.shape[2], columns)
         if scale.shape != blocks:
             sizes = list(scale.shape), list(blocks)
-            return "{}{} has shape {}: expected {}, a scale for each block".format(name, _SCALE, *sizes)
+            return "{}{} has shape {}: expected {}, a scale for each block".format(name, SCALE, *sizes)
     if getattr(experts, "is_transposed", False):
         return "quantised experts whose weights are transposed: expected rows of output features"
     scheme = getattr(experts, "activation_scheme", "dynamic")
@@ -47,29 +62,47 @@ def run(experts: Any, args: FusedExperts) -> Tensor:
 
     Tokens are quantised as stock's are, by blocks of as many columns, except where they have a gradient.
     """
+    made: Format | None = getattr(experts, "moe_ops_format", None)
+    linear = _linear if made is None else _made
     w13, w2 = (
-        _linear(experts, name, each.weight, each.bias) for name, each in zip(_names(experts), args.experts)
+        linear(experts, name, each.weight, each.bias) for name, each in zip(names(experts), args.experts)
     )
-    rows = "exact" if is_differentiated(args.hidden_states) else "quantised"
+    rows = "exact" if is_differentiated(args.hidden_states) else "quantised" if made is None else made.rows
     if args.activation:
         return run_scaled(args, w13, w2, rows)
     return run_around(gates.gate_of(experts), args, w13, w2, rows)
 
 
-def _names(experts: Any) -> tuple[str, str]:
+def names(experts: Any) -> tuple[str, str]:
+    """Of its weights."""
     return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj"
 
 
 def _linear(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
-    if weight.dtype != _STORED:  # stock multiplies with what is left, as if every scale were 1
-        wanted = "expected {} beside its scales: was the model cast, by `to(dtype)` or `half()`?"
-        type_error("{} has dtype {}: " + wanted, name, weight.dtype, _STORED)
-    scale, parallel = getattr(experts, name + _SCALE), getattr(experts, "moe_ops_parallel", None)
-    if parallel is not None:
-        scale = parallel.local_part(scale, 3)
+    _expect_uncast(name, weight)
+    scale = _scale(experts, name)
     rows, columns = _block(experts, weight, scale)
     scale = scale.float() if scale.dtype.itemsize == 1 else scale  # powers of two in 8 bits
     return ScaledLinear(weight, scale, bias, rows, columns)
+
+
+def _made(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
+    if weight.dtype.is_floating_point:  # casts leave integers
+        _expect_uncast(name, weight)
+    return ScaledLinear(
+        weight, _scale(experts, name), bias, *experts.moe_ops_format.blocks[name == "down_proj"]
+    )
+
+
+def _scale(experts: Any, name: str) -> Tensor:
+    scale, parallel = getattr(experts, name + SCALE), getattr(experts, "moe_ops_parallel", None)
+    return scale if parallel is None else parallel.local_part(scale, 3)
+
+
+def _expect_uncast(name: str, weight: Tensor) -> None:
+    if weight.dtype != _STORED:  # stock multiplies with what is left, as if every scale were 1
+        wanted = "expected {} beside its scales: was the model cast, by `to(dtype)` or `half()`?"
+        type_error("{} has dtype {}: " + wanted, name, weight.dtype, _STORED)
 
 
 def _block(experts: Any, weight: Tensor, scale: Tensor) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from layers.fused_moe import FusedMoE
 from layers.weights.scales import SCALES
+from moe_ops.mxfp4 import numbers_in
 
 _WHY_NO_ADAPTERS = "module has lora: expected None, adapters are made for what a rank holds, afterwards"
 
@@ -126,9 +127,10 @@ def transformers_layout(module: Any) -> ExpertsLayout:
         up: ParameterLayout(2 if is_transposed else 1, has_blocks),
         "down_proj": ParameterLayout(1 if is_transposed else 2),
     }
-    if has_bias:
-        layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
     if module.down_proj.dtype.itemsize == 1:
         layouts |= {f"{name}_scale_inv": ParameterLayout(None) for name in layouts}
+    if has_bias:
+        layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
     down, dim = module.down_proj, 1 if is_transposed else 2
-    return ExpertsLayout(down.shape[0], None, down.shape[3 - dim], down.shape[dim], down.dtype, layouts)
+    intermediate_size = down.shape[dim] * numbers_in(down.dtype)
+    return ExpertsLayout(down.shape[0], None, down.shape[3 - dim], intermediate_size, down.dtype, layouts)

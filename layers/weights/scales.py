@@ -113,6 +113,11 @@ def _expect_scalable(module: Any, kind: WeightScale, block: tuple[int, int]) -> 
         raise ValueError("shared_experts.overlap=True with quantised experts: expected False")
     if module.parallel is not None:
         raise ValueError("module is sharded by layers.parallel: expected no scales of weights among ranks")
+    expect_block(block)
+
+
+def expect_block(block: tuple[int, int]) -> None:
+    """Raises ValueError for anything but two positive numbers."""
     if not isinstance(block, tuple) or len(block) != 2:
         raise ValueError(f"block={block!r}: expected (rows, columns)")
     for name, size in zip(("block rows", "block columns"), block):
@@ -171,7 +176,7 @@ def quantise_experts(
             has what quantised experts have not: an `emit` of its own, a norm of the experts' output, adapters.
     """
     rows = rows or rows_for(dtype)
-    _expect_format(kind, block, dtype, rows)
+    expect_format(kind, block, dtype, rows)
     _expect_quantisable(module, kind, block)
     add_weight_scales(module, kind, block, dtype=PAIRS if dtype == PAIRS else torch.float32)
     module.quantisation = Quantisation(kind, block, rows)
@@ -180,7 +185,8 @@ def quantise_experts(
             _quantise(module, index, name, dtype)
 
 
-def _expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
+def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
+    """Raises TypeError, ValueError for rows and a dtype that are none, and what is not for weights of 4 bits."""
     if rows not in get_args(Rows):
         raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
     if dtype != PAIRS:
@@ -270,8 +276,20 @@ def _blocks(
     module: Any, kind: WeightScale, block: tuple[int, int]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Rows and columns of a block of w13, and of w2."""
-    rows, columns = block
     _, hidden_size, features = _down_sizes(module)
+    sizes = module.w13_weight.shape[1], hidden_size, features
+    return blocks_of_kind(kind, block, sizes, module.config.activation.interleaved)
+
+
+def blocks_of_kind(
+    kind: WeightScale, block: tuple[int, int], sizes: tuple[int, int, int], interleaved: bool
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a block of w13, and of w2. sizes: rows of w13, H and I.
+
+    Raises ValueError where a block has gate rows and up rows.
+    """
+    rows, columns = block
+    gate_up, hidden_size, features = sizes
     if kind is WeightScale.TENSOR:
         blocks = (features, hidden_size), (hidden_size, features)
     elif kind is WeightScale.CHANNEL:
@@ -279,14 +297,15 @@ def _blocks(
     else:
         size = rows if kind is WeightScale.BLOCK else 1, columns
         blocks = size, size
-    _expect_apart(module, blocks[0][0], features)
+    if gate_up != features:
+        _expect_apart(blocks[0][0], features, interleaved)
     return blocks
 
 
-def _expect_apart(module: Any, rows: int, features: int) -> None:
-    if rows == 1 or module.w13_weight.shape[1] == features:
+def _expect_apart(rows: int, features: int, interleaved: bool) -> None:
+    if rows == 1:
         return
-    if module.config.activation.interleaved:
+    if interleaved:
         value_error("scales of blocks with gate and up rows in turns: expected one of CHANNEL and GROUP")
     if features % rows:
         value_error(

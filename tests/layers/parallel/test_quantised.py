@@ -174,6 +174,39 @@ def test_models_of_transformers(dispatcher):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_models_that_were_quantised(dtype):
+    """gpt-oss has biases, and transposed weights before."""
+    from tests.huggingface.families import tiny_model, tokens
+
+    alone = tiny_model("gpt_oss")
+    huggingface.patch(alone)
+    huggingface.quantise_experts(alone, WeightScale.GROUP, (1, 32), dtype=dtype, rows="exact")
+    shared = copy.deepcopy(alone)
+    huggingface.patch(shared, mesh=mesh_of_all())
+    experts = shared.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj_bias"):
+        assert getattr(experts, name).to_local().shape[0] == 4
+    with torch.no_grad():
+        assert relative_error(shared(tokens(2, 5)).logits, alone(tokens(2, 5)).logits) < 1e-5
+    with pytest.raises(ValueError, match="experts is sharded"):
+        huggingface.quantise_experts(shared, WeightScale.GROUP, (1, 32), dtype=dtype)
+
+
+def test_what_a_quantised_model_is_for_ranks():
+    from tests.huggingface.families import INTER, tiny_model
+
+    model = tiny_model("gpt_oss")
+    huggingface.patch(model)
+    experts = model.model.layers[0].mlp.experts
+    before = experts_layout(experts)
+    huggingface.quantise_experts(model, WeightScale.GROUP, (1, 32), dtype=torch.uint8)
+    after = experts_layout(experts)
+    assert (after.hidden_size, after.intermediate_size) == (before.hidden_size, INTER)
+    assert set(after.parameters) - set(before.parameters) == {"gate_up_proj_scale_inv", "down_proj_scale_inv"}
+
+
+@on_ranks(2)
 def test_experts_in_parts_and_symmetric_memory_are_refused():
     layer, mesh = make_layer(WeightScale.CHANNEL), mesh_of_all()
     with pytest.raises(ValueError, match=r"weights have dtype torch\.int8: expected ExpertParallel"):

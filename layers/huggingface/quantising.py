@@ -1,0 +1,77 @@
+"""`quantise_experts(model)`: the experts of a patched model in 8 or 4 bits, as `quantised` finds them.
+
+Everything that can fail happens before the first change, but for memory. Weights lie as [E, B, A] afterwards, whatever
+the checkpoint's order was: of numbers of 4 bits two columns are in a byte.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from layers._checks import expect_type
+from layers.huggingface import experts, quantised
+from layers.huggingface.experts import is_dispatched
+from layers.huggingface.quantised import SCALE, Format
+from layers.huggingface.settled import settings_of
+from layers.weights.scales import WeightScale, blocks_of_kind, expect_block, expect_format
+from moe_ops.scaled import quantised_weight
+from moe_ops.scaled_experts import Rows, rows_for
+
+
+def quantise_experts(
+    model: nn.Module, kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows | None
+) -> tuple[str, ...]:
+    """See `layers.huggingface.quantise_experts`."""
+    expect_type("model", model, nn.Module)
+    expect_type("kind", kind, WeightScale)
+    expect_block(block)
+    rows = rows or rows_for(dtype)
+    expect_format(kind, block, dtype, rows)
+    found: dict[str, Any] = {n: m for n, m in model.named_modules() if "moe_ops_options" in vars(m)}
+    if not found:
+        raise ValueError("model has no patched experts: expected some, by layers.huggingface.patch")
+    for name, module in found.items():
+        _expect_plain(name, module)
+    formats = {name: Format(rows, _blocks(module, kind, block)) for name, module in found.items()}
+    for name, module in found.items():
+        _quantise(module, formats[name], dtype)
+    return tuple(found)
+
+
+def _expect_plain(name: str, module: Any) -> None:
+    if not is_dispatched(module):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}: expected experts that transformers dispatches"
+        )
+    for attribute, what in (("moe_ops_parallel", "sharded"), ("moe_ops_lora", "adapted")):
+        if hasattr(module, attribute):
+            raise ValueError(f"{name} is {what}: expected experts that are quantised first")
+    if quantised.has_scales(module):
+        raise ValueError(f"{name} has quantised weights: expected weights of 16 bits and more")
+    for weight in quantised.names(module):
+        parameter = module._parameters.get(weight)
+        if type(parameter) is not nn.Parameter or parameter.is_meta:
+            raise ValueError(
+                f"{name}.{weight} is sharded, offloaded or parametrised: expected a plain parameter"
+            )
+
+
+def _blocks(module: Any, kind: WeightScale, block: tuple[int, int]) -> quantised.Blocks:
+    w13, w2 = (each.weight for each in experts.weights(module))
+    interleaved = not getattr(module, "is_concatenated", True)
+    return blocks_of_kind(kind, block, (w13.shape[1], *w2.shape[1:]), interleaved)
+
+
+@torch.no_grad()
+def _quantise(module: Any, found: Format, dtype: torch.dtype) -> None:
+    """One weight after the other, and nothing here keeps what it was."""
+    for index, (name, block) in enumerate(zip(quantised.names(module), found.blocks, strict=True)):
+        made = quantised_weight(experts.weights(module)[index].weight, block, dtype)
+        module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
+        module.register_parameter(name + SCALE, nn.Parameter(made.scale, requires_grad=False))
+    module.is_transposed, module.moe_ops_format = False, found
+    options = module.moe_ops_options
+    inside = [path for path, _ in options.settings.inside]
+    module.moe_ops_options = replace(options, settings=settings_of(module, *inside))
