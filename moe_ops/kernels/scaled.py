@@ -24,7 +24,7 @@ from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
 from moe_ops.kernels.scaled_pairs import scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
-from moe_ops.mxfp4 import PAIRS, numbers_in
+from moe_ops.pairs import PAIRS, numbers_in
 
 IN_8_BITS = {
     16: LaunchConfig(16, 64, 128, 4, 4),
@@ -212,7 +212,7 @@ def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, Launch
     wanted = rows_per_tile(num_slots / linear.weight.shape[0])
     if linear.weight.dtype == PAIRS:
         is_boxed = _descriptor(linear, (1, 1, 1), gpu) is not None
-        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, wanted, is_boxed)
+        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, linear.scale.dtype, wanted, is_boxed)
     if table is not IN_8_BITS:
         return scaled_grouped_gemm_kernel, table[min(wanted, max(table))]
     if wanted >= FEW_ROWS.block_m and _can_be_right(args, gpu):

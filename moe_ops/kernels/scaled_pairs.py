@@ -1,8 +1,10 @@
-"""scaled_grouped_gemm with weights of 4 bits, MXFP4, two in a byte: rows times weights that are unpacked in registers.
+"""scaled_grouped_gemm with weights of 4 bits, two in a byte: rows times weights that are unpacked in registers.
 
-The weight is the left operand, as in `scaled`. A number's exponent and fraction are put where those of a bfloat16 end
-and begin, which makes it 2**126 times as small, also where it has no leading one; its power makes up for all but 2**63
-of that, so that any weight from 2**-63 to 2**64 is exact, and the sum for the rest. Larger ones are NaN.
+The weight is the left operand, as in `scaled`. Of MXFP4 a number's exponent and fraction are put where those of a
+bfloat16 end and begin, which makes it 2**126 times as small, also where it has no leading one; its power makes up for
+all but 2**63 of that, so that any weight from 2**-63 to 2**64 is exact, and the sum for the rest. Larger ones are NaN.
+The code of an integer becomes the end of the fraction of 128 or, in float16, of 1024, which then is taken off; times
+its scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights of it would be.
 """
 
 import torch
@@ -12,6 +14,7 @@ import triton.language as tl
 from moe_ops.kernels.common import INTERPRETED, dot, offset, sources_of_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.tiles import tile_at
+from moe_ops.pairs import PAIRS
 
 IN_16_BITS = {
     16: LaunchConfig(16, 128, 128, 4, 3),
@@ -24,6 +27,32 @@ IN_32_BITS = {16: LaunchConfig(16, 64, 32, 4, 2), 32: LaunchConfig(32, 64, 32, 4
 _GROUP = tl.constexpr(32)
 _LARGEST = tl.constexpr(191)  # exponent
 _MISSING = tl.constexpr(2.0**63)
+# Codes at the end of `first`, and less that and 8: as a fused product, for GPUs before Hopper add no bfloat16.
+_INTEGERS = """
+{{
+.reg .b32 low, high, one, less;
+mov.b32 one, {one};
+mov.b32 less, {less};
+prmt.b32 low, $4, 0, 0x4140;
+prmt.b32 high, $4, 0, 0x4342;
+lop3.b32 $0, low, 0x000F000F, {first}, 0xEA;
+lop3.b32 $1, high, 0x000F000F, {first}, 0xEA;
+shr.b32 low, low, 4;
+shr.b32 high, high, 4;
+lop3.b32 $2, low, 0x000F000F, {first}, 0xEA;
+lop3.b32 $3, high, 0x000F000F, {first}, 0xEA;
+fma.rn.{kind} $0, $0, one, less;
+fma.rn.{kind} $1, $1, one, less;
+fma.rn.{kind} $2, $2, one, less;
+fma.rn.{kind} $3, $3, one, less;
+}}
+"""
+_IN_BFLOAT16 = tl.constexpr(
+    _INTEGERS.format(kind="bf16x2", first="0x43004300", one="0x3F803F80", less="0xC308C308")
+)
+_IN_FLOAT16 = tl.constexpr(
+    _INTEGERS.format(kind="f16x2", first="0x64006400", one="0x3C003C00", less="0xE408E408")
+)
 
 
 @triton.jit
@@ -34,7 +63,7 @@ def _powers(exponents):
 
 
 @triton.jit
-def _in_bfloat16(pairs):
+def _mxfp4_in_bfloat16(pairs):
     """Numbers of even columns and of odd ones, times 2**-126, four bytes at once."""
     return tl.inline_asm_elementwise(
         """
@@ -69,26 +98,60 @@ def _in_bfloat16(pairs):
 
 
 @triton.jit
-def _unpacked(pairs, powers, DTYPE: tl.constexpr):
-    """[N, K / 2] bytes and [N, K / 32] powers as [N, K] weights, times 2**-63."""
-    half: tl.constexpr = pairs.shape[1]
-    spread = powers.to(DTYPE)[:, :, None].broadcast_to(
-        pairs.shape[0], powers.shape[1], half // powers.shape[1]
-    )
-    spread = spread.reshape(pairs.shape[0], half)
+def _mxfp4(pairs, DTYPE: tl.constexpr):
+    """Numbers of even columns and of odd ones, times 2**-126."""
     if tl.bfloat16 == DTYPE:
-        even, odd = _in_bfloat16(pairs)
+        even, odd = _mxfp4_in_bfloat16(pairs)
     else:
         codes = pairs.to(tl.int32)
         even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
         odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
-    return tl.join(even * spread, odd * spread).reshape(pairs.shape[0], 2 * half)
+    return even, odd
+
+
+@triton.jit
+def _integers(pairs, DTYPE: tl.constexpr):
+    """Numbers of even columns and of odd ones; in 16 bits four bytes at once."""
+    if tl.float32 == DTYPE:
+        codes = pairs.to(tl.int32)
+        even, odd = ((codes & 15) - 8).to(tl.float32), ((codes >> 4) - 8).to(tl.float32)
+    else:
+        PTX: tl.constexpr = _IN_BFLOAT16 if tl.bfloat16 == DTYPE else _IN_FLOAT16
+        even, odd = tl.inline_asm_elementwise(
+            PTX, "=r,=r,=r,=r,r", [pairs], dtype=(tl.int16, tl.int16), is_pure=True, pack=4
+        )
+        even, odd = even.to(DTYPE, bitcast=True), odd.to(DTYPE, bitcast=True)
+    return even, odd
+
+
+@triton.jit
+def _times(numbers, scale):
+    """In the dtype of numbers, rounded once."""
+    if numbers.dtype == scale.dtype:
+        product = numbers * scale
+    else:
+        product = (numbers.to(tl.float32) * scale.to(tl.float32)).to(numbers.dtype)
+    return product
+
+
+@triton.jit
+def _unpacked(pairs, scale, DTYPE: tl.constexpr):
+    """[N, K / 2] bytes and [N, K / 32] scales as [N, K] weights, of MXFP4 times 2**-63."""
+    half: tl.constexpr = pairs.shape[1]
+    if scale.dtype == tl.uint8:
+        scale = _powers(scale).to(DTYPE)
+        even, odd = _mxfp4(pairs, DTYPE)
+    else:
+        even, odd = _integers(pairs, DTYPE)
+    spread = scale[:, :, None].broadcast_to(pairs.shape[0], scale.shape[1], half // scale.shape[1])
+    spread = spread.reshape(pairs.shape[0], half)
+    return tl.join(_times(even, spread), _times(odd, spread)).reshape(pairs.shape[0], 2 * half)
 
 
 @triton.jit
 def _dot(weight, x, acc):
-    """acc + weight @ x. TF32 holds float16 and weights of 4 bits as they are."""
-    if x.dtype == tl.float16 and not INTERPRETED:
+    """acc + weight @ x. TF32 holds float16 and MXFP4 as they are."""
+    if x.dtype == tl.float16 and weight.dtype == tl.float32 and not INTERPRETED:
         product = tl.dot(weight, x.to(tl.float32), acc, input_precision="tf32")
     else:
         product = dot(weight, x.to(weight.dtype), acc)
@@ -104,8 +167,9 @@ def scaled_pairs_kernel(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N features a tile, BLOCK_K of the depth a step."""
-    IN_BFLOAT16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not INTERPRETED
-    DTYPE: tl.constexpr = tl.bfloat16 if IN_BFLOAT16 else tl.float32
+    IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
+    IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
+    DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
     feature_blocks = tl.cdiv(features, BLOCK_N)
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * feature_blocks:
@@ -139,9 +203,10 @@ def scaled_pairs_kernel(
                 box = weight_desc.load([expert, feature_block * BLOCK_N, step * (BLOCK_K // 2)])
                 pairs = box.reshape(BLOCK_N, BLOCK_K // 2)
             scale_ptrs = scale_row_ptr + offset(group // block_columns, scale_stride_k)[None, :]
-            powers = _powers(tl.load(scale_ptrs, mask=scale_mask, other=0))
-            acc = _dot(_unpacked(pairs, powers, DTYPE), x, acc)
-        acc *= _MISSING
+            scale = tl.load(scale_ptrs, mask=scale_mask, other=0)
+            acc = _dot(_unpacked(pairs, scale, DTYPE), x, acc)
+        if IS_MXFP4:
+            acc *= _MISSING
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
             acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
@@ -150,7 +215,8 @@ def scaled_pairs_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def scaled_pairs_config(rows: torch.dtype, wanted: int, is_boxed: bool) -> LaunchConfig:
+def scaled_pairs_config(rows: torch.dtype, scale: torch.dtype, wanted: int, is_boxed: bool) -> LaunchConfig:
     """For tiles of `wanted` rows, by measurement on an H200. Weights that come in no boxes take registers."""
-    table = (IN_16_BITS if is_boxed else ONE_BY_ONE) if rows == torch.bfloat16 else IN_32_BITS
+    in_16_bits = rows == torch.bfloat16 or (rows == torch.float16 and scale != PAIRS)
+    table = (IN_16_BITS if is_boxed else ONE_BY_ONE) if in_16_bits else IN_32_BITS
     return table[min(wanted, max(table))]

@@ -7,7 +7,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe_ops
 from moe_ops import ScaledWeight
-from moe_ops.mxfp4 import PAIRS
+from moe_ops.pairs import PAIRS
 from moe_ops.scaled import dequantised, quantised_weight, scaled_linear
 from tests.helpers import assert_matches_oracle, assert_same, grads_of
 from tests.kernels import oracles
