@@ -1,9 +1,9 @@
 """Few tokens times weights of 4 bits: rows of their experts' weights, on no tensor core and with no sort.
 
 Words of eight numbers of MXFP4 become, four at a time, float8 by shifts: a number's exponent and fraction are the last
-bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Codes of integers become,
-two at a time, the end of the fraction of 1024 in float16, which is taken off again. Sums of a word are scaled, so that
-both are exact. A program is one warp: so no thread needs columns of x that another has.
+bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Integers become the ends
+of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. A program is one
+warp: so no thread needs columns of x that another has.
 """
 
 import math
@@ -83,44 +83,20 @@ def _mxfp4(words):
 
 
 @triton.jit
-def _integer(words, COLUMN: tl.constexpr):
-    return (((words >> (4 * COLUMN)) & 15) - 8).to(tl.float32)
+def _integer(words, PLACE: tl.constexpr):
+    """The number in the `PLACE`th four bits, up to the fifth: the end of the fraction of a power of two, less that and 8."""
+    bits = (words & (15 << (4 * PLACE))) | ((150 - 4 * PLACE) << 23)
+    return bits.to(tl.float32, bitcast=True) - (2 ** (23 - 4 * PLACE) + 8)
 
 
 @triton.jit
 def _integers(words):
     """Numbers of even columns, then of odd ones."""
-    if INTERPRETED:
-        numbers = (
-            _integer(words, 0), _integer(words, 2), _integer(words, 4), _integer(words, 6),
-            _integer(words, 1), _integer(words, 3), _integer(words, 5), _integer(words, 7),
-        )  # fmt: skip
-    else:
-        numbers = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 codes, shifted, less;
-            mov.b32 less, 0x64086408;
-            lop3.b32 codes, $8, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 codes, codes, less;
-            mov.b32 {$0, $2}, codes;
-            shr.b32 shifted, $8, 8;
-            lop3.b32 codes, shifted, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 codes, codes, less;
-            mov.b32 {$1, $3}, codes;
-            shr.b32 shifted, $8, 4;
-            lop3.b32 codes, shifted, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 codes, codes, less;
-            mov.b32 {$4, $6}, codes;
-            shr.b32 shifted, $8, 12;
-            lop3.b32 codes, shifted, 0x000F000F, 0x64006400, 0xEA;
-            sub.f16x2 codes, codes, less;
-            mov.b32 {$5, $7}, codes;
-            }
-            """,
-            "=h,=h,=h,=h,=h,=h,=h,=h,r", [words], dtype=(tl.float16,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
-    return numbers
+    high = words >> 12
+    return (
+        _integer(words, 0), _integer(words, 2), _integer(words, 4), _integer(high, 3),
+        _integer(words, 1), _integer(words, 3), _integer(high, 2), _integer(high, 4),
+    )  # fmt: skip
 
 
 @triton.jit
