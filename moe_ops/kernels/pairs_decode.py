@@ -1,9 +1,9 @@
 """Few tokens times weights of 4 bits: rows of their experts' weights, on no tensor core and with no sort.
 
 Words of eight numbers of MXFP4 become, four at a time, float8 by shifts: a number's exponent and fraction are the last
-bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Integers become the ends
-of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. A program is one
-warp: so no thread needs columns of x that another has.
+bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Integers become
+the ends of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. A
+program is one warp: so no thread needs columns of x that another has.
 """
 
 import math
@@ -84,7 +84,7 @@ def _mxfp4(words):
 
 @triton.jit
 def _integer(words, PLACE: tl.constexpr):
-    """The number in the `PLACE`th four bits, up to the fifth: the end of the fraction of a power of two, less that and 8."""
+    """Of four bits, the `PLACE`th from 0 to 4: the end of a fraction beside a power of two, less that and 8."""
     bits = (words & (15 << (4 * PLACE))) | ((150 - 4 * PLACE) << 23)
     return bits.to(tl.float32, bitcast=True) - (2 ** (23 - 4 * PLACE) + 8)
 
