@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_ops.pairs import codes_of, paired
 
-INTEGERS = torch.uint4
+INTEGERS = torch.uint4  # type: ignore[attr-defined]  # torch has no stub of it
 """What names the format where weights are made; no tensor has it, for torch computes nothing in it."""
 
 _ZERO = 8  # code

@@ -30,11 +30,15 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    usual = [
+        *itertools.product(SCALES[:1], (4, 25, 50, 200, 2880, 7168)),
+        *((SCALES[1], n) for n in (200, 7168)),
+    ]
     for dtype, scale, rows in itertools.product(dtypes, SCALES, (4, 25, 50, 200)):
-        if wide or (dtype == torch.bfloat16 and scale in SCALES[:2]):
+        if wide or (dtype == torch.bfloat16 and (scale, rows) in usual):
             yield from _in_pairs(gpu, dtype, scale, *((2034, 64) if wide else (2880, 32)), 8 * rows)
     for scale, sizes in itertools.product(SCALES, ((2880, 2880), (7168, 2048), (264, 1000))):
-        if wide or (scale in SCALES[:2] and sizes[0] > 264):
+        if wide or (scale, sizes[0]) in usual:
             yield from _token_in_pairs(gpu, scale, *sizes)
 
 
