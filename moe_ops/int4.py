@@ -15,7 +15,7 @@ INTEGERS = torch.uint4  # type: ignore[attr-defined]  # torch has no stub of it
 """What names the format where weights are made; no tensor has it, for torch computes nothing in it."""
 
 _ZERO = 8  # code
-_LARGEST = 7.5  # which is rounded to -8, and to 7: numbers reach half a step further on one side
+_LARGEST = 7.5  # magnitude of a block, in steps: -7.5 becomes -8, and 7.5 becomes 7
 
 
 def numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
