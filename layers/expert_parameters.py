@@ -216,8 +216,8 @@ class ExpertParameters(nn.Module):
             self._place(self.expert_map, self.w13_weight.device)
 
     def _converted(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Quantised weights that would be copied into ones of another dtype, or from such: their scales are others."""
-        for name in WEIGHTS:
+        """Quantised weights that would be copied into ones of another dtype, or from such, and exponents likewise."""
+        for name in (*WEIGHTS, *(SCALES if self.quantisation is not None else ())):
             given, ours = state_dict.get(prefix + name), getattr(self, name).dtype
             if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(STORED):
                 yield f"{prefix}{name} has dtype {given.dtype}: expected {ours}, that of the module"

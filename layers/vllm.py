@@ -153,7 +153,7 @@ class FusedMoEArguments:
 
 
 _ELSEWHERE = {
-    "quant_config": "layers.quantise_experts makes a layer one of 8 bits",
+    "quant_config": "layers.quantise_experts makes a layer one of 8 or 4 bits",
     "tp_size": "layers.parallel.ParallelConfig(tp=...) cuts a layer among ranks, TensorShard makes one of the parts",
     "ep_size": "layers.parallel.ParallelConfig(ep=True) spreads experts, layers.determine_expert_map is for one part",
     "dp_size": "layers.parallel.ParallelConfig(dp=...) is for ranks with tokens of their own",

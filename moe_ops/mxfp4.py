@@ -1,6 +1,6 @@
-"""MXFP4 weights: numbers of 4 bits, two in a byte, whose blocks are scaled by powers of two.
+"""MXFP4 weights: numbers of 4 bits, two in a byte (`pairs`), whose blocks are scaled by powers of two.
 
-    number = sign * {0, 0.5, 1, 1.5, 2, 3, 4, 6}[last three bits],    of the even column in the lower half of a byte
+    number = sign * {0, 0.5, 1, 1.5, 2, 3, 4, 6}[last three bits]
     power  = 2 ** (exponent - 127),                                   NaN for an exponent of 255
 
 Numbers are e2m1 and exponents e8m0 of the OCP Microscaling Formats specification 1.0, where 32 columns of a row share
@@ -10,13 +10,7 @@ one: so gpt-oss is published. Here blocks may have any number of rows, and of co
 import torch
 from torch import Tensor
 
-from moe_ops.errors import value_error
-
-PAIRS = torch.uint8
-"""The dtype of two numbers, and of exponents."""
-
-GROUP = 32
-"""Columns that share an exponent at least."""
+from moe_ops.pairs import PAIRS, codes_of, paired
 
 ONE = 127
 """The exponent of 1."""
@@ -25,14 +19,9 @@ _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # magnitudes
 _NAN = 255  # exponent
 
 
-def numbers_in(stored: torch.dtype) -> int:
-    """How many numbers an element of a stored weight holds."""
-    return 2 if stored == PAIRS else 1
-
-
 def numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., A / 2] bytes as [..., A] numbers. By arithmetic: a table would come from the host, in no CUDA graph."""
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).int()
+    codes = codes_of(pairs)
     exponent, half = (codes >> 1) & 3, codes & 1
     quarters = torch.where(exponent > 0, (2 + half) << exponent, 2 * half)
     return torch.where(codes > 7, -quarters, quarters).to(dtype) / 4
@@ -55,15 +44,12 @@ def exponents_of(largest: Tensor) -> Tensor:
     return found.masked_fill(~largest.isfinite(), _NAN).to(PAIRS)
 
 
-def paired(values: Tensor) -> Tensor:
+def rounded(values: Tensor) -> Tensor:
     """[..., A] values, already divided by their powers, as bytes: the nearest numbers, of two the even."""
-    magnitudes, between = values.abs().contiguous(), torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device)
+    magnitudes, between = (
+        values.abs().contiguous(),
+        torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device),
+    )
     below, above = (torch.bucketize(magnitudes, between, right=upper) for upper in (False, True))
     codes = torch.where(below % 2 == 0, below, above) + 8 * values.signbit()
-    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(PAIRS)
-
-
-def expect_columns(name: str, columns: int, depth: int) -> None:
-    """Raises ValueError for blocks of columns, of `depth`, that 32 at a time do not go through."""
-    if columns % GROUP and columns < depth:
-        value_error("{}={} with weights of 4 bits: expected a multiple of {}", name, columns, GROUP)
+    return paired(codes)

@@ -7,8 +7,9 @@
 S rows, T tokens, E experts, A input and B output features. Rows are in 8 bits too, each block of their columns with a
 scale (`quantise_rows`), or in 16 and more, in which all weights of 8 bits are exact. Products are summed up within a
 block of columns, in int32 or the compute dtype, and that times both scales is added. Blocks may be DeepSeek-V3's, 128 x
-128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Weights of 4 bits (`mxfp4`) take rows of 16 and more
-only, in which they are exact with their scales, powers of two. Static shapes, no host sync on CUDA.
+128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Weights of 4 bits take rows of 16 and more only:
+in them `mxfp4` is exact with its scales, powers of two; `int4` times its scales may be rounded to the dtype of rows, as
+weights of that dtype are. Static shapes, no host sync on CUDA.
 """
 
 from itertools import pairwise
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _autograd, _checks, _library
+from moe_ops import _autograd, _checks, _library, int4, mxfp4
 from moe_ops._cpu_products import expert_linear, read_offsets
 from moe_ops.errors import describe, type_error, value_error
 from moe_ops.grouped_gemm import check_offsets, linear_gradient, product
-from moe_ops.mxfp4 import PAIRS, expect_columns, exponents_of, numbers, numbers_in, paired, powers
+from moe_ops.pairs import PAIRS, expect_columns, numbers_in
 from moe_ops.permute import check_slots, permute, permute_gradient
 from moe_ops.quantise_rows import DTYPES, blocks_of, maxima, quantised, spread
 from moe_ops.records import leaf_name, partial
@@ -121,23 +122,32 @@ def dequantised(linear: ScaledLinear, dtype: torch.dtype) -> Tensor:
     weight, scale, _, rows, columns = linear
     computed = _checks.compute_dtype(dtype)
     if weight.dtype == PAIRS:
-        weight, scale = numbers(weight, computed), powers(scale, computed)
-    return (weight.to(computed) * spread(scale, weight.shape, rows, columns).to(computed)).to(dtype)
+        weight = (mxfp4 if scale.dtype == PAIRS else int4).numbers(weight, computed)
+    return (weight.to(computed) * spread(_factors(scale, computed), weight.shape, rows, columns)).to(dtype)
+
+
+def _factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """What scales stand for."""
+    return mxfp4.powers(scale, dtype) if scale.dtype == PAIRS else scale.to(dtype)
 
 
 def quantised_weight(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> ScaledWeight:
     """A weight [E, B, A] in 8 bits; a scale maps the largest magnitude of its block to the largest of `dtype`.
 
-    In 4 bits, of `PAIRS`, a scale is the power of two that comes next to that. One expert at a time is in float32.
+    Of `PAIRS`, MXFP4, a scale is the power of two that comes next to that; of `INTEGERS`, in 4 bits too, it has the
+    weight's dtype. One expert at a time is in float32.
     """
-    made = (_in_pairs(each, *block) if dtype == PAIRS else quantised(each, *block, dtype) for each in weight)
+    make = quantised if dtype in DTYPES else _in_pairs
+    made = (make(each, *block, dtype) for each in weight)
     return ScaledWeight(*map(torch.stack, zip(*made, strict=True)), block)  # type: ignore[misc]
 
 
-def _in_pairs(matrix: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    values = matrix.float()
-    exponents = exponents_of(maxima(values.abs(), rows, columns))
-    return paired(values / spread(powers(exponents, torch.float32), matrix.shape, rows, columns)), exponents
+def _in_pairs(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values, is_mxfp4 = matrix.float(), dtype == PAIRS
+    largest = maxima(values.abs(), rows, columns)
+    scale = mxfp4.exponents_of(largest) if is_mxfp4 else int4.scales_of(largest, matrix.dtype)
+    divided = values / spread(_factors(scale, torch.float32), matrix.shape, rows, columns)
+    return (mxfp4 if is_mxfp4 else int4).rounded(divided), scale
 
 
 def _num_slots(args: ScaledGroupedGemm) -> int:
@@ -166,7 +176,7 @@ def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor)
     blocks = weight.shape[0], blocks_of(weight.shape[1], rows), blocks_of(linear.depth, columns)
     _checks.expect_shape(of_scale, scale, blocks)
     if weight.dtype == PAIRS:
-        _checks.expect_same_dtype(PAIRS, field, **{of_scale: scale})
+        _expect_scale_of_pairs(of_scale, scale)
         expect_columns(of_block[1], columns, linear.depth)
     else:
         _checks.expect_floating(of_scale, scale)
@@ -174,6 +184,12 @@ def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor)
         _checks.expect_shape(of_bias, bias, weight.shape[:2])
         _checks.expect_floating(of_bias, bias)
     _checks.expect_same_device(like.device, reference, **{field: weight, of_scale: scale, of_bias: bias})
+
+
+def _expect_scale_of_pairs(name: str, scale: Tensor) -> None:
+    if scale.dtype not in (PAIRS, *_checks.FLOATING_DTYPES):
+        expected = f"{PAIRS} of MXFP4, or of integers a floating point dtype of 16 bits or more"
+        type_error("{} has dtype {} with weights of 4 bits: expected {}", name, scale.dtype, expected)
 
 
 def expect_stored(name: str, tensor: Tensor) -> None:

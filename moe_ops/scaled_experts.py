@@ -20,7 +20,8 @@ from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed, expect_routed, fake, weigh_input
-from moe_ops.mxfp4 import PAIRS
+from moe_ops.int4 import INTEGERS
+from moe_ops.pairs import PAIRS
 from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
 from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
@@ -81,7 +82,7 @@ def scaled_fused_experts(
 
 def rows_for(stored: torch.dtype) -> Rows:
     """What is multiplied with weights of a dtype where nothing is said."""
-    return "exact" if stored == PAIRS else "quantised"
+    return "exact" if stored in (PAIRS, INTEGERS) else "quantised"
 
 
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:

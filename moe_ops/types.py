@@ -60,9 +60,10 @@ class ScaledWeight:
 
     Attributes:
         weight: [E, B, A], torch.float8_e4m3fn or torch.int8, stride 1 in either of the last two dimensions. In 4 bits
-            [E, B, A / 2], torch.uint8: two numbers of MXFP4 (e2m1), that of the even column in the lower half.
+            [E, B, A / 2], torch.uint8: two numbers, that of the even column in the lower half. They are integers,
+            (code - 8) * scale, or MXFP4 (e2m1): the dtype of `scale` says which.
         scale: [E, ceil(B / rows), ceil(A / columns)], any floating dtype: one of each block. [E, B, 1]: of each row.
-            In 4 bits torch.uint8 or torch.float8_e8m0fnu, exponents: 2 ** (scale - 127), NaN for 255. On a GPU those
+            Of MXFP4 torch.uint8 or torch.float8_e8m0fnu, exponents: 2 ** (scale - 127), NaN for 255. On a GPU those
             above 191 may be NaN too, and those below 64 may be zeros.
         block: (rows, columns) of a block. None where blocks are as large as each other, and so follow from the sizes.
     """

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from moe_ops.mxfp4 import numbers_in
+from moe_ops.pairs import numbers_in
 from moe_ops.records import Role
 
 Index = Annotated[Tensor, Role.INDEX]
@@ -58,7 +58,7 @@ class ScaledLinear(NamedTuple):
     """A product of each expert in 8 bits: weight [E, B, A], the scale of each of its blocks, bias [E, B].
 
     A block has so many rows and columns, those on the border fewer: scale [E, ceil(B / rows), ceil(A / columns)].
-    In 4 bits (`mxfp4`) the weight is [E, B, A / 2].
+    In 4 bits (`pairs`) the weight is [E, B, A / 2].
     """
 
     NAMED_AFTER_FIELD = True

@@ -11,7 +11,9 @@ from layers._checks import expect_positive, expect_type
 from moe_ops._checks import FLOATING_DTYPES
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
-from moe_ops.mxfp4 import GROUP, ONE, PAIRS, numbers_in
+from moe_ops.int4 import INTEGERS
+from moe_ops.mxfp4 import ONE
+from moe_ops.pairs import GROUP, PAIRS, numbers_in
 from moe_ops.quantise_rows import expect_dtype
 from moe_ops.scaled import STORED, quantised_weight
 from moe_ops.scaled_experts import Rows, expert_rows, rows_for, run as run_scaled
@@ -79,7 +81,7 @@ def add_weight_scales(
         module: a `FusedMoE`; `module.weight_loader` fills the scales from a checkpoint.
         kind: what shares a scale.
         block: rows and columns of a block; GROUP reads the columns only.
-        dtype: of the scales, torch.uint8 for the exponents of weights in 4 bits.
+        dtype: of the scales, torch.uint8 for the exponents of MXFP4.
 
     Raises:
         TypeError, ValueError: `module` is no `FusedMoE` or a shared expert is to overlap with it, `kind` is no
@@ -161,13 +163,15 @@ def quantise_experts(
     """Turns the weights of a `FusedMoE` into ones of 8 or 4 bits, with scales; from then on it computes with these.
 
     A scale maps the largest magnitude that shares it to the largest of `dtype`, and the rest is rounded to the nearest.
-    In 4 bits, MXFP4, it is a power of two, and weights that were MXFP4 once become what they were: those of gpt-oss in
-    bfloat16, say. On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
+    In MXFP4 it is a power of two, and weights that were MXFP4 once become what they were: those of gpt-oss in bfloat16,
+    say. Of integers of 4 bits the largest is 7.5, as compressed-tensors and GPTQ have it, and scales have the weights'
+    dtype. On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
 
     Args:
         module: a `FusedMoE`.
-        kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns.
-        dtype: torch.float8_e4m3fn or torch.int8, or torch.uint8: two numbers of 4 bits.
+        kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns, or of integers CHANNEL.
+        dtype: torch.float8_e4m3fn or torch.int8, torch.uint8 for MXFP4, or torch.uint4 for integers of 4 bits: both are
+            stored as torch.uint8, two numbers in each.
         rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`.
 
     Raises:
@@ -178,7 +182,9 @@ def quantise_experts(
     rows = rows or rows_for(dtype)
     expect_format(kind, block, dtype, rows)
     _expect_quantisable(module, kind, block)
-    add_weight_scales(module, kind, block, dtype=PAIRS if dtype == PAIRS else torch.float32)
+    if dtype == INTEGERS:
+        _expect_even(module)
+    add_weight_scales(module, kind, block, dtype=_scale_dtype(module, dtype))
     module.quantisation = Quantisation(kind, block, rows)
     with torch.no_grad():
         for index, name in enumerate(WEIGHTS):
@@ -189,14 +195,32 @@ def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype,
     """Raises TypeError, ValueError for rows and a dtype that are none, and what is not for weights of 4 bits."""
     if rows not in get_args(Rows):
         raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
-    if dtype != PAIRS:
+    if dtype not in (PAIRS, INTEGERS):
         expect_dtype("dtype", dtype)
-    elif kind is not WeightScale.GROUP or block[1] % GROUP:
-        raise ValueError(
-            f"{kind}, block={block} with weights of 4 bits: expected GROUP of a multiple of {GROUP} columns"
-        )
+    elif not _is_of_pairs(kind, block[1], dtype):
+        expected = f"GROUP of a multiple of {GROUP} columns, or CHANNEL of {INTEGERS}"
+        raise ValueError(f"{kind}, block={block} with weights of 4 bits: expected {expected}")
     elif rows != "exact":
         raise ValueError(f"rows={rows!r} with weights of 4 bits: expected 'exact'")
+
+
+def _scale_dtype(module: Any, dtype: torch.dtype) -> torch.dtype:
+    if dtype == INTEGERS:
+        return module.w13_weight.dtype
+    return PAIRS if dtype == PAIRS else torch.float32
+
+
+def _is_of_pairs(kind: WeightScale, columns: int, dtype: torch.dtype) -> bool:
+    if kind is WeightScale.CHANNEL:
+        return dtype == INTEGERS
+    return kind is WeightScale.GROUP and columns % GROUP == 0
+
+
+def _expect_even(module: Any) -> None:
+    _, hidden_size, features = module.w2_weight.shape
+    for name, size in (("hidden_size", hidden_size), ("intermediate_size of the shard", features)):
+        if size % 2:
+            raise ValueError(f"{name} is {size}: expected an even number with weights of 4 bits")
 
 
 def _quantise(module: Any, index: int, name: str, dtype: torch.dtype) -> None:

@@ -1,8 +1,9 @@
 """Few tokens times weights of 4 bits: rows of their experts' weights, on no tensor core and with no sort.
 
-Words of eight numbers become, four at a time, float8 by shifts: a number's exponent and fraction are the last bits of a
-float8's exponent and the first of its fraction, which makes it 2**6 times as small. A program is one warp: so no thread
-needs columns of x that another has.
+Words of eight numbers of MXFP4 become, four at a time, float8 by shifts: a number's exponent and fraction are the last
+bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Integers become
+the ends of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. A
+program is one warp: so no thread needs columns of x that another has.
 """
 
 import math
@@ -18,7 +19,7 @@ from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
 from moe_ops.kernels.scaled import stride_args
-from moe_ops.mxfp4 import PAIRS
+from moe_ops.pairs import PAIRS
 
 _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
 _STEPS = 6  # that are written out
@@ -42,7 +43,7 @@ def _value(numbers, BYTE: tl.constexpr):
 
 
 @triton.jit
-def _values(words):
+def _mxfp4(words):
     """Numbers of even columns, then of odd ones, times 2**-6."""
     if INTERPRETED:
         even = ((words << 4) & -0x7F7F7F80) | ((words << 2) & 0x1C1C1C1C)
@@ -82,6 +83,23 @@ def _values(words):
 
 
 @triton.jit
+def _integer(words, PLACE: tl.constexpr):
+    """Of four bits, the `PLACE`th from 0 to 4: the end of a fraction beside a power of two, less that and 8."""
+    bits = (words & (15 << (4 * PLACE))) | ((150 - 4 * PLACE) << 23)
+    return bits.to(tl.float32, bitcast=True) - (2 ** (23 - 4 * PLACE) + 8)
+
+
+@triton.jit
+def _integers(words):
+    """Numbers of even columns, then of odd ones."""
+    high = words >> 12
+    return (
+        _integer(words, 0), _integer(words, 2), _integer(words, 4), _integer(high, 3),
+        _integer(words, 1), _integer(words, 3), _integer(high, 2), _integer(high, 4),
+    )  # fmt: skip
+
+
+@triton.jit
 def _loaded(ptrs, mask, DIM: tl.constexpr, POLICY: tl.constexpr):
     """What is there in words of `mask`, a vector across that dimension; zeros elsewhere. No mask: everywhere."""
     if mask is None:
@@ -93,10 +111,14 @@ def _loaded(ptrs, mask, DIM: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(
-    words, exponents, even0, even1, even2, even3, odd0, odd1, odd2, odd3
+    words, scale, even0, even1, even2, even3, odd0, odd1, odd2, odd3
 ):  # fmt: skip
     """[N, W] of words of weights and x of their columns."""
-    number0, number2, number4, number6, number1, number3, number5, number7 = _values(words)
+    if scale.dtype == tl.uint8:
+        scale = _powers(scale)
+        number0, number2, number4, number6, number1, number3, number5, number7 = _mxfp4(words)
+    else:
+        number0, number2, number4, number6, number1, number3, number5, number7 = _integers(words)
     sums = number0.to(tl.float32) * even0[None, :]
     sums += number1.to(tl.float32) * odd0[None, :]
     sums += number2.to(tl.float32) * even1[None, :]
@@ -105,7 +127,7 @@ def _products(
     sums += number5.to(tl.float32) * odd2[None, :]
     sums += number6.to(tl.float32) * even3[None, :]
     sums += number7.to(tl.float32) * odd3[None, :]
-    return sums * _powers(exponents)
+    return sums * scale.to(tl.float32)
 
 
 @triton.jit
@@ -205,13 +227,17 @@ def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
 
     Tokens with an expert in common read its weights each: with as many slots as experts 1.6 times on the average.
     """
-    weights, num_slots = (args.w13.weight, args.w2.weight), math.prod(args.topk_ids.shape)
+    num_slots = math.prod(args.topk_ids.shape)
     return (
         args.topk_ids.shape[0] <= _MOST_TOKENS
         and num_slots <= args.w13.weight.shape[0]
-        and gpu.capability >= _CONVERTS_E4M3
-        and all(_is_of_words(weight) for weight in weights)
+        and all(_is_of_words(each.weight) and _converts(each, gpu) for each in (args.w13, args.w2))
     )
+
+
+def _converts(linear: Any, gpu: Gpu) -> bool:
+    """Whether a GPU makes numbers of such weights: MXFP4 by way of float8."""
+    return linear.scale.dtype != PAIRS or gpu.capability >= _CONVERTS_E4M3
 
 
 def _is_of_words(weight: TensorMeta) -> bool:

@@ -24,7 +24,7 @@ from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
 from moe_ops.kernels.scaled_pairs import scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
-from moe_ops.mxfp4 import PAIRS, numbers_in
+from moe_ops.pairs import PAIRS, numbers_in
 
 IN_8_BITS = {
     16: LaunchConfig(16, 64, 128, 4, 4),
@@ -171,8 +171,10 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
     """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
     weight, bias, depth = linear.weight, linear.bias, linear.depth
     block_columns = min(linear.block_columns, depth)
-    shared = block_columns % block_k != 0 and weight.dtype != PAIRS
+    is_paired = weight.dtype == PAIRS
+    shared = block_columns % block_k != 0 and not is_paired
     in_block = cdiv(block_columns, block_k)
+    steps = in_block * linear.scale.shape[2] if shared else cdiv(depth, block_k)
     return {
         "weight_ptr": Ref("weight"),
         "weight_desc": _descriptor(linear, (1, block_n, block_k // numbers_in(weight.dtype)), gpu),
@@ -181,12 +183,12 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
         "depth": depth,
         "block_rows": linear.block_rows,
         "block_columns": block_columns,
-        "steps": in_block * linear.scale.shape[2] if shared else cdiv(depth, block_k),
+        "steps": max(steps, 1) if is_paired else steps,  # the loop of pairs counts on one
         "steps_in_block": in_block,
         **stride_args("weight_stride", weight.strides, "enk"),
         **stride_args("scale_stride", linear.scale.strides, "enk"),
         "ONE_BLOCK": linear.scale.shape[2] == 1,
-        "EVEN": not shared and depth % block_k == 0,
+        "EVEN": not shared and depth % block_k == 0 and depth > 0,
         "BLOCK_K": block_k,
     }
 
@@ -212,7 +214,7 @@ def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, Launch
     wanted = rows_per_tile(num_slots / linear.weight.shape[0])
     if linear.weight.dtype == PAIRS:
         is_boxed = _descriptor(linear, (1, 1, 1), gpu) is not None
-        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, wanted, is_boxed)
+        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, linear.scale.dtype, wanted, is_boxed)
     if table is not IN_8_BITS:
         return scaled_grouped_gemm_kernel, table[min(wanted, max(table))]
     if wanted >= FEW_ROWS.block_m and _can_be_right(args, gpu):

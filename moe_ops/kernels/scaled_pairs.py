@@ -1,8 +1,10 @@
-"""scaled_grouped_gemm with weights of 4 bits, MXFP4, two in a byte: rows times weights that are unpacked in registers.
+"""scaled_grouped_gemm with weights of 4 bits, two in a byte: rows times weights that are unpacked in registers.
 
-The weight is the left operand, as in `scaled`. A number's exponent and fraction are put where those of a bfloat16 end
-and begin, which makes it 2**126 times as small, also where it has no leading one; its power makes up for all but 2**63
-of that, so that any weight from 2**-63 to 2**64 is exact, and the sum for the rest. Larger ones are NaN.
+The weight is the left operand, as in `scaled`. Of MXFP4 a number's exponent and fraction are put where those of a
+bfloat16 end and begin, which makes it 2**126 times as small, also where it has no leading one; its power makes up for
+all but 2**63 of that, so that any weight from 2**-63 to 2**64 is exact, and the sum for the rest. Larger ones are NaN.
+The code of an integer becomes the end of the fraction of 128 or, in float16, of 1024, which then is taken off; times
+its scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights of it would be.
 """
 
 import torch
@@ -12,6 +14,7 @@ import triton.language as tl
 from moe_ops.kernels.common import INTERPRETED, dot, offset, sources_of_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.tiles import tile_at
+from moe_ops.pairs import PAIRS
 
 IN_16_BITS = {
     16: LaunchConfig(16, 128, 128, 4, 3),
@@ -24,6 +27,46 @@ IN_32_BITS = {16: LaunchConfig(16, 64, 32, 4, 2), 32: LaunchConfig(32, 64, 32, 4
 _GROUP = tl.constexpr(32)
 _LARGEST = tl.constexpr(191)  # exponent
 _MISSING = tl.constexpr(2.0**63)
+# A byte's numbers to the last bits of both halves of a word; then both are of 16 bits.
+_APART = """
+mul.lo.u32 $0, $1, 0x1001;
+"""
+_MXFP4 = tl.constexpr(
+    "{"
+    + _APART
+    + """
+and.b32 $0, $0, 0x000F000F;
+mul.lo.u32 $0, $0, 0x1040;
+and.b32 $0, $0, 0x81C081C0;
+}"""
+)
+# Codes at the end of `first`, and less that and 8: as a fused product, for GPUs before Hopper add no bfloat16.
+_INTEGERS = (
+    "{{"
+    + _APART
+    + """
+.reg .b32 one, less;
+mov.b32 one, {one};
+mov.b32 less, {less};
+lop3.b32 $0, $0, 0x000F000F, {first}, 0xEA;
+fma.rn.{kind} $0, $0, one, less;
+}}"""
+)
+_IN_BFLOAT16 = tl.constexpr(
+    _INTEGERS.format(kind="bf16x2", first="0x43004300", one="0x3F803F80", less="0xC308C308")
+)
+_IN_FLOAT16 = tl.constexpr(
+    _INTEGERS.format(kind="f16x2", first="0x64006400", one="0x3C003C00", less="0xE408E408")
+)
+_PRODUCT = """
+{{
+.reg .b32 none;
+mov.b32 none, 0x80008000;
+fma.rn.{kind} $0, $1, $2, none;
+}}
+"""
+_OF_BFLOAT16 = tl.constexpr(_PRODUCT.format(kind="bf16x2"))
+_OF_FLOAT16 = tl.constexpr(_PRODUCT.format(kind="f16x2"))
 
 
 @triton.jit
@@ -34,63 +77,73 @@ def _powers(exponents):
 
 
 @triton.jit
-def _in_bfloat16(pairs, powers):
-    """Both numbers of a byte, times 2**-126 and a power that is there twice, as one word each."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 both, none;
-        mul.lo.u32 both, $1, 0x1001;
-        and.b32 both, both, 0x000F000F;
-        mul.lo.u32 both, both, 0x1040;
-        and.b32 both, both, 0x81C081C0;
-        mov.b32 none, 0x80008000;
-        fma.rn.bf16x2 $0, both, $2, none;
-        }
-        """,
-        "=r,r,r",
-        [pairs.to(tl.int32), powers],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
 def _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth):
-    """[N, K / 32] exponents of groups that begin at these columns; zeros past the depth."""
+    """[N, K / 32] scales of groups that begin at these columns; zeros past the depth."""
     scale_ptrs = scale_row_ptr + offset(group // block_columns, scale_stride_k)[None, :]
     return tl.load(scale_ptrs, mask=known[:, None] & (group < depth)[None, :], other=0)
 
 
 @triton.jit
-def _spread(powers, COLUMNS: tl.constexpr):
+def _spread(scale, COLUMNS: tl.constexpr):
     """[N, K / 32] as [N, COLUMNS]."""
-    times: tl.constexpr = COLUMNS // powers.shape[1]
-    spread = powers[:, :, None].broadcast_to(powers.shape[0], powers.shape[1], times)
-    return spread.reshape(powers.shape[0], COLUMNS)
+    times: tl.constexpr = COLUMNS // scale.shape[1]
+    spread = scale[:, :, None].broadcast_to(scale.shape[0], scale.shape[1], times)
+    return spread.reshape(scale.shape[0], COLUMNS)
 
 
 @triton.jit
-def _unpacked(pairs, powers, DTYPE: tl.constexpr):
-    """[N, K / 2] bytes and [N, K / 32] powers as [N, K] weights, times 2**-63."""
-    half: tl.constexpr = pairs.shape[1]
-    if tl.bfloat16 == DTYPE:
-        twice = (powers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
-        words = _in_bfloat16(pairs, _spread(twice, half))
-        even = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        odd = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+def _in_32_bits(pairs, scale):
+    """Weights of even columns and of odd ones."""
+    codes = pairs.to(tl.int32)
+    if scale.dtype == tl.uint8:
+        scale = _powers(scale)
+        even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
+        odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
     else:
-        codes, spread = pairs.to(tl.int32), _spread(powers.to(DTYPE), half)
-        even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True) * spread
-        odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True) * spread
-    return tl.join(even, odd).reshape(pairs.shape[0], 2 * half)
+        even, odd = ((codes & 15) - 8).to(tl.float32), ((codes >> 4) - 8).to(tl.float32)
+    spread = _spread(scale.to(tl.float32), pairs.shape[1])
+    return even * spread, odd * spread
+
+
+@triton.jit
+def _in_16_bits(pairs, scale, DTYPE: tl.constexpr):
+    """Weights of even columns and of odd ones, rounded once."""
+    if scale.dtype == tl.uint8:
+        scale = _powers(scale)
+        NUMBERS: tl.constexpr = _MXFP4
+    else:
+        NUMBERS: tl.constexpr = _IN_BFLOAT16 if tl.bfloat16 == DTYPE else _IN_FLOAT16
+    words = tl.inline_asm_elementwise(
+        NUMBERS, "=&r,r", [pairs.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    if scale.dtype == DTYPE:
+        PRODUCT: tl.constexpr = _OF_BFLOAT16 if tl.bfloat16 == DTYPE else _OF_FLOAT16
+        twice = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
+        words = tl.inline_asm_elementwise(
+            PRODUCT, "=r,r,r", [words, _spread(twice, pairs.shape[1])], dtype=tl.int32, is_pure=True, pack=1
+        )
+    even = words.to(tl.int16).to(DTYPE, bitcast=True)
+    odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    if scale.dtype != DTYPE:
+        spread = _spread(scale.to(tl.float32), pairs.shape[1])
+        even, odd = (even.to(tl.float32) * spread).to(DTYPE), (odd.to(tl.float32) * spread).to(DTYPE)
+    return even, odd
+
+
+@triton.jit
+def _unpacked(pairs, scale, DTYPE: tl.constexpr):
+    """[N, K / 2] bytes and [N, K / 32] scales as [N, K] weights, of MXFP4 times 2**-63."""
+    if tl.float32 == DTYPE:
+        even, odd = _in_32_bits(pairs, scale)
+    else:
+        even, odd = _in_16_bits(pairs, scale, DTYPE)
+    return tl.join(even, odd).reshape(pairs.shape[0], 2 * pairs.shape[1])
 
 
 @triton.jit
 def _dot(weight, x, acc):
-    """acc + weight @ x. TF32 holds float16 and weights of 4 bits as they are."""
-    if x.dtype == tl.float16 and not INTERPRETED:
+    """acc + weight @ x. TF32 holds float16 and MXFP4 as they are."""
+    if x.dtype == tl.float16 and weight.dtype == tl.float32 and not INTERPRETED:
         product = tl.dot(weight, x.to(tl.float32), acc, input_precision="tf32")
     else:
         product = dot(weight, x.to(weight.dtype), acc)
@@ -106,8 +159,9 @@ def scaled_pairs_kernel(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N features a tile, BLOCK_K of the depth a step."""
-    IN_BFLOAT16: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not INTERPRETED
-    DTYPE: tl.constexpr = tl.bfloat16 if IN_BFLOAT16 else tl.float32
+    IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
+    IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
+    DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
     feature_blocks = tl.cdiv(features, BLOCK_N)
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * feature_blocks:
@@ -124,6 +178,7 @@ def scaled_pairs_kernel(
         scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
         groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
         coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
+        tl.assume(steps > 0)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in range(steps):
             inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -140,12 +195,13 @@ def scaled_pairs_kernel(
             else:
                 box = weight_desc.load([expert, feature_block * BLOCK_N, step * (BLOCK_K // 2)])
                 pairs = box.reshape(BLOCK_N, BLOCK_K // 2)
-            powers = _powers(coming)
+            scale = coming
             # A step ahead, as bytes are too short for copies that go on beside products.
             group = (step + 1) * BLOCK_K + groups
             coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            acc = _dot(_unpacked(pairs, powers, DTYPE), x, acc)
-        acc *= _MISSING
+            acc = _dot(_unpacked(pairs, scale, DTYPE), x, acc)
+        if IS_MXFP4:
+            acc *= _MISSING
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
             acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
@@ -154,7 +210,8 @@ def scaled_pairs_kernel(
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def scaled_pairs_config(rows: torch.dtype, wanted: int, is_boxed: bool) -> LaunchConfig:
+def scaled_pairs_config(rows: torch.dtype, scale: torch.dtype, wanted: int, is_boxed: bool) -> LaunchConfig:
     """For tiles of `wanted` rows, by measurement on an H200. Weights that come in no boxes take registers."""
-    table = (IN_16_BITS if is_boxed else ONE_BY_ONE) if rows == torch.bfloat16 else IN_32_BITS
+    in_16_bits = rows == torch.bfloat16 or (rows == torch.float16 and scale != PAIRS)
+    table = (IN_16_BITS if is_boxed else ONE_BY_ONE) if in_16_bits else IN_32_BITS
     return table[min(wanted, max(table))]

@@ -149,17 +149,16 @@ def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
     return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
 
 
-IN_PAIRS = TENSORS | dict.fromkeys(("weight", "scale", "w13", "w2", "w13_scale", "w2_scale"), torch.uint8)
+def in_pairs(scale: torch.dtype) -> tuple[list[Program], dict[str, torch.dtype]]:
+    """Programs of weights of 4 bits, MXFP4 or integers by the dtype of scales, and of what dtypes their tensors are."""
+    dtypes = dict.fromkeys(("weight", "w13", "w2"), torch.uint8)
+    dtypes |= dict.fromkeys(("scale", "w13_scale", "w2_scale"), scale)
+    return [_scaled_pairs(scale), _token_in_pairs(scale)], TENSORS | dtypes
 
 
-def in_pairs() -> list[Program]:
-    """Programs of weights of 4 bits, whose tensors have the dtypes of `IN_PAIRS`."""
-    return [_scaled_pairs(), _token_in_pairs()]
-
-
-def _scaled_pairs() -> Program:
+def _scaled_pairs(scale_dtype: torch.dtype) -> Program:
     """Rows of 16 bits times weights of 4, of any strides."""
-    weight, scale = (_strided(8, 128, columns, dtype=torch.uint8) for columns in (48, 3))
+    weight, scale = _strided(8, 128, 48, dtype=torch.uint8), _strided(8, 128, 3, dtype=scale_dtype)
     named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
     named |= {"block_rows": 1, "block_columns": 32}
     return program_of("scaled_grouped_gemm", _strided(512, 96), weight, scale, _index(9), **named)
@@ -191,12 +190,12 @@ def _scaled_token() -> Program:
     return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named)
 
 
-def _token_in_pairs() -> Program:
+def _token_in_pairs(scale_dtype: torch.dtype) -> Program:
     """A token's layer in 4 bits, of rows with gaps."""
     weights = meta(1, 2, dtype=torch.float32), meta(1, 2, dtype=torch.int32)
     named = {"hidden_states": _strided(1, 96), "topk_weights": weights[0], "topk_ids": weights[1]}
     for name, rows, columns in (("w13", 256, 48), ("w2", 96, 64)):
-        scale = _strided(8, rows, columns // 16, dtype=torch.uint8)
+        scale = _strided(8, rows, columns // 16, dtype=scale_dtype)
         named |= {name: meta(8, rows, 80, dtype=torch.uint8)[:, :, :columns], f"{name}_scale": scale}
         named |= {f"{name}_bias": _strided(8, rows), f"{name}_block_rows": 1, f"{name}_block_columns": 32}
     return program_of("scaled_fused_experts", activation="silu", rows="exact", **named)

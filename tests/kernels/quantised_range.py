@@ -11,6 +11,8 @@ from tests.kernels.by_name import program_of
 from tests.kernels.catalogue import meta
 from tests.kernels.plan_range import ACTIVATIONS, SITU, Planned, Range, _planned, _programs
 
+SCALES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # of weights of 4 bits
+
 
 def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     """Rows and weights of 8 bits: every block size, blocks of every kind, and rows that are quantised."""
@@ -27,15 +29,20 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
-    heights = (4, 25, 50, 200)
-    for dtype, rows in itertools.product((torch.bfloat16, torch.float16, torch.float32), heights):
-        if wide or dtype == torch.bfloat16:
-            yield from _in_pairs(gpu, dtype, *((2034, 64) if wide else (2880, 32)), 8 * rows)
-    for sizes in ((2880, 2880), (7168, 2048), (264, 1000)) if wide else ((2880, 2880), (7168, 2048)):
-        yield from _token_in_pairs(gpu, *sizes)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    usual = [
+        *itertools.product(SCALES[:1], (4, 25, 50, 200, 2880, 7168)),
+        *((SCALES[1], n) for n in (200, 7168)),
+    ]
+    for dtype, scale, rows in itertools.product(dtypes, SCALES, (4, 25, 50, 200)):
+        if wide or (dtype == torch.bfloat16 and (scale, rows) in usual):
+            yield from _in_pairs(gpu, dtype, scale, *((2034, 64) if wide else (2880, 32)), 8 * rows)
+    for scale, sizes in itertools.product(SCALES, ((2880, 2880), (7168, 2048), (264, 1000))):
+        if wide or (scale, sizes[0]) in usual:
+            yield from _token_in_pairs(gpu, scale, *sizes)
 
 
-def _token_in_pairs(gpu, hidden, features) -> Iterator[Planned]:
+def _token_in_pairs(gpu, scale_dtype, hidden, features) -> Iterator[Planned]:
     named = {
         "hidden_states": meta(1, hidden),
         "topk_ids": meta(1, 4, dtype=torch.int32),
@@ -44,18 +51,19 @@ def _token_in_pairs(gpu, hidden, features) -> Iterator[Planned]:
         "rows": "exact",
     }
     for name, rows, columns in (("w13", 2 * features, hidden), ("w2", hidden, features)):
-        scale = meta(16, rows, -(-columns // 32), dtype=torch.uint8)
+        scale = meta(16, rows, -(-columns // 32), dtype=scale_dtype)
         named |= {name: meta(16, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
         named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
     program = program_of("scaled_fused_experts", gpu=gpu, **named)
-    stored = dict.fromkeys(("w13", "w13_scale", "w2", "w2_scale"), torch.uint8)
-    for each in _programs(f"a token in pairs, {hidden} by {features}", torch.bfloat16, program):
+    stored = dict.fromkeys(("w13", "w2"), torch.uint8) | dict.fromkeys(("w13_scale", "w2_scale"), scale_dtype)
+    name = f"a token in pairs times {scale_dtype}, {hidden} by {features}"
+    for each in _programs(name, torch.bfloat16, program):
         yield replace(each, dtypes=each.dtypes | stored)
 
 
-def _in_pairs(gpu, dtype, depth, columns, slots) -> Iterator[Planned]:
+def _in_pairs(gpu, dtype, scale_dtype, depth, columns, slots) -> Iterator[Planned]:
     weight = meta(8, 5760, depth // 2, dtype=torch.uint8)
-    scale = meta(8, 5760, -(-depth // columns), dtype=torch.uint8)
+    scale = meta(8, 5760, -(-depth // columns), dtype=scale_dtype)
     index = {"expert_offsets": meta(9, dtype=torch.int32), "sorted_slots": meta(slots, dtype=torch.int32)}
     named = {
         "x": meta(slots // 2, depth, dtype=dtype),
@@ -66,10 +74,9 @@ def _in_pairs(gpu, dtype, depth, columns, slots) -> Iterator[Planned]:
     }
     named |= {"bias": meta(8, 5760, dtype=dtype), "block_rows": 1, "block_columns": columns}
     program = program_of("scaled_grouped_gemm", gpu=gpu, **named)
-    for each in _planned(
-        f"pairs times {dtype} depth={depth} slots={slots}", program.buffers, program.launches, dtype
-    ):
-        yield replace(each, dtypes=each.dtypes | {"weight": torch.uint8, "scale": torch.uint8})
+    name = f"pairs times {scale_dtype} times {dtype} depth={depth} slots={slots}"
+    for each in _planned(name, program.buffers, program.launches, dtype):
+        yield replace(each, dtypes=each.dtypes | {"weight": torch.uint8, "scale": scale_dtype})
 
 
 def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:

@@ -22,6 +22,7 @@ SIZES = {
     "blocks": (40, 288, (8, 96)),
     "one block": (16, 50, (16, 50)),
     "one pair": (1, 2, (1, 32)),
+    "no depth": (8, 0, (1, 32)),
 }
 EXPERTS = 4
 OFFSETS = {"ragged": [0, 5, 5, 9, 20], "none": [0, 0, 0, 0, 0], "one expert": [0, 0, 23, 23, 23]}

@@ -125,6 +125,7 @@ def samples():
             (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, 2, 3, torch.float32),
             (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, None, None, SLOTS, 1, 4, torch.float32),
             (t(3, 8), PAIRS, EXPONENTS, OFFSETS, None, t(3, 5), SLOTS, 1, 32, torch.float32),
+            (t(6, 8), PAIRS, torch.rand(3, 5, 1), OFFSETS, None, None, None, 1, 8, torch.float32),
         ],
         "scaled_fused_experts": [
             (t(3, 4), whole(3, 8, 4), torch.rand(3, 4, 2), whole(3, 4, 4), torch.rand(3, 1, 2), t(3, 2), IDS)

@@ -7,7 +7,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import moe_ops
 from moe_ops import ScaledWeight
-from moe_ops.mxfp4 import PAIRS
+from moe_ops.pairs import PAIRS
 from moe_ops.scaled import dequantised, quantised_weight, scaled_linear
 from tests.helpers import assert_matches_oracle, assert_same, grads_of
 from tests.kernels import oracles
@@ -196,8 +196,9 @@ def _layer(**named):
 
 
 REFUSED = {
-    "scales that are no exponents": (
-        lambda: _call(scale=torch.rand(E, B, 3)), TypeError, "scale has dtype torch.float32: expected torch.uint8",
+    "scales that are neither exponents nor floating": (
+        lambda: _call(scale=torch.ones(E, B, 3).int()), TypeError,
+        "scale has dtype torch.int32 with weights of 4 bits: expected torch.uint8 of MXFP4, or of integers a floating",
     ),
     "too few scales": (
         lambda: _call(scale=torch.ones(E, B, 2, dtype=PAIRS)), ValueError, r"scale has shape \[5, 13, 2\]: expected",

@@ -60,11 +60,15 @@ def test_values(style, kind):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("style", ["allreduce", "allgather", "alltoall"])
-def test_values_in_4_bits(style):
+@pytest.mark.parametrize(
+    ("style", "dtype"),
+    [("allreduce", torch.uint8), ("allgather", torch.uint4), ("alltoall", torch.uint4)],
+    ids=str,
+)
+def test_values_in_4_bits(style, dtype):
     torch.manual_seed(3)
     layer = FusedMoE(MoEConfig(E, K, H, 32, has_bias=True))
-    quantise_experts(layer, WeightScale.GROUP, (1, 32), dtype=torch.uint8)
+    quantise_experts(layer, WeightScale.GROUP, (1, 32), dtype=dtype)
     _expect_values(layer, style)
 
 

@@ -11,7 +11,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 import inductor_passes
 from layers import FusedMoE, MoEConfig, WeightScale, add_weight_scales, quantise_experts
 from moe_ops import Activation
-from moe_ops.mxfp4 import PAIRS
+from moe_ops.pairs import PAIRS
 from tests.helpers import assert_same
 from tests.layers.weights.test_scales import dequantised
 
