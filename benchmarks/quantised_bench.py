@@ -19,6 +19,7 @@ from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
 from moe_ops import RoutingConfig, ScaledWeight
+from moe_ops.int4 import INTEGERS
 from moe_ops.scaled import quantised_weight
 from moe_ops.scaled_experts import Rows
 
@@ -38,6 +39,7 @@ WAYS = {
     "int8 rows": Way(torch.int8, None, "quantised", 0.04),
     "float8 rows, exact": Way(torch.float8_e4m3fn, None, "exact", 0.06),
     "MXFP4": Way(torch.uint8, (1, 32), "exact", 0.22),
+    "int4": Way(INTEGERS, (1, 128), "exact", 0.22),
 }
 
 

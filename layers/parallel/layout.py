@@ -11,7 +11,7 @@ from torch import nn
 
 from layers.fused_moe import FusedMoE
 from layers.weights.scales import SCALES
-from moe_ops.mxfp4 import numbers_in
+from moe_ops.pairs import numbers_in
 
 _WHY_NO_ADAPTERS = "module has lora: expected None, adapters are made for what a rank holds, afterwards"
 

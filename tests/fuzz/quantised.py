@@ -19,7 +19,7 @@ from tests.fuzz.problem import (
     stage_bound,
     without_none,
 )
-from tests.fuzz.quantised_cases import num_blocks
+from tests.fuzz.quantised_cases import IN_4_BITS, num_blocks
 from tests.fuzz.rounding import Known
 from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker
 
@@ -27,7 +27,7 @@ SCALE_LAYOUTS = {**WEIGHT_LAYOUTS, "strided": MATRIX_LAYOUTS["strided"]}
 SPREAD = 50.0  # of float8 weights; 448 is their largest
 FAINT = 2.0**-100
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4 bits
-IN_4_BITS = 2.93  # a typical one
+TYPICAL = {"int8": 128 / 3**0.5, "mxfp4": 2.93, "int4": 4.6, "float8_e4m3fn": SPREAD}  # magnitudes
 TENSOR_CORES = 2.0**-13  # of Hopper's, which keep 14 bits of a sum of float8 products
 
 
@@ -46,16 +46,26 @@ class Made:
 
     def dense(self) -> Tensor:
         """What it stands for, in float64."""
-        weight, scale = self.given.weight, self.given.scale
-        if weight.dtype == torch.uint8:
-            weight, scale = unpacked(weight), torch.exp2(scale.view(torch.uint8).double() - 127)
+        weight, scale = meant(self.given.weight, self.given.scale)
         return weight.double() * spread(scale, weight.shape, self.block)
 
 
-def unpacked(pairs: Tensor) -> Tensor:
+def meant(stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and factors: of 4 bits two numbers are in a byte, and bytes beside them are exponents."""
+    if stored.dtype != torch.uint8:
+        return stored, scale
+    if scale.dtype.itemsize == 1:
+        return unpacked(stored), torch.exp2(scale.view(torch.uint8).double() - 127)
+    return unpacked(stored, torch.arange(-8.0, 8.0)), scale
+
+
+MXFP4 = torch.cat((torch.tensor(MAGNITUDES), -torch.tensor(MAGNITUDES)))
+"""What codes stand for."""
+
+
+def unpacked(pairs: Tensor, of_codes: Tensor = MXFP4) -> Tensor:
     """[..., A / 2] bytes as [..., A] numbers of 4 bits, that of the even column in the lower half."""
-    table = torch.tensor(MAGNITUDES, dtype=torch.float64, device=pairs.device)
-    table = torch.cat((table, -table))
+    table = of_codes.to(pairs.device, torch.float64)
     return torch.stack((table[(pairs % 16).long()], table[(pairs // 16).long()]), -1).flatten(-2)
 
 
@@ -64,8 +74,11 @@ class Quantised:
 
     def __init__(self, make: Maker) -> None:
         self.make, self.scaled = make, make.case.scaled
-        self.is_paired = self.scaled.stored == "mxfp4"
+        self.is_paired, self.has_exponents = self.scaled.stored in IN_4_BITS, self.scaled.stored == "mxfp4"
         self.dtype = torch.uint8 if self.is_paired else getattr(torch, self.scaled.stored)
+        self.made = (
+            torch.uint4 if self.scaled.stored == "int4" else self.dtype
+        )  # as `quantise_experts` is told
 
     def numbers(self, *shape: int) -> Tensor:
         """Of 8 bits, or two of 4."""
@@ -77,9 +90,9 @@ class Quantised:
 
     def scale(self, depth: int, *shape: int) -> Tensor:
         """By which products of this depth are about as large as what is multiplied; each some powers of two apart."""
-        typical = {torch.uint8: IN_4_BITS, torch.int8: 128 / 3**0.5}.get(self.dtype, SPREAD)
+        typical = TYPICAL[self.scaled.stored]
         values = torch.exp2(4 * self.make.uniform(*shape) - 2) / typical / max(depth, 1) ** 0.5
-        if self.is_paired:
+        if self.has_exponents:
             return (values.log2().round() + 127).to(self.make.device, torch.uint8)
         return values.to(self.make.device, getattr(torch, self.scaled.scale_dtype))
 
@@ -90,11 +103,11 @@ class Quantised:
         blocks = num_blocks(rows, block[0]), num_blocks(columns, block[1])
         scale = self.scale(columns, experts, *blocks)
         if self.scaled.strange:
-            scale[unused] = 255 if self.is_paired else float("nan")
+            scale[unused] = 255 if self.has_exponents else float("nan")
             if self.dtype.is_floating_point:
                 stored[unused] = torch.full_like(stored[unused], float("nan"))
         stored, scale = WEIGHT_LAYOUTS[layout](stored), SCALE_LAYOUTS[self.scaled.scale_layout](scale)
-        if self.is_paired and self.scaled.scale_dtype == "float32":  # the dtype of the same bytes
+        if self.has_exponents and self.scaled.scale_dtype == "float32":  # the dtype of the same bytes
             scale = scale.view(torch.float8_e8m0fnu)
         follows = not any(size % each for size, each in zip((rows, columns), blocks, strict=True))
         follows &= all(

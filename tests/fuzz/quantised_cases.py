@@ -12,7 +12,8 @@ LEVELS = ("scaled_fused_experts", "scaled_grouped_gemm", "quantise_rows", "quant
 SHARES = (5, 3, 1, 2)
 EVERY = 8  # each case of a number that this divides; other numbers stay the cases they were
 
-STORED = ("float8_e4m3fn", "int8", "mxfp4")
+IN_4_BITS = ("mxfp4", "int4")
+STORED = ("float8_e4m3fn", "int8", *IN_4_BITS)
 GROUP = 32  # columns of numbers of 4 bits that share a scale, at least
 BLOCKS = ("matrix", "row", "group", "block", "weight", "larger")
 KINDS = ("tensor", "channel", "group", "block")
@@ -78,17 +79,18 @@ def draw(case: "Case") -> Scaled:
         strange=random.random() < 0.3,
         compiled=random.choices(("", "aot_eager", "inductor"), (60, 5, 1))[0],
     )
-    return _in_pairs(scaled, is_layer) if random.random() < 0.35 and _goes_in_pairs(case) else scaled
+    stored = random.choices(("", *IN_4_BITS), (60, 20, 20))[0]
+    return _in_pairs(scaled, stored, is_layer) if stored and _goes_in_pairs(case) else scaled
 
 
-def _in_pairs(scaled: Scaled, is_layer: bool) -> Scaled:
+def _in_pairs(scaled: Scaled, stored: str, is_layer: bool) -> Scaled:
     """The same in 4 bits, whose tokens are exact and whose columns have scales by the group."""
     w13, w2 = (
         (1, GROUP) if is_layer else (rows, -(-columns // GROUP) * GROUP)
         for rows, columns in (scaled.w13_block, scaled.w2_block)
     )
     return replace(
-        scaled, stored="mxfp4", rows="exact", kind="group" if is_layer else "", w13_block=w13, w2_block=w2, faint=False
+        scaled, stored=stored, rows="exact", kind="group" if is_layer else "", w13_block=w13, w2_block=w2, faint=False
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import moe_ops
 from tests.fuzz import rounding
 from tests.fuzz.levels import LEVELS, Routed, module_of
 from tests.fuzz.problem import Mismatch, Problem, Tensors, layer_bound, routing_bound, without_none
-from tests.fuzz.quantised import OfLayer, Quantised, compiled, spread, unpacked
+from tests.fuzz.quantised import OfLayer, Quantised, compiled, meant, spread
 from tests.fuzz.quantised_cases import num_blocks
 from tests.fuzz.rounding import Known
 from tests.fuzz.tensors import Maker
@@ -101,21 +101,22 @@ def _quantise(module: Any, quantised: Quantised) -> rounding.Weights:
             parameter.copy_(given)
     before = [each.detach().clone() for each in (module.w13_weight, module.w2_weight)]
     kind = WeightScale(scaled.kind)
-    quantise_experts(module, kind, scaled.w13_block, dtype=quantised.dtype, rows=scaled.rows)
+    quantise_experts(module, kind, scaled.w13_block, dtype=quantised.made, rows=scaled.rows)
     blocks = [_block_of(scaled, case, *each.shape[1:]) for each in before]
     dense = []
     for name, block, was in zip(("w13_weight", "w2_weight"), blocks, before, strict=True):
         stored, scale = getattr(module, name), getattr(module, f"{name}_scale")
         if scaled.kind == "tensor":
             scale = scale.unsqueeze(2) if scale.dim() == 2 else scale[:, None, None]
-        if quantised.is_paired:
-            stored, scale = unpacked(stored), torch.exp2(scale.double() - 127)
+        stored, scale = meant(stored, scale)
         of_each = spread(scale, was.shape, block)
         ratio = was.float().double() / of_each
         step = torch.ones_like(ratio)
-        if quantised.is_paired:
+        if quantised.has_exponents:
             step = torch.exp2(ratio.abs().clamp(min=1.0).log2().floor()) / 2
             ratio = ratio.clamp(-6.0, 6.0)
+        elif quantised.is_paired:
+            ratio = ratio.clamp(-8.0, 7.0)
         elif quantised.dtype.is_floating_point:
             step = torch.exp2(ratio.abs().clamp(min=2.0**-6).log2().floor()) / 8
         if not ((stored.double() - ratio).abs() <= step / 2 + 8 * rounding.SINGLE * ratio.abs()).all():

@@ -9,7 +9,7 @@ from torch import nn
 
 import moe_ops
 from layers import WeightScale, huggingface
-from tests.fuzz.quantised import spread, unpacked
+from tests.fuzz.quantised import meant, spread, unpacked
 from tests.helpers import relative_error
 from tests.huggingface.families import EXPERTS, HIDDEN, INTER, tiny_model, tokens
 
@@ -20,6 +20,7 @@ FORMATS = [
     (WeightScale.CHANNEL, (1, 1), FLOAT8),
     (WeightScale.GROUP, (1, 16), FLOAT8),
     (WeightScale.GROUP, (1, 32), PAIRS),
+    (WeightScale.GROUP, (1, 32), torch.uint4),
 ]
 APART = [(WeightScale.BLOCK, (8, 16), FLOAT8), (WeightScale.TENSOR, (1, 1), INT8)]
 
@@ -36,9 +37,7 @@ def _block(kind, block, name):
 
 def _meant(experts, kind, block, name):
     """[E, B, A] in float64."""
-    weight, scale = getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data
-    if weight.dtype == PAIRS:
-        weight, scale = unpacked(weight), torch.exp2(scale.double() - 127)
+    weight, scale = meant(getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data)
     return weight.double() * spread(scale, weight.shape, _block(kind, block, name))
 
 
@@ -48,9 +47,9 @@ def _standard(stock, ours, kind, block):
         if hasattr(experts, "moe_ops_format"):
             original = stock.get_submodule(name)
             for weight in ("gate_up_proj", "down_proj"):
-                meant = _meant(experts, kind, block, weight).float()
+                dense = _meant(experts, kind, block, weight).float()
                 found = getattr(original, weight).data
-                found.copy_(meant.mT if getattr(original, "is_transposed", False) else meant)
+                found.copy_(dense.mT if getattr(original, "is_transposed", False) else dense)
     return stock
 
 
@@ -70,6 +69,27 @@ def test_values(family, kind, block, dtype):
     expected = _standard(stock, ours, kind, block)(tokens(2, 7)).logits
     actual = ours(tokens(2, 7)).logits
     assert relative_error(actual, expected) < 1e-5 < 1e-3 < relative_error(expected, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES[:2])
+@pytest.mark.parametrize(("kind", "block", "dtype"), FORMATS)
+def test_values_on_a_gpu(family, kind, block, dtype):
+    """Quantised there, captured in a CUDA graph and replayed with other tokens."""
+    stock = tiny_model(family)
+    ours = copy.deepcopy(stock).cuda()
+    huggingface.patch(ours)
+    huggingface.quantise_experts(ours, kind, block, dtype=dtype, rows="exact")
+    expected = _standard(stock, ours, kind, block)(tokens(3, 7)).logits
+    with torch.no_grad():
+        given = tokens(3, 7, seed=1).cuda()
+        ours(given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            actual = ours(given).logits
+        given.copy_(tokens(3, 7))
+        graph.replay()
+    assert relative_error(actual.cpu(), expected) < 1e-4
 
 
 @pytest.mark.parametrize(("kind", "block", "dtype"), APART)
