@@ -111,6 +111,19 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def finished(product):
+    """A float32 product, awaited where its left operand is made in registers: that of the next step may take them.
+
+    Hopper's tensor cores read them as they get there, and Triton awaits no more than the registers' last but one use.
+    """
+    if not INTERPRETED:
+        product = tl.inline_asm_elementwise(
+            "// awaited", "=f,0", [product], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return product
+
+
+@triton.jit
 def captured(gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr):
     """Stands for a gate without a name, see `kernels/formula.py`, in kernels that are built again around one."""
     tl.static_assert(False, "a kernel of a formula was not built around it")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels import tma
-from moe_ops.kernels.common import INTERPRETED, cdiv, offset, sources_of_tile
+from moe_ops.kernels.common import INTERPRETED, cdiv, finished, offset, sources_of_tile
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
@@ -98,6 +98,8 @@ def scaled_grouped_gemm_kernel(
                 weight = tl.where(inside[None, :], weight, tl.zeros((1, 1), x.dtype))
             if ONE_BLOCK:
                 product = stored_dot(weight, x, product)
+                if x.dtype != stored.dtype:
+                    product = finished(product)
             else:
                 part = stored_dot(weight, x, tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)).to(tl.float32)
                 scale = tl.load(scale_row_ptr + offset(block, scale_stride_k), mask=known, other=0.0).to(
@@ -171,10 +173,8 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
     """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
     weight, bias, depth = linear.weight, linear.bias, linear.depth
     block_columns = min(linear.block_columns, depth)
-    is_paired = weight.dtype == PAIRS
-    shared = block_columns % block_k != 0 and not is_paired
+    shared = block_columns % block_k != 0 and weight.dtype != PAIRS
     in_block = cdiv(block_columns, block_k)
-    steps = in_block * linear.scale.shape[2] if shared else cdiv(depth, block_k)
     return {
         "weight_ptr": Ref("weight"),
         "weight_desc": _descriptor(linear, (1, block_n, block_k // numbers_in(weight.dtype)), gpu),
@@ -183,12 +183,12 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
         "depth": depth,
         "block_rows": linear.block_rows,
         "block_columns": block_columns,
-        "steps": max(steps, 1) if is_paired else steps,  # the loop of pairs counts on one
+        "steps": in_block * linear.scale.shape[2] if shared else cdiv(depth, block_k),
         "steps_in_block": in_block,
         **stride_args("weight_stride", weight.strides, "enk"),
         **stride_args("scale_stride", linear.scale.strides, "enk"),
         "ONE_BLOCK": linear.scale.shape[2] == 1,
-        "EVEN": not shared and depth % block_k == 0 and depth > 0,
+        "EVEN": not shared and depth % block_k == 0,
         "BLOCK_K": block_k,
     }
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import INTERPRETED, dot, offset, sources_of_tile
+from moe_ops.kernels.common import INTERPRETED, dot, finished, offset, sources_of_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.tiles import tile_at
 from moe_ops.pairs import PAIRS
@@ -19,7 +19,7 @@ from moe_ops.pairs import PAIRS
 IN_16_BITS = {
     16: LaunchConfig(16, 128, 128, 4, 3),
     32: LaunchConfig(32, 128, 64, 4, 4),
-    64: LaunchConfig(64, 128, 64, 4, 4),
+    64: LaunchConfig(64, 128, 64, 4, 3),
     128: LaunchConfig(128, 128, 64, 8, 3),
 }
 ONE_BY_ONE = {16: LaunchConfig(16, 64, 64, 4, 3), 32: LaunchConfig(32, 64, 64, 4, 3)}
@@ -178,7 +178,6 @@ def scaled_pairs_kernel(
         scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
         groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
         coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
-        tl.assume(steps > 0)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in range(steps):
             inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -199,7 +198,7 @@ def scaled_pairs_kernel(
             # A step ahead, as bytes are too short for copies that go on beside products.
             group = (step + 1) * BLOCK_K + groups
             coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            acc = _dot(_unpacked(pairs, scale, DTYPE), x, acc)
+            acc = finished(_dot(_unpacked(pairs, scale, DTYPE), x, acc))
         if IS_MXFP4:
             acc *= _MISSING
         if bias_ptr is not None:
