@@ -19,10 +19,8 @@ def _ptx(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[int, 
     columns = 32 if is_paired else DEPTH
     named = {
         "x": meta(EXPERTS * rows_each, DEPTH, dtype=torch.bfloat16),
-        "weight": meta(pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
-EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
-        "scale": meta(pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
-EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
+        "weight": meta(EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
+        "scale": meta(EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
         "block_rows": 1,
         "block_columns": columns,
         "expert_offsets": meta(EXPERTS + 1, dtype=torch.int32),

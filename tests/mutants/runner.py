@@ -24,7 +24,7 @@ from tests.mutants.mutant import Mutant
 TIMEOUT_S = 300
 _INTERPRETED = "tests/kernels/"
 # Of these, what looks at plans and compiled code instead.
-_COMPILED = ("test_addresses", "test_alignment", "test_aot", "test_plan_range")
+_COMPILED = ("test_addresses", "test_alignment", "test_aot", "test_plan_range", "test_products_are_awaited")
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "build", "dist", "results")
 
 
