@@ -1,4 +1,11 @@
-"""Products whose left operand is made in registers are done before these are written again."""
+"""Products whose left operand is made in registers are done before these are written again.
+
+They go on while warps do, and Hopper's tensor cores read registers when they get there. PTX has to await them; Triton
+awaits all but the last few of a loop's step, and what the next step makes may be there first. Nothing says so: sums are
+wrong now and then, and only where much is in flight (seen with eight warps, tiles of 128 rows and Triton 3.6).
+"""
+
+import re
 
 import pytest
 import torch
@@ -7,9 +14,10 @@ import triton
 from tests.kernels.aot import Compiled, compile_launch
 from tests.kernels.by_name import program_of
 from tests.kernels.catalogue import TENSORS, meta
-from tests.kernels.machine_code import Instruction, _overwritten, products_from_registers
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
+FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
+AWAITED = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
 EXPERTS, FEATURES, DEPTH = 16, 640, 576
 
 
@@ -19,8 +27,12 @@ def _compiled(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[
     columns = 32 if is_paired else DEPTH
     named = {
         "x": meta(EXPERTS * rows_each, DEPTH, dtype=torch.bfloat16),
-        "weight": meta(EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
-        "scale": meta(EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
+        "weight": meta(FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
+AWAITED = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
+EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
+        "scale": meta(FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
+AWAITED = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
+EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
         "block_rows": 1,
         "block_columns": columns,
         "expert_offsets": meta(EXPERTS + 1, dtype=torch.int32),
@@ -43,23 +55,10 @@ def _compiled(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[
         (torch.float8_e4m3fn, torch.float32),
     ],
 )
-def test_no_register_is_written_that_a_product_reads(stored, scale, rows_each):
+def test_no_product_goes_on_behind_its_step(stored, scale, rows_each):
     height, kernel = _compiled(stored, scale, rows_each)
-    count, overwritten = products_from_registers(kernel.ptx)
     assert height >= rows_each or height == 128
-    assert count >= 4 and overwritten == []
+    assert len(FROM_REGISTERS.findall(kernel.ptx)) >= 4
+    left_pending = set(AWAITED.findall(kernel.ptx))
+    assert left_pending == {"0"}
     assert not kernel.is_serialized  # what ptxas makes of them else, with some of Triton's versions
-
-
-def test_what_is_written_too_early_is_found():
-    product = Instruction("HGMMA.64x128x16.F32.BF16", "R24, R100, gdesc[UR8], R24, gsb0")
-    other = Instruction("HGMMA.64x128x16.F32.BF16", "R24, R96, gdesc[UR8], R24, gsb0")
-    awaited = {left: Instruction("WARPGROUP.DEPBAR.LE", f"gsb0, 0x{left}") for left in (0, 1, 2)}
-    made = [Instruction("LDS.128", "R96, [R3]"), Instruction("IMAD", "R101, R2, R3, RZ")]
-    assert list(_overwritten([*made, product, other, awaited[0]])) == []
-    assert list(_overwritten([*made, product, other, awaited[1]])) == ["LDS.128 R96, [R3]"]
-    assert list(_overwritten([*made, product, other, awaited[2]])) == [
-        "LDS.128 R96, [R3]",
-        "IMAD R101, R2, R3, RZ",
-    ]
-    assert list(_overwritten([*made, product, other])) == ["LDS.128 R96, [R3]", "IMAD R101, R2, R3, RZ"]
