@@ -27,12 +27,8 @@ def _compiled(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[
     columns = 32 if is_paired else DEPTH
     named = {
         "x": meta(EXPERTS * rows_each, DEPTH, dtype=torch.bfloat16),
-        "weight": meta(FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
-AWAITED = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
-EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
-        "scale": meta(FROM_REGISTERS = re.compile(r"wgmma\.mma_async\S+ \{[^}]*\}, \{")
-AWAITED = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
-EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
+        "weight": meta(EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
+        "scale": meta(EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
         "block_rows": 1,
         "block_columns": columns,
         "expert_offsets": meta(EXPERTS + 1, dtype=torch.int32),
