@@ -75,21 +75,25 @@ def test_values(family, kind, block, dtype):
 @pytest.mark.parametrize("family", FAMILIES[:2])
 @pytest.mark.parametrize(("kind", "block", "dtype"), FORMATS)
 def test_values_on_a_gpu(family, kind, block, dtype):
-    """Quantised there, captured in a CUDA graph and replayed with other tokens."""
+    """Quantised there; and experts in a CUDA graph, replayed with other tokens."""
     stock = tiny_model(family)
     ours = copy.deepcopy(stock).cuda()
     huggingface.patch(ours)
     huggingface.quantise_experts(ours, kind, block, dtype=dtype, rows="exact")
     expected = _standard(stock, ours, kind, block)(tokens(3, 7)).logits
+    experts = ours.model.layers[0].mlp.experts
+    hidden, weights = torch.randn(2, 9, HIDDEN, device="cuda"), torch.rand(9, 2, device="cuda")
+    ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(9)]).cuda()
     with torch.no_grad():
-        given = tokens(3, 7, seed=1).cuda()
-        ours(given)
+        assert relative_error(ours(tokens(3, 7).cuda()).logits.cpu(), expected) < 1e-4
+        wanted, given = experts(hidden[0], ids, weights), hidden[1].clone()
+        experts(given, ids, weights)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            actual = ours(given).logits
-        given.copy_(tokens(3, 7))
+            captured = experts(given, ids, weights)
+        given.copy_(hidden[0])
         graph.replay()
-    assert relative_error(actual.cpu(), expected) < 1e-4
+    assert torch.equal(captured, wanted)
 
 
 @pytest.mark.parametrize(("kind", "block", "dtype"), APART)
