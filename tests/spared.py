@@ -1,8 +1,9 @@
-"""torch's compilers without what they do in vain, a fifteenth of their time in tests. No graph depends on it.
+"""torch's compilers without what they do in vain, a fifth of their time in tests. No graph depends on it.
 
 Dynamo flushes the processor's caches after each compile to time its guards for a log. Inductor has one object that
 knows the dtype of an operator's result, and makes it again for each operator of a kernel. pytest listens to every
 logger that does not propagate, and while anybody listens to that of traces, torch prints each graph a dozen times.
+g++ spends more than half of its time for a kernel on making it fast, and tests run it once or twice on a few numbers.
 Test-only: it replaces private names of torch.
 """
 
@@ -20,6 +21,20 @@ def spare() -> None:
         guards.profile_guard_manager = lambda *_: 0.0
     if propagation := sys.modules.get("torch._inductor.dtype_propagation"):
         _make_once(propagation.DtypePropagationOpsHandler)
+    if builder := sys.modules.get("torch._inductor.cpp_builder"):
+        _leave_slow(builder)
+
+
+def _leave_slow(builder: Any) -> None:
+    """Without optimisation and lines for a debugger. Inductor makes its header anew, once, as it does for any flags."""
+    flags = builder._get_optimization_cflags
+    instead = {"O3": "O0", "O1": "O0", "g1": "g0"}
+
+    def slow(*given: Any, **named: Any) -> tuple[list[str], list[str]]:
+        for_compiler, for_linker = flags(*given, **named)
+        return [instead.get(flag, flag) for flag in for_compiler], for_linker
+
+    builder._get_optimization_cflags = slow
 
 
 def _make_once(handler: type) -> None:

@@ -1,10 +1,12 @@
 """The program of a quantised layer whose rows are exact: weights of 8 and of 4 bits, and few tokens of the latter."""
 
+import itertools
+
 import pytest
 import torch
 
 from moe_ops.kernels.gpu import H200, Gpu
-from tests.helpers import mixed
+from tests.helpers import mixed, usually
 from tests.kernels import test_scaled_fused as quantised
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta
@@ -74,7 +76,18 @@ def _launched(at, device):
     return launch("scaled_fused_experts", **on_device)
 
 
-@pytest.mark.parametrize(("size", "dtype", "name"), mixed(SIZES, DTYPES, ACTIVATIONS, rounds=2), ids=str)
+LONG = (
+    "more columns than a step has",
+    "more than are written out",
+)  # of these each once: seconds interpreted
+OTHERS = mixed([size for size in SIZES if size not in LONG], DTYPES, ACTIVATIONS, rounds=2)
+LONGER = usually(
+    itertools.product(LONG, DTYPES, ACTIVATIONS),
+    [(LONG[0], torch.float16, "clamped"), (LONG[1], torch.float32, "bounded")],
+)
+
+
+@pytest.mark.parametrize(("size", "dtype", "name"), OTHERS + LONGER, ids=str)
 def test_layers_in_4_bits(size, dtype, name, device):
     at = _layer(size, dtype, ACTIVATIONS[name])
     assert_close(_launched(at, device), _expected(at, ACTIVATIONS[name]))

@@ -61,45 +61,54 @@ def test_many_rows_are_calls():
     assert left == {"grouped_gemm.compiled", "grouped_gemm_weight_backward.compiled"}
 
 
-def test_experts_that_several_rows_have_and_rows_of_none():
-    """One expert for all rows but one; what a weight holds that no row has is not read."""
-    problem = make(Case(4, 8, 2, 16, 8), torch.float64)
-    ids = torch.tensor([[3, 3], [3, -1], [3, 3], [5, 3]])
-    leaves = [each.detach().requires_grad_() for each in (problem.hidden_states, problem.w13, problem.w2)]
-    with torch.no_grad():
-        leaves[1][0], leaves[2][0] = float("nan"), float("nan")
-    weights = torch.rand(4, 2, dtype=torch.float64)
+IDS = {
+    "one expert for all rows but one": torch.tensor([[3, 3], [3, -1], [3, 3], [5, 3]]),
+    "rows of none": torch.tensor([[0, 3], [0, -1], [2, 9], [5, 0]]),
+    "two experts for each": torch.tensor([[0, 1], [2, 3], [0, 1], [0, 1]]),
+}
 
-    def layer(hidden, w13, w2):
+
+@pytest.fixture(scope="module")
+def trained_on():
+    """Gradients of one compiled layer, and of the same called eagerly, for each of IDS; the weights of the first hold
+    what no row has, and the last has a row that is not finite. Compiled code calls no operator.
+    """
+    torch.manual_seed(0)
+    problem, weights = make(Case(4, 8, 2, 16, 8), torch.float64), torch.rand(4, 2, dtype=torch.float64)
+    given = [each.detach() for each in (problem.hidden_states, problem.w13, problem.w2)]
+    leaves = {name: [each.clone() for each in given] for name in IDS}
+    for weight in leaves["one expert for all rows but one"][1:]:
+        weight[0] = float("nan")
+    leaves["two experts for each"][0][1] = float("inf")
+
+    def layer(hidden, w13, w2, ids):
         return moe_ops.fused_experts(hidden, w13, w2, weights, ids)
 
-    actual, expected, left = trained(layer, leaves)
+    def gradients(run, name):
+        tensors = [each.requires_grad_() for each in leaves[name]]
+        return grads_of(lambda: run(*tensors, IDS[name]), tensors)
+
+    compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options())
+    actual, code = run_and_get_code(lambda: {name: gradients(compiled, name) for name in IDS})
+    assert len(code) == 2 and not re.findall(CALLS, "".join(code))
+    return {name: (actual[name], gradients(layer, name)) for name in IDS}
+
+
+def test_experts_that_several_rows_have_and_rows_of_none(trained_on):
+    """What a weight holds that no row has is not read."""
+    actual, expected = trained_on["one expert for all rows but one"]
     assert_same(actual, expected)
-    assert not left and all(each.isfinite().all() for each in actual)
+    assert all(each.isfinite().all() for each in actual)
 
 
-def test_rows_of_none_leave_the_gradient_of_the_first_expert():
-    problem = make(Case(4, 8, 2, 16, 8), torch.float64)
-    ids, weights = torch.tensor([[0, 3], [0, -1], [2, 9], [5, 0]]), torch.rand(4, 2, dtype=torch.float64)
-    leaves = [each.detach().requires_grad_() for each in (problem.hidden_states, problem.w13, problem.w2)]
-    actual, expected, left = trained(
-        lambda x, w13, w2: moe_ops.fused_experts(x, w13, w2, weights, ids), leaves
-    )
+def test_rows_of_none_leave_the_gradient_of_the_first_expert(trained_on):
+    actual, expected = trained_on["rows of none"]
     assert_same(actual, expected)
-    assert not left and actual[1][0].any()
+    assert actual[1][0].any()
 
 
-def test_a_row_that_is_not_finite_stays_its_experts():
-    problem = make(Case(2, 8, 2, 16, 8), torch.float64)
-    ids = torch.tensor([[0, 1], [2, 3]])
-    hidden = problem.hidden_states.detach().clone()
-    hidden[1] = float("inf")
-    leaves = [each.detach().requires_grad_() for each in (hidden, problem.w13, problem.w2)]
-    weights = torch.rand(2, 2, dtype=torch.float64)
-    (_, to_w13, to_w2), _, left = trained(
-        lambda x, w13, w2: moe_ops.fused_experts(x, w13, w2, weights, ids), leaves
-    )
-    assert not left
+def test_a_row_that_is_not_finite_stays_its_experts(trained_on):
+    (_, to_w13, to_w2), _ = trained_on["two experts for each"]
     for gradient in (to_w13, to_w2):
         assert gradient[:2].isfinite().all() and (gradient[4:] == 0).all() and gradient[:2].any()
         assert not gradient[2:4].isfinite().all()

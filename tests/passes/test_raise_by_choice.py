@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import HIDDEN, TOP_K, layer, oracle, softmax_router, sorted_slots, swiglu
@@ -86,8 +86,7 @@ FORMS = {
 SIZES = ((7, torch.bfloat16, False), (5, torch.bfloat16, True), (1, torch.bfloat16, False))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "sizes"), mixed(FORMS, SIZES, rounds=2), ids=str)
 def test_forms(form, sizes):
     inputs = layer(*sizes)
     result, out = computed(FORMS[form], *inputs, passes=PIPELINE)

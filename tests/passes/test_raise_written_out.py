@@ -6,7 +6,7 @@ from torch._inductor import decomposition
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from tests.helpers import assert_matches_oracle, usually
+from tests.helpers import assert_matches_oracle, mixed, usually
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import STYLES, TOP_K, layer, oracle, softmax_router, swiglu
 from tests.passes.test_raise_padded import WRITTEN as PADDED
@@ -37,9 +37,9 @@ def written_out(monkeypatch):
     decomposition.fast_random_decomps.cache_clear()
 
 
-@pytest.mark.parametrize("tokens, dynamic", [(1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("style", STYLES)
-def test_every_style_is_raised(style, tokens, dynamic):
+@pytest.mark.parametrize(("style", "sizes"), mixed(STYLES, [(1, False), (3, False), (3, True)]), ids=str)
+def test_every_style_is_raised(style, sizes):
+    tokens, dynamic = sizes
     inputs = layer(tokens, dynamic=dynamic)
     result, out = computed(STYLES[style], *inputs, passes=(*RAISES, *FUSIONS))
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]

@@ -7,7 +7,7 @@ import torch._dynamo.testing
 import inductor_passes
 import moe_ops
 from tests.compile.fake_cuda import body, compile_for_h200
-from tests.helpers import assert_matches_oracle
+from tests.helpers import assert_matches_oracle, mixed
 from tests.passes.capture import computed, rewrite
 from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
 
@@ -53,8 +53,7 @@ DIMS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", DIMS)
+@pytest.mark.parametrize(("name", "dtype"), mixed(DIMS, (torch.float32, torch.bfloat16)), ids=str)
 def test_layers(name, dtype):
     dims, layers = DIMS[name]
     given = _batched(inputs(dtype=dtype), dims)
