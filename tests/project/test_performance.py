@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
 SERVED = ROOT / "benchmarks" / "results" / "h200-2026-11-23"
 STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "stock.json"
-QUANTISED = ROOT / "benchmarks" / "results" / "h200-2026-11-27" / "quantised.csv"
+QUANTISED = ROOT / "benchmarks" / "results" / "h200-2026-11-28" / "quantised.csv"
+IN_4_BITS = QUANTISED.parent / "in-4-bits.txt"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
 """Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
@@ -229,7 +231,7 @@ def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
 
 def test_the_page_shows_what_quantised_experts_take() -> None:
     rows = list(csv.DictReader(QUANTISED.open()))
-    ways = ("float8 rows", "float8 blocks", "int8 rows", "float8 rows, exact")
+    ways = ("float8 rows", "float8 blocks", "int8 rows", "float8 rows, exact", "MXFP4", "int4")
     section = PAGE.partition("## Quantised experts")[2].partition("\n## ")[0]
     assert len(rows) == 40
     for row in rows:
@@ -242,6 +244,19 @@ def test_the_page_shows_what_quantised_experts_take() -> None:
     errors = [100 * float(row["error of float8 rows"]) for row in rows]
     blocks = [100 * float(row["error of float8 blocks"]) for row in rows]
     assert f"by {min(errors + blocks):.1f} to {max(errors + blocks):.1f} %" in section
+    in_4_bits = [100 * float(row[f"error of {way}"]) for row in rows for way in ("MXFP4", "int4")]
+    assert f"by {min(in_4_bits):.0f} to {max(in_4_bits):.0f} %" in section
+
+
+def test_the_page_shows_what_quantised_blocks_of_stock_models_take() -> None:
+    page = PAGE.partition("### Weights of 4 bits")[2]
+    lines = [
+        line.split() for line in IN_4_BITS.read_text().splitlines() if line.startswith(("Qwen3", "gpt-oss"))
+    ]
+    assert len(lines) == 6
+    for line in lines:
+        figures = dict(re.findall(r"(bfloat16|float8 rows|MXFP4|int4)=([\d.]+)", " ".join(line)))
+        assert len(figures) == 4 and all(f"| {each} |" in page for each in figures.values())
 
 
 def test_the_page_shows_what_batch_invariance_costs() -> None:
