@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from layers.config import Emit, SaveForBackward
     from layers.lora import ExpertLora
-    from layers.weights import WeightScale
+    from layers.weights.scales import WeightScale
     from moe_ops.scaled_experts import Rows
 
 __all__ = ["PatchReport", "add_adapters", "patch", "quantise_experts", "register", "tp_plan", "unpatch"]

@@ -60,8 +60,8 @@ def _expect_plain(name: str, module: Any) -> None:
 
 def _blocks(module: Any, kind: WeightScale, block: tuple[int, int]) -> quantised.Blocks:
     w13, w2 = (each.weight for each in experts.weights(module))
-    interleaved = not getattr(module, "is_concatenated", True)
-    return blocks_of_kind(kind, block, (w13.shape[1], *w2.shape[1:]), interleaved)
+    sizes = w13.shape[1], w2.shape[1], w2.shape[2]
+    return blocks_of_kind(kind, block, sizes, not getattr(module, "is_concatenated", True))
 
 
 @torch.no_grad()
