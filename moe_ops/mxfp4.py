@@ -46,10 +46,8 @@ def exponents_of(largest: Tensor) -> Tensor:
 
 def rounded(values: Tensor) -> Tensor:
     """[..., A] values, already divided by their powers, as bytes: the nearest numbers, of two the even."""
-    magnitudes, between = (
-        values.abs().contiguous(),
-        torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device),
-    )
+    between = torch.tensor(_BETWEEN, dtype=values.dtype, device=values.device)
+    magnitudes = values.abs().contiguous()  # torch warns of others
     below, above = (torch.bucketize(magnitudes, between, right=upper) for upper in (False, True))
     codes = torch.where(below % 2 == 0, below, above) + 8 * values.signbit()
     return paired(codes)

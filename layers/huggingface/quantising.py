@@ -15,7 +15,9 @@ from layers.huggingface import experts, quantised
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.quantised import SCALE, Format
 from layers.huggingface.settled import settings_of
-from layers.weights.scales import WeightScale, blocks_of_kind, expect_block, expect_format
+from layers.weights.scales import WeightScale, blocks_of_kind, expect_block, expect_even, expect_format
+from moe_ops.int4 import INTEGERS
+from moe_ops.pairs import PAIRS
 from moe_ops.scaled import quantised_weight
 from moe_ops.scaled_experts import Rows, rows_for
 
@@ -34,7 +36,7 @@ def quantise_experts(
         raise ValueError("model has no patched experts: expected some, by layers.huggingface.patch")
     for name, module in found.items():
         _expect_plain(name, module)
-    formats = {name: Format(rows, _blocks(module, kind, block)) for name, module in found.items()}
+    formats = {name: Format(rows, _blocks(module, kind, block, dtype)) for name, module in found.items()}
     for name, module in found.items():
         _quantise(module, formats[name], dtype)
     return tuple(found)
@@ -58,9 +60,11 @@ def _expect_plain(name: str, module: Any) -> None:
             )
 
 
-def _blocks(module: Any, kind: WeightScale, block: tuple[int, int]) -> quantised.Blocks:
+def _blocks(module: Any, kind: WeightScale, block: tuple[int, int], dtype: torch.dtype) -> quantised.Blocks:
     w13, w2 = (each.weight for each in experts.weights(module))
     sizes = w13.shape[1], w2.shape[1], w2.shape[2]
+    if dtype in (PAIRS, INTEGERS):
+        expect_even(*sizes[1:])
     return blocks_of_kind(kind, block, sizes, not getattr(module, "is_concatenated", True))
 
 

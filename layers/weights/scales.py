@@ -183,7 +183,7 @@ def quantise_experts(
     expect_format(kind, block, dtype, rows)
     _expect_quantisable(module, kind, block)
     if dtype == INTEGERS:
-        _expect_even(module)
+        expect_even(*_down_sizes(module)[1:])
     add_weight_scales(module, kind, block, dtype=_scale_dtype(module, dtype))
     module.quantisation = Quantisation(kind, block, rows)
     with torch.no_grad():
@@ -216,8 +216,8 @@ def _is_of_pairs(kind: WeightScale, columns: int, dtype: torch.dtype) -> bool:
     return kind is WeightScale.GROUP and columns % GROUP == 0
 
 
-def _expect_even(module: Any) -> None:
-    _, hidden_size, features = module.w2_weight.shape
+def expect_even(hidden_size: int, features: int) -> None:
+    """Raises ValueError for rows that are no whole bytes of numbers of 4 bits."""
     for name, size in (("hidden_size", hidden_size), ("intermediate_size of the shard", features)):
         if size % 2:
             raise ValueError(f"{name} is {size}: expected an even number with weights of 4 bits")

@@ -254,6 +254,16 @@ def test_interleaved_rows_have_no_blocks():
         huggingface.quantise_experts(_patched("gpt_oss"), WeightScale.TENSOR, dtype=INT8)
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [(PAIRS, WeightScale.GROUP), (torch.uint4, WeightScale.CHANNEL)])
+def test_odd_numbers_of_columns_are_no_whole_bytes(dtype, kind):
+    model = _patched()
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER - 1))
+    with pytest.raises(ValueError, match="intermediate_size of the shard is 31: expected an even number"):
+        huggingface.quantise_experts(model, kind, (1, 32), dtype=dtype)
+    assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.float32
+
+
 def test_what_was_quantised_stays_so():
     model = _patched()
     huggingface.quantise_experts(model, *FORMATS[0][:2], dtype=INT8)
