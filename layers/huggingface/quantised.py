@@ -89,9 +89,9 @@ def _linear(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> Sca
 def _made(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
     if weight.dtype.is_floating_point:  # casts leave integers
         _expect_uncast(name, weight)
-    return ScaledLinear(
-        weight, _scale(experts, name), bias, *experts.moe_ops_format.blocks[name == "down_proj"]
-    )
+    of_w13, of_w2 = experts.moe_ops_format.blocks
+    block = of_w2 if name == "down_proj" else of_w13
+    return ScaledLinear(weight, _scale(experts, name), bias, *block)
 
 
 def _scale(experts: Any, name: str) -> Tensor:
