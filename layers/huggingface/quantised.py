@@ -31,6 +31,7 @@ class Format:
 
     rows: Rows
     blocks: Blocks
+    scale: torch.dtype
 
 
 def has_scales(experts: nn.Module) -> bool:
@@ -79,7 +80,7 @@ def names(experts: Any) -> tuple[str, str]:
 
 
 def _linear(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
-    _expect_uncast(name, weight)
+    _expect_uncast(name, weight, _STORED)  # stock multiplies with what is left, as if every scale were 1
     scale = _scale(experts, name)
     rows, columns = _block(experts, weight, scale)
     scale = scale.float() if scale.dtype.itemsize == 1 else scale  # powers of two in 8 bits
@@ -87,11 +88,10 @@ def _linear(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> Sca
 
 
 def _made(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> ScaledLinear:
-    if weight.dtype.is_floating_point:  # casts leave integers
-        _expect_uncast(name, weight)
-    of_w13, of_w2 = experts.moe_ops_format.blocks
-    block = of_w2 if name == "down_proj" else of_w13
-    return ScaledLinear(weight, _scale(experts, name), bias, *block)
+    made, scale = experts.moe_ops_format, _scale(experts, name)
+    _expect_uncast(name + SCALE, scale, made.scale)  # casts leave integers, but not their scales
+    of_w13, of_w2 = made.blocks
+    return ScaledLinear(weight, scale, bias, *(of_w2 if name == "down_proj" else of_w13))
 
 
 def _scale(experts: Any, name: str) -> Tensor:
@@ -99,10 +99,10 @@ def _scale(experts: Any, name: str) -> Tensor:
     return scale if parallel is None else parallel.local_part(scale, 3)
 
 
-def _expect_uncast(name: str, weight: Tensor) -> None:
-    if weight.dtype != _STORED:  # stock multiplies with what is left, as if every scale were 1
-        wanted = "expected {} beside its scales: was the model cast, by `to(dtype)` or `half()`?"
-        type_error("{} has dtype {}: " + wanted, name, weight.dtype, _STORED)
+def _expect_uncast(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        wanted = "expected {} of quantised experts: was the model cast, by `to(dtype)` or `half()`?"
+        type_error("{} has dtype {}: " + wanted, name, tensor.dtype, dtype)
 
 
 def _block(experts: Any, weight: Tensor, scale: Tensor) -> tuple[int, int]:

@@ -36,9 +36,9 @@ def quantise_experts(
         raise ValueError("model has no patched experts: expected some, by layers.huggingface.patch")
     for name, module in found.items():
         _expect_plain(name, module)
-    formats = {name: Format(rows, _blocks(module, kind, block, dtype)) for name, module in found.items()}
+    blocks = {name: _blocks(module, kind, block, dtype) for name, module in found.items()}
     for name, module in found.items():
-        _quantise(module, formats[name], dtype)
+        _quantise(module, rows, blocks[name], dtype)
     return tuple(found)
 
 
@@ -69,13 +69,14 @@ def _blocks(module: Any, kind: WeightScale, block: tuple[int, int], dtype: torch
 
 
 @torch.no_grad()
-def _quantise(module: Any, found: Format, dtype: torch.dtype) -> None:
+def _quantise(module: Any, rows: Rows, blocks: quantised.Blocks, dtype: torch.dtype) -> None:
     """One weight after the other, and nothing here keeps what it was."""
-    for index, (name, block) in enumerate(zip(quantised.names(module), found.blocks, strict=True)):
+    for index, (name, block) in enumerate(zip(quantised.names(module), blocks, strict=True)):
         made = quantised_weight(experts.weights(module)[index].weight, block, dtype)
         module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
         module.register_parameter(name + SCALE, nn.Parameter(made.scale, requires_grad=False))
-    module.is_transposed, module.moe_ops_format = False, found
+    scale = getattr(module, f"down_proj{SCALE}").dtype
+    module.is_transposed, module.moe_ops_format = False, Format(rows, blocks, scale)
     options = module.moe_ops_options
     inside = [path for path, _ in options.settings.inside]
     module.moe_ops_options = replace(options, settings=settings_of(module, *inside))

@@ -28,30 +28,25 @@ _GROUP = tl.constexpr(32)
 _LARGEST = tl.constexpr(191)  # exponent
 _MISSING = tl.constexpr(2.0**63)
 # A byte's numbers to the last bits of both halves of a word; then both are of 16 bits.
-_APART = """
+_MXFP4 = tl.constexpr("""
+{
 mul.lo.u32 $0, $1, 0x1001;
-"""
-_MXFP4 = tl.constexpr(
-    "{"
-    + _APART
-    + """
 and.b32 $0, $0, 0x000F000F;
 mul.lo.u32 $0, $0, 0x1040;
 and.b32 $0, $0, 0x81C081C0;
-}"""
-)
+}
+""")
 # Codes at the end of `first`, and less that and 8: as a fused product, for GPUs before Hopper add no bfloat16.
-_INTEGERS = (
-    "{{"
-    + _APART
-    + """
+_INTEGERS = """
+{{
 .reg .b32 one, less;
 mov.b32 one, {one};
 mov.b32 less, {less};
+mul.lo.u32 $0, $1, 0x1001;
 lop3.b32 $0, $0, 0x000F000F, {first}, 0xEA;
 fma.rn.{kind} $0, $0, one, less;
-}}"""
-)
+}}
+"""
 _IN_BFLOAT16 = tl.constexpr(
     _INTEGERS.format(kind="bf16x2", first="0x43004300", one="0x3F803F80", less="0xC308C308")
 )

@@ -12,8 +12,8 @@ LEVELS = ("scaled_fused_experts", "scaled_grouped_gemm", "quantise_rows", "quant
 SHARES = (5, 3, 1, 2)
 EVERY = 8  # each case of a number that this divides; other numbers stay the cases they were
 
-IN_4_BITS = ("mxfp4", "int4")
-STORED = ("float8_e4m3fn", "int8", *IN_4_BITS)
+IN_8_BITS, IN_4_BITS = ("float8_e4m3fn", "int8"), ("mxfp4", "int4")
+STORED = (*IN_8_BITS, *IN_4_BITS)
 GROUP = 32  # columns of numbers of 4 bits that share a scale, at least
 BLOCKS = ("matrix", "row", "group", "block", "weight", "larger")
 KINDS = ("tensor", "channel", "group", "block")
@@ -59,7 +59,7 @@ def draw(case: "Case") -> Scaled:
     """That of a case of these levels."""
     random = Random(f"{case.seed}:{case.index}:8 bits")
     is_layer = case.level == "quantised_layer"
-    stored, rows = random.choice(STORED[:2]), random.choice(("quantised", "quantised", "exact"))
+    stored, rows = random.choice(IN_8_BITS), random.choice(("quantised", "quantised", "exact"))
     shapes = (case.columns, case.hidden), (case.hidden, case.intermediate)
     kind = _kind(random, case) if is_layer else ""
     blocks = (

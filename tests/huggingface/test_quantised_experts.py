@@ -272,7 +272,7 @@ def test_by_name_alone():
 def test_weights_cast_to_16_bits_are_not_multiplied_without_their_scales(cast):
     """Stock multiplies with them as if every scale were 1."""
     _, ours = _pair()
-    wanted = r"gate_up_proj has dtype torch\.\w+: expected torch\.float8_e4m3fn beside its scales: was the model cast"
+    wanted = r"gate_up_proj has dtype torch\.\w+: expected torch\.float8_e4m3fn of quantised experts: was the model"
     with pytest.raises(TypeError, match=wanted):
         getattr(ours, cast)()(*_routed(3))
 
