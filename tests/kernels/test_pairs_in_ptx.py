@@ -50,7 +50,9 @@ def test_numbers_of_mxfp4():
 
 
 @pytest.mark.parametrize(
-    ("ptx", "dtype"), [(pairs._IN_BFLOAT16, torch.bfloat16), (pairs._IN_FLOAT16, torch.float16)], ids=str
+    ("ptx", "dtype"),
+    [(pairs._IN_BFLOAT16, torch.bfloat16), (pairs._IN_FLOAT16, torch.float16)],
+    ids=["bfloat16", "float16"],
 )
 def test_integers(ptx, dtype):
     found = _halves(_run(ptx.value, BYTES), dtype)
@@ -58,7 +60,9 @@ def test_integers(ptx, dtype):
 
 
 @pytest.mark.parametrize(
-    ("ptx", "dtype"), [(pairs._OF_BFLOAT16, torch.bfloat16), (pairs._OF_FLOAT16, torch.float16)], ids=str
+    ("ptx", "dtype"),
+    [(pairs._OF_BFLOAT16, torch.bfloat16), (pairs._OF_FLOAT16, torch.float16)],
+    ids=["bfloat16", "float16"],
 )
 def test_products(ptx, dtype):
     numbers, factors = torch.randn(2, 256, 2).to(dtype)
