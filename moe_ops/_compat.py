@@ -178,6 +178,16 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Lets `torch.compiler.is_compiling()` say so to what runs inside, as torch 2.13 does while it compiles."""
+    was_compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = was_compiling
+
+
 def empty_on(device: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """What makes a tensor of (shape, strides, dtype) on the current device of this type; generated code calls it too.
 

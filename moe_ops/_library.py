@@ -72,12 +72,27 @@ def define_compiled(arguments: type, cpu: Op, fake: Op) -> None:
     and no autograd kernel: a call takes 3 us more than what it computes, where the operator takes 20 to 40.
     """
     operator = OPERATORS[arguments]
-    name, returns = f"{operator.name}.compiled", operator.overload._schema.returns[0].type
-    LIBRARY.define(f"{name}({', '.join(leaf.schema for leaf in operator.leaves)}) -> {returns}", tags=_TAGS)
+    name = _declare(operator, "compiled")
     LIBRARY.impl(name, lambda *leaves: _contiguous(cpu(operator.build(*leaves))), "CPU")
     torch.library.register_fake(
         f"{NAMESPACE}::{name}", lambda *leaves: fake(operator.build(*leaves)), lib=LIBRARY
     )
+
+
+def define_composite(arguments: type, overload: str, function: Op) -> Op:
+    """Registers and returns an overload of an operator that is what `function` calls: it has no kernel of its own."""
+    operator = OPERATORS[arguments]
+    name = _declare(operator, overload)
+    LIBRARY.impl(
+        name, _traced(lambda *leaves: function(operator.build(*leaves))), "CompositeImplicitAutograd"
+    )
+    return getattr(operator.overload.overloadpacket, overload)
+
+
+def _declare(operator: Operator, overload: str) -> str:
+    name, returns = f"{operator.name}.{overload}", operator.overload._schema.returns[0].type
+    LIBRARY.define(f"{name}({', '.join(leaf.schema for leaf in operator.leaves)}) -> {returns}", tags=_TAGS)
+    return name
 
 
 def _checked(build: Op, check: Op, implementation: Op) -> Op:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops._cpu_experts import run_experts
+from moe_ops._expansion import define_expansions
 from moe_ops.act_gemm_combine import gradients as down_gradients
 from moe_ops.activation import activation_spec, gated_activation
 from moe_ops.arguments import (
@@ -126,10 +127,7 @@ def run(args: FusedExperts, emit: Emit) -> Tensor:
     args = _autocast(args)
     if emit == "batch_invariant":
         return _library.call(BatchInvariantExperts(*args))
-    if not emits_stages(emit):
-        return _library.call(args)
-    keeps_gate_up = emit == "halves" or (emit == "auto" and _library.has_backward(args))
-    return run_halves(args) if keeps_gate_up else run_stages(args)
+    return _in_parts(args, emit) if emits_stages(emit) else _library.call(args)
 
 
 def _autocast(args: FusedExperts) -> FusedExperts:
@@ -222,7 +220,7 @@ def _halves(args: FusedExperts, plan: DispatchPlan) -> tuple[GatherGemm, Callabl
 
 
 def _check_in_callers_names(args: FusedExperts, gated: bool) -> None:
-    """What the stages' own checks would say of `x` and `weight`. Dynamo traces it, so it stays plain."""
+    """What the stages' own checks would say of `x` and `weight`. Dynamo traces it at times, so it stays plain."""
     x, (w13, w2) = args.hidden_states, args.experts
     _check_tokens(x)
     expect_linear("w13", w13, ("E", "2I", x.shape[1]), "hidden_states", x)
@@ -332,6 +330,7 @@ def expert_gradients(
 
 
 _autograd.define_gradient(FusedExperts, _save, _backward, _autograd.tangent_of(run_stages))
+_in_parts = define_expansions(FusedExperts, stages=run_stages, halves=run_halves)
 
 
 def layer_flops(num_slots: int, experts: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
+from moe_ops._expansion import define_expansions
 from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
@@ -32,6 +33,7 @@ from moe_ops.fused_experts import (
     reference as experts_reference,
     run as run_experts,
     run_custom,
+    run_halves,
     run_stages,
 )
 from moe_ops.gate import Custom, GateFunction
@@ -87,22 +89,20 @@ def fused_moe(
 
 
 def _run_custom(args: FusedMoe, shared: Tensor | None, gate: Custom, emit: Emit) -> Tensor:
-    check_logits(args)
-    routed = _library.call(TopkRouting(args.router))
-    return run_custom(args.routed(*routed)._replace(shared=shared), gate, emit)
+    return run_custom(_routed(args)._replace(shared=shared), gate, emit)
 
 
 def run(args: FusedMoe, shared: Tensor | None, emit: Emit) -> Tensor:
     """`fused_moe` of its arguments as one value, and what is added after the routed sum."""
     is_invariant = emit == "batch_invariant"
-    if is_invariant or emits_stages(emit) or shared is not None:
+    if is_invariant or shared is not None:
         check_logits(args)
         routed = _library.call((BatchInvariantRouting if is_invariant else TopkRouting)(args.router))
         return run_experts(args.routed(*routed)._replace(shared=shared), emit)
     if _library.autocasts(args.hidden_states):
         hidden_states, experts = _library.autocast((args.hidden_states, args.experts))
         args = args._replace(hidden_states=hidden_states, experts=experts)
-    return _library.call(args)
+    return _in_parts(args, emit) if emits_stages(emit) else _library.call(args)
 
 
 def check_logits(args: Any) -> None:
@@ -170,11 +170,20 @@ def _backward(saved: Any, needs: FusedMoe, grad: Tensor) -> FusedMoe:
 
 
 def _stages(args: FusedMoe) -> Tensor:
-    routed = _library.call(TopkRouting(args.router))
-    return run_stages(args.routed(*routed))
+    return run_stages(_routed(args))
+
+
+def _halves(args: FusedMoe) -> Tensor:
+    return run_halves(_routed(args))
+
+
+def _routed(args: FusedMoe) -> FusedExperts:
+    check_logits(args)
+    return args.routed(*_library.call(TopkRouting(args.router)))
 
 
 _autograd.define_gradient(FusedMoe, _save, _backward, _autograd.tangent_of(_stages))
+_in_parts = define_expansions(FusedMoe, stages=_stages, halves=_halves)
 
 
 def _flops(shapes: Any) -> int:

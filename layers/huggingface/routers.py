@@ -38,7 +38,8 @@ class Known(NamedTuple):
 class Ours:
     """Stands for the config of experts that have none and run on our operators."""
 
-    _experts_implementation = _experts_implementation_internal = NAME
+    def __init__(self) -> None:
+        self._experts_implementation_internal = NAME
 
 
 OURS = Ours()
