@@ -150,10 +150,7 @@ _RARE = ("moe_ops_parallel", "moe_ops_expert_map", "moe_ops_balancing", "moe_ops
 
 def _rare(module: nn.Module, name: str) -> Any:
     """An attribute, or None. To be told by `nn.Module` that there is none takes a microsecond, in a guard too."""
-    for kept in (module.__dict__, module._modules, module._buffers):
-        if name in kept:
-            return kept[name]
-    return None
+    return module.__dict__.get(name, module._modules.get(name, module._buffers.get(name)))
 
 
 def _run(

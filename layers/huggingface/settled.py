@@ -22,26 +22,26 @@ class Settings:
     """What was there when a module was tried.
 
     Attributes:
-        options: plain attributes, by name.
+        names, values: plain attributes.
         inside: class of each module inside that our code does not call, by path; a function stands for itself.
     """
 
-    options: tuple[tuple[str, Any], ...]
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
     inside: tuple[tuple[str, Any], ...]
 
 
 def settings_of(module: nn.Module, *inside: str) -> Settings:
     """Those of a module, and of what it has at these paths."""
-    options = [(name, value) for name, value in vars(module).items() if _is_option(name, value)]
-    return Settings(tuple(options), tuple([(path, _kind(get(module, path))) for path in inside]))
+    options = {name: value for name, value in vars(module).items() if _is_option(name, value)}
+    kinds = tuple([(path, _kind(get(module, path))) for path in inside])
+    return Settings(tuple(options), tuple(options.values()), kinds)
 
 
 def has_changed(module: nn.Module, settings: Settings) -> bool:
     """Whether the module's own code may compute something else than it did then."""
-    attributes = module.__dict__
-    for name, value in settings.options:
-        if attributes.get(name) != value:
-            return True
+    if tuple(map(module.__dict__.get, settings.names)) != settings.values:
+        return True
     for path, kind in settings.inside:
         found = module._modules.get(path)  # `nn.Module` itself takes a microsecond to find one
         found = get(module, path) if found is None else found
@@ -52,7 +52,7 @@ def has_changed(module: nn.Module, settings: Settings) -> bool:
 
 def expect_options(module: nn.Module, settings: Settings) -> None:
     """Raises ValueError where an option has changed, and the module's own code cannot run: its experts are stacked."""
-    for name, value in settings.options:
+    for name, value in zip(settings.names, settings.values, strict=True):
         found = module.__dict__.get(name)
         if found != value:
             texts = name, describe(found), describe(value)
