@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from layers import huggingface
 from tests.counting import Calls
@@ -114,6 +115,20 @@ def test_hooks_on_an_activation_beside_adapters():
     hook_all(ours)
     with pytest.raises(ValueError, match="act_fn has changed since patch, or has hooks: expected none"):
         ours(tokens(2, 6))
+
+
+@torch.no_grad()
+def test_another_implementation_is_noticed_by_compiled_code():
+    stock, ours = pair("mixtral")
+    huggingface.patch(ours)
+    traced = EagerAndRecordGraphs()
+    compiled = torch.compile(ours, backend=traced, fullgraph=True)
+    calls = []
+    for implementation in ("moe_ops", "grouped_mm", "moe_ops"):
+        ours.set_experts_implementation(implementation)
+        torch.testing.assert_close(compiled(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
+        calls.append(sum("moe.fused_experts" in graph.code for graph in traced.graphs))
+    assert calls == [1, 1, 1] and len(traced.graphs) == 2
 
 
 @torch.no_grad()

@@ -141,6 +141,17 @@ def test_errors_are_in_the_callers_names(emit, dynamic):
         torch.compile(layer, backend="eager", fullgraph=True)(x, logits, w13, w2, emit)
 
 
+def test_nothing_compiles_behind_it():
+    """It runs by itself too, as in the graph of a backend that only calls it."""
+    for run in (OPS.fused_moe.stages, torch.compile(layer, backend="eager")):
+        if run is OPS.fused_moe.stages:
+            x, logits, w13, w2 = tensors()
+            run(x, logits, w13, w2, *(None,) * 7, TOP2.spec, "silu")
+        else:
+            run(*tensors())
+        assert not torch.compiler.is_compiling()
+
+
 def test_tracing_a_block_is_little_work(monkeypatch):
     """Dynamo takes 10 to 40 microseconds for an instruction of Python; stages one by one were 3800 for a block."""
     steps = 0

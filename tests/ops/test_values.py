@@ -62,6 +62,9 @@ def test_shared_enters_after_the_routed_sum(case, emit):
     weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
     out = moe_ops.fused_moe(*problem.args(), **problem.biases(), shared=shared, emit=emit)
     assert_matches_oracle(out, oracle(problem, weights, ids) + shared)
+    elsewhere = torch.full(problem.router_logits.shape[1:], -1, dtype=torch.int32)
+    out = moe_ops.fused_moe(*problem.args(), shared=shared, expert_map=elsewhere, emit=emit)
+    assert torch.equal(out, shared)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.spec)
