@@ -41,6 +41,8 @@ CALLS = {
     "number for a map": (lambda: stages(expert_map=3), TypeError, "expert_map=3: expected a torch.Tensor"),
     "scalar for a map": (lambda: stages(expert_map=SCALAR.int()), ValueError,
         r"expert_map has shape \[\]: expected \[E_global\]"),
+    "logits beside shared": (lambda: stages(shared=torch.randn(T, H), router_logits=torch.randn(T + 1, E)), ValueError,
+        r"router_logits has shape \[5, 6\]: expected \[4, 6\]"),
     "number per expert": (lambda: stages(per_expert=3), TypeError,
         "per_expert=3: expected a tuple or list of tensors"),
     "tensor per expert": (lambda: stages(per_expert=torch.rand(E)), TypeError,

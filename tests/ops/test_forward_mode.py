@@ -183,12 +183,8 @@ CALLS = {
 
 def test_every_operator_with_a_derivative_is_listed():
     names = {name[5:] for name in torch._C._dispatch_get_all_op_names() if name.startswith("moe::")}
+    names = {name for name in names if not name.endswith((".compiled", ".stages", ".halves"))}
     without = {"build_dispatch", "map_replicas", "map_and_record", "plan_exchange", "quantise_rows"}
-    without |= {"grouped_gemm.compiled", "grouped_gemm_weight_backward.compiled"}
-    without |= {"quantise_rows.compiled", "scaled_grouped_gemm.compiled"}
-    without |= {
-        f"{name}.{parts}" for name in ("fused_experts", "fused_moe") for parts in ("stages", "halves")
-    }
     assert names == {*CALLS, *without}
 
 
