@@ -179,9 +179,10 @@ def is_exporting() -> bool:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
-    """Lets `torch.compiler.is_compiling()` say so to what runs inside, as torch 2.13 does while it compiles."""
-    was_compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+def tracing() -> Iterator[None]:
+    """Lets `torch.compiler.is_compiling()` say so where a mode traces what runs inside, as in torch 2.13 it does."""
+    was_compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = was_compiling or torch._C._len_torch_dispatch_stack() > 0
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ def define_expansions(arguments: type, *, stages: Op, halves: Op) -> Callable[[A
 
 def _expansion(arguments: type, overload: str, function: Op) -> Op:
     def expand(args: Any) -> Any:
-        with _compat.compiling():  # as if Dynamo traced it: a size may be guarded to be what another one is
+        with _compat.tracing():  # as if Dynamo traced it: a size may be guarded to be what another one is
             return function(args)
 
     expanded, flatten = _library.define_composite(arguments, overload, expand), records.flattener(arguments)

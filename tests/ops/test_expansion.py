@@ -1,5 +1,6 @@
 """What Dynamo sees of a layer is one call; behind AOTAutograd it is the operators of its stages."""
 
+import sys
 import warnings
 
 import pytest
@@ -141,15 +142,21 @@ def test_errors_are_in_the_callers_names(emit, dynamic):
         torch.compile(layer, backend="eager", fullgraph=True)(x, logits, w13, w2, emit)
 
 
-def test_nothing_compiles_behind_it():
-    """It runs by itself too, as a graph does whose backend only calls it."""
-    given, nothing = tensors(), [None] * 6
-    for run in (
-        lambda: OPS.fused_moe.stages(*given, *nothing, TOP2.spec, "silu"),
-        lambda: torch.compile(layer, backend="eager")(*given),
-    ):
-        assert_matches_oracle(run(), layer(*given))
+def test_nothing_compiles_where_it_runs(monkeypatch):
+    """As a graph does whose backend only calls it: other threads would be told that they compile."""
+    module, given, nothing, told = sys.modules["moe_ops.fused_experts"], tensors(), [None] * 6, []
+
+    def product(rows, *others, of=module.product):
+        told.append(torch.compiler.is_compiling())
+        return of(rows, *others)
+
+    run = torch.compile(layer, backend="eager")
+    assert_matches_oracle(run(*given), layer(*given))
+    monkeypatch.setattr(module, "product", product)
+    for call in (run, lambda *given: OPS.fused_moe.stages(*given, *nothing, TOP2.spec, "silu")):
+        assert_matches_oracle(call(*given), layer(*given))
         assert not torch.compiler.is_compiling()
+    assert told == [False] * 4
 
 
 def test_tracing_a_block_is_little_work(monkeypatch):
