@@ -1,9 +1,9 @@
 """What Dynamo sees of a layer: one call, which AOTAutograd opens into the operators of its stages.
 
 Dynamo goes through every instruction of the Python that it traces. A layer's stages, their records and the checks in a
-caller's names are some two thousand. An operator made of other operators ("CompositeImplicitAutograd" in PyTorch's
-words) is one call there, and Python itself runs what it is made of, once when Dynamo tries it and once when AOTAutograd
-traces it. The graph behind autograd is the same.
+caller's names are 2,700 of the 3,800 of a block. An operator made of other operators ("CompositeImplicitAutograd" in
+PyTorch's words) is one call there, and Python itself runs what it is made of, once when Dynamo tries it and once when
+AOTAutograd traces it. The graph behind autograd is the same.
 """
 
 from collections.abc import Callable

@@ -82,8 +82,8 @@ def define_compiled(arguments: type, cpu: Op, fake: Op) -> None:
 def define_composite(arguments: type, overload: str, function: Op) -> Op:
     """Registers and returns an overload of an operator that is what `function` calls: it has no kernel of its own."""
     operator = OPERATORS[arguments]
-    expand = _traced(lambda *leaves: function(operator.build(*leaves)))
-    LIBRARY.impl(_declare(operator, overload), expand, "CompositeImplicitAutograd")
+    name = _declare(operator, overload)
+    LIBRARY.impl(name, lambda *leaves: function(operator.build(*leaves)), "CompositeImplicitAutograd")
     return getattr(operator.overload.overloadpacket, overload)
 
 
