@@ -47,6 +47,19 @@ def test_a_patched_model_computes_the_same(name):
     assert torch.equal(*(outputs(model, name)[0] for model in (ours, stock)))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", COLLECTIONS)
+@torch.no_grad()
+def test_ids_are_left_as_experts_of_ours_take_them(name, compiled):
+    """Not widened to what transformers' own experts count on; these have no config that could name them."""
+    model = stock_model(name)
+    report = huggingface.patch(model)
+    router = model.get_submodule(report.routers[0])
+    tokens = torch.randn(3, next(each for each in router.parameters() if each.dim() == 2).shape[1])
+    run = torch.compile(router, backend="eager", fullgraph=True) if compiled else router
+    assert run(tokens)[-1].dtype == torch.int32
+
+
 @pytest.mark.parametrize("name", [*BLOCKS, *COLLECTIONS])
 @torch.no_grad()
 def test_copies_and_pickles(name):
