@@ -54,13 +54,9 @@ Stopwatch = Callable[[Sequence[Calls]], Sequence[float]]
 
 
 def ways(gemm: Gemm) -> tuple[Way, ...]:
-    """What is worth timing: the choice in use first, then others with half to twice its rows to a tile."""
-    chosen = gemm_config.pick_config(gemm)
-    near = [
-        each
-        for each in gemm_config.alternatives(gemm)
-        if chosen.block_m <= 2 * each.block_m <= 4 * chosen.block_m
-    ]
+    """What is worth timing: the choice in use first, then tiles of half to twice the rows that an expert asks for."""
+    chosen, rows = gemm_config.pick_config(gemm), gemm_config.rows_of_one_height(gemm)
+    near = [each for each in gemm_config.alternatives(gemm) if rows <= 2 * each.block_m <= 4 * rows]
     library = (GroupedMm(),) if takes_grouped_mm(gemm) else ()
     return tuple(dict.fromkeys((chosen, *near, *library)))
 

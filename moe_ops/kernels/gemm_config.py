@@ -13,6 +13,7 @@ from moe_ops.kernels.gemm_tables import (
     BY_TMA,
     BY_TMA_IN_ORDER,
     BY_TMA_IN_SHORT_STEPS,
+    BY_TMA_MIXED_FEW,
     TMA_ALTERNATIVES,
     LaunchConfig,
     Tables,
@@ -35,7 +36,8 @@ INVARIANT_ROWS = 64
 """Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
 rows only where there are many, and the fewest that fill a Hopper tensor core."""
 _MIXED_FEATURES, _MIXED_FEATURES_IF_SLOW = 2048, 512  # of the smaller side of an expert's weights
-_MIXED_ROWS, _MIXED_ROWS_IN_SHORT_STEPS = 20, 8  # of an expert, and more than so many
+_MIXED_ROWS = 20  # of an expert, up to which tiles of mixed heights are low
+_MIXED_FEW_FEATURES, _MIXED_NARROW_ROWS = 1024, 6  # below the one they pay from more rows than the other
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
 
@@ -70,24 +72,34 @@ def _is_compute_bound(gemm: Gemm) -> bool:
     return gemm.num_slots >= _COMPUTE_BOUND_ROWS * gemm.linear.weight.meta.shape[0]
 
 
-def mixes_heights(gemm: Gemm) -> bool:
-    """Whether tiles have mixed heights, see `gemm_mixed`: in wide layers whose experts have 20 to 128 rows.
+def mixed_config(gemm: Gemm) -> LaunchConfig | None:
+    """Blocks of tiles of mixed heights, see `gemm_mixed`, where such are as fast as tiles of one height or faster.
 
-    Also where a tile is two products, which persistent CTAs cannot prefetch for: 1 to 10 % with 128 to 2048 rows.
+    Of experts with up to 20 rows they are low. With uniform routing layers on an H200 take from 1 % more to 4 % less,
+    where few experts have most rows from 2 % more to 25 % less: an expert's rows then are many tiles of 16 or 32.
+    """
+    any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and loads_rows_in_pieces(gemm.x.meta)
+    if not (any_order and gemm.weight_by_tma and is_tuned(gemm.gpu)):
+        return None
+    rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
+    if rows <= _MIXED_ROWS:
+        return (
+            BY_TMA_MIXED_FEW if _narrowest(gemm) >= _MIXED_FEW_FEATURES or rows > _MIXED_NARROW_ROWS else None
+        )
+    return BY_TMA.h200[_TMA_TILE_ROWS] if _mixes_many(gemm, rows) else None
+
+
+def _mixes_many(gemm: Gemm, rows: float) -> bool:
+    """Whether experts with more than 20 rows do: up to 128 in wide layers, and where a tile is two products.
+
+    For two products persistent CTAs cannot prefetch: 1 to 10 % with 128 to 2048 rows.
     On an H200 Mixtral's, gpt-oss' and DeepSeek-V3's are then 1 to 6 % faster, 8 % where few experts have most rows;
     narrow ones 3 to 6 % slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
-    more with uniform routing and 1 to 13 % less with zipf routing; from 9 rows on 0 to 3 % and 4 to 14 % less where the
-    depth is no multiple of 128.
+    more with uniform routing and 1 to 13 % less with zipf routing.
     """
-    weight = gemm.linear.weight.meta
-    any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and loads_rows_in_pieces(gemm.x.meta)
-    by_box = gemm.weight_by_tma and is_tuned(gemm.gpu)
-    rows = gemm.num_slots / weight.shape[0]
-    slow = gemm.gpu.has_slow_memory
-    wide = _narrowest(gemm) >= (_MIXED_FEATURES_IF_SLOW if slow else _MIXED_FEATURES)
-    few = _MIXED_ROWS_IN_SHORT_STEPS if slow and weight.shape[2] % _LONG_STEP else _MIXED_ROWS
+    least = _MIXED_FEATURES_IF_SLOW if gemm.gpu.has_slow_memory else _MIXED_FEATURES
     doubled = gemm.doubled and not sorts_rows_first(gemm)
-    return any_order and by_box and few < rows and (doubled or (wide and rows <= _TMA_TILE_ROWS))
+    return doubled or (_narrowest(gemm) >= least and rows <= _TMA_TILE_ROWS)
 
 
 def _narrowest(gemm: Gemm) -> int:
@@ -98,7 +110,9 @@ def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """The configurations worth timing for this product, those `pick_config` chooses from first."""
     choices = _tables(gemm).choose(is_tuned(gemm.gpu), even=True).values()
     in_order = (BY_TMA_IN_ORDER,) if _can_halve_tiles(gemm) else ()
-    more = (*BY_TMA_IN_SHORT_STEPS.values(), *TMA_ALTERNATIVES) if gemm.weight_by_tma else ()
+    more = (
+        (*BY_TMA_IN_SHORT_STEPS.values(), BY_TMA_MIXED_FEW, *TMA_ALTERNATIVES) if gemm.weight_by_tma else ()
+    )
     return (*choices, *in_order, *more)
 
 
@@ -124,11 +138,11 @@ def alternatives(gemm: Gemm) -> tuple[LaunchConfig, ...]:
 
 def config_by_rule(gemm: Gemm) -> LaunchConfig:
     """The choice without a table."""
+    if (mixed := mixed_config(gemm)) is not None:
+        return mixed
     if _halves_tiles(gemm):
         return BY_TMA_IN_ORDER
-    num_experts, _, depth = gemm.linear.weight.meta.shape
-    mean_rows = _TMA_TILE_ROWS if mixes_heights(gemm) else gemm.num_slots / num_experts
-    wanted = gemm.rows_per_tile or rows_per_tile(mean_rows)
+    wanted, depth = rows_of_one_height(gemm), gemm.linear.weight.meta.shape[2]
     best = _tables(gemm).choose(is_tuned(gemm.gpu), even=True)
     even = loads_rows_in_pieces(gemm.x.meta) or loads_rows_by_tma(gemm, best[min(wanted, max(best))])
     table = _tables(gemm).choose(is_tuned(gemm.gpu), even)
@@ -151,7 +165,7 @@ def _halves_tiles(gemm: Gemm) -> bool:
     (Mixtral, DeepSeek-V3) to 2 % more (gpt-oss).
     """
     rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
-    narrow = _narrowest(gemm) < _MIXED_FEATURES and not mixes_heights(gemm)
+    narrow = _narrowest(gemm) < _MIXED_FEATURES
     return _FEW_ROWS < rows <= _HALVED_ROWS and narrow and _can_halve_tiles(gemm)
 
 
@@ -162,6 +176,11 @@ def _tables(gemm: Gemm) -> Tables:
 def is_tuned(gpu: Gpu) -> bool:
     """Whether configurations were measured on such a GPU."""
     return gpu.capability == H200.capability
+
+
+def rows_of_one_height(gemm: Gemm) -> int:
+    """Rows of a product's tiles where all have as many."""
+    return gemm.rows_per_tile or rows_per_tile(gemm.num_slots / gemm.linear.weight.meta.shape[0])
 
 
 def rows_per_tile(mean_rows: float) -> int:

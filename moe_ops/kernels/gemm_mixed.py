@@ -11,8 +11,14 @@ import triton.language as tl
 from moe_ops.kernels.gemm_tma import multiply_tile
 from moe_ops.kernels.tiles import tile_in_turn
 
-SHORT, SHORTEST = tl.constexpr(64), tl.constexpr(16)
-"""Rows of the lower tiles: the least that fills a Hopper tensor core, and the least of the older instructions."""
+SHORTEST = tl.constexpr(16)
+"""Rows of the lowest tiles, the least of a product; those in the middle have half the rows of the highest."""
+
+
+@triton.constexpr_function
+def _stages(rows, stages):
+    """Tiles too low for Hopper's instructions hold one stage less than they are given."""
+    return stages if rows >= 64 else stages + 1
 
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
@@ -28,6 +34,7 @@ def grouped_gemm_mixed_kernel(
 ):  # fmt: skip
     """As `grouped_gemm_tma_kernel`, of rows that are gathered or loaded as they lie."""
     column_blocks = tl.cdiv(features, BLOCK_N // 2 if GATED else BLOCK_N)
+    SHORT: tl.constexpr = BLOCK_M // 2
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * column_blocks:
         expert, row, end, column_block = tile_in_turn(tiles_ptr, tile, column_blocks, BLOCK_M)
@@ -49,7 +56,7 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, STAGES,
+                TAIL, TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, _stages(SHORT, STAGES),
             )  # fmt: skip
         else:
             multiply_tile(
@@ -59,5 +66,5 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, STAGES,
+                TAIL, TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, _stages(SHORTEST, STAGES),
             )  # fmt: skip

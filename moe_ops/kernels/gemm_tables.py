@@ -61,6 +61,8 @@ BY_TMA = Tables(
 BY_TMA_IN_SHORT_STEPS = {16: LaunchConfig(16, 64, 64, 4, 8, 2), 32: LaunchConfig(32, 128, 64, 4, 6, 2)}
 # Rows in order, by TMA, without a gate: tiles half as high pad less, and there is room for five stages of them.
 BY_TMA_IN_ORDER = LaunchConfig(64, 256, 64, 8, 5)
+# Tiles of mixed heights, see `gemm_mixed`, for experts of few rows: 64, 32 and 16 rows, two CTAs to a multiprocessor.
+BY_TMA_MIXED_FEW = LaunchConfig(64, 128, 128, 4, 2, 2)
 # Worth timing against the choice above on a shape of its own.
 TMA_ALTERNATIVES = (
     LaunchConfig(16, 64, 128, 4, 4, 2),
@@ -100,7 +102,12 @@ def _all_of(tables: Tables) -> frozenset[LaunchConfig]:
     return frozenset(config for table in (tables.h200, tables.elsewhere) for config in table.values())
 
 
-_BY_BOX = _all_of(BY_TMA) | {*BY_TMA_IN_SHORT_STEPS.values(), BY_TMA_IN_ORDER, *TMA_ALTERNATIVES}
+_BY_BOX = _all_of(BY_TMA) | {
+    *BY_TMA_IN_SHORT_STEPS.values(),
+    BY_TMA_IN_ORDER,
+    BY_TMA_MIXED_FEW,
+    *TMA_ALTERNATIVES,
+}
 offered = {
     dtype: _all_of(tables) | (_BY_BOX if dtype.itemsize == 2 else frozenset())
     for dtype, tables in BY_POINTER.items()

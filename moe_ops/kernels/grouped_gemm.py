@@ -12,7 +12,7 @@ from moe_ops.kernels.formula import operand_args, with_formula
 from moe_ops.kernels.gemm import Gemm, Operand, bias_args, operands, reference_to
 from moe_ops.kernels.gemm_config import LaunchConfig
 from moe_ops.kernels.gemm_generic import grouped_gemm_generic_kernel
-from moe_ops.kernels.gemm_mixed import SHORT, grouped_gemm_mixed_kernel
+from moe_ops.kernels.gemm_mixed import grouped_gemm_mixed_kernel
 from moe_ops.kernels.gemm_tma import grouped_gemm_tma_kernel
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
@@ -27,7 +27,7 @@ _NO_ACTIVATION = {
 def plan(gemm: Gemm, config: LaunchConfig | None = None) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
     """Buffers (tile map, output) and launches of one grouped product; reads `expert_offsets`, or `counts`."""
     config = config or gemm_config.pick_config(gemm)
-    mixed = gemm_config.mixes_heights(gemm) and config.block_m > SHORT.value
+    mixed = config == gemm_config.mixed_config(gemm)
     tiles, map_launch = _tile_map(gemm, config.block_m, mixed)
     out = Buffer(gemm.out, gemm.out_meta.shape, gemm.out_meta.dtype)
     make = _mixed_launch if mixed else _tma_launch if gemm.weight_by_tma else _generic_launch

@@ -17,7 +17,8 @@ from triton.compiler import ASTSource
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Descriptor, Launch, Program, Ref
 
-REGISTERS = 65536  # of a CTA
+REGISTERS = 65536  # of a CTA, and of a multiprocessor
+RESERVED, SHARED_OF_MULTIPROCESSOR = 1024, 228 * 1024  # bytes of a CTA that CUDA keeps, and of all on an H200
 _CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 _TYPES = {
     torch.bfloat16: "bf16",

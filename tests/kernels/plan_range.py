@@ -160,7 +160,8 @@ _HEAVIEST_PRODUCTS = (
 
 def _product(gpu, dtype, act, sizes, biased) -> Iterator[Planned]:
     transposed, depth, mean_rows = sizes
-    experts, rows = 64, 2 * 1024 if depth != 511 else 2 * 511
+    # Narrow ones of few rows have tiles of one height on an H200, see `mixed` for others.
+    experts, rows = 64, 2 * (511 if depth == 511 else 1008 if mean_rows < 12 else 1024)
     (bias,) = _metas(dtype, (experts, rows))
     linear = PairedLinear(_weight(experts, rows, depth, dtype, transposed), bias if biased else None)
     slots = mean_rows * experts
@@ -177,17 +178,17 @@ def _product(gpu, dtype, act, sizes, biased) -> Iterator[Planned]:
 
 
 def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
-    """Products wide enough for tiles of mixed heights, on the GPUs that get them."""
+    """Products wide enough for tiles of mixed heights, high and low, on the GPUs that get them."""
     acts = (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS)
-    for act, transposed in itertools.product(acts, (False, True)):
-        bias, x = _metas(torch.bfloat16, (8, 4096), (256, 2880))
+    for act, transposed, slots in itertools.product(acts, (False, True), (512, 128)):
+        bias, x = _metas(torch.bfloat16, (8, 4096), (slots // 2, 2880))
         weight = _weight(8, 4096, 2880, torch.bfloat16, transposed)
         linear = operands("weight", PairedLinear(weight, bias))
-        gemm = Gemm(Operand("x", x), linear, "out", 512, gpu, 2, act, tail=True)
-        name = f"mixed act={act} transposed={transposed}"
+        gemm = Gemm(Operand("x", x), linear, "out", slots, gpu, 2, act, tail=True)
+        name = f"mixed act={act} transposed={transposed} slots={slots}"
         yield from _planned(name, *grouped_gemm.plan(gemm), torch.bfloat16)
-        gemm = replace(gemm, num_slots=256, top_k=None, activation=None)
-        yield from _planned("mixed, in order", *grouped_gemm.plan(gemm), torch.bfloat16)
+        gemm = replace(gemm, num_slots=slots // 2, top_k=None, activation=None)
+        yield from _planned(f"mixed, {slots} in order", *grouped_gemm.plan(gemm), torch.bfloat16)
 
 
 def batches(gpu: Gpu, size: Range) -> Iterator[Planned]:

@@ -111,6 +111,28 @@ def test_tiles_of_two_products_are_not_serialized(rows_per_tile: int | None, apa
     _assert_spill_free([kernel])
 
 
+@pytest.mark.parametrize("layout", ["rows", "in turns", "columns", "apart"])
+def test_two_programs_of_low_tiles_share_a_multiprocessor(layout: str) -> None:
+    """Tiles of 64, 32 and 16 rows: one's loads hide the other's start and end."""
+    weight = _meta(128, 2880, 5760).mT if layout == "columns" else _meta(128, 5760, 2880)
+    halves = (
+        [describe(half) for half in weight.chunk(2, 1)] if layout == "apart" else [describe(weight), None]
+    )
+    linear = operands("w13", PairedLinear(halves[0], None, halves[1]))
+    x, gate = (
+        Operand("hidden_states", describe(_meta(512, 2880))),
+        Activation(interleaved=layout == "in turns"),
+    )
+    dtypes = BF16 | {"w13_up": torch.bfloat16, "sorted_slots": torch.int32, "expert_offsets": torch.int32}
+    program = Program(*plan(Gemm(x, linear, "out", 2048, H200, 4, gate)), ("out",))
+    *_, kernel = aot.compile_program(program, dtypes)
+    assert kernel.name == "grouped_gemm_mixed_kernel" and not kernel.is_serialized
+    assert 2 * kernel.registers * 32 * kernel.num_warps <= aot.REGISTERS
+    assert 2 * (kernel.shared + aot.RESERVED) <= aot.SHARED_OF_MULTIPROCESSOR
+    assert "wgmma.mma_async" in kernel.ptx and "mma.sync" in kernel.ptx
+    _assert_spill_free([kernel])
+
+
 @pytest.mark.parametrize(("tokens", "activation"), mixed(TOKENS, (SITU, Activation("silu_no_mul"))), ids=str)
 def test_other_activations(tokens: int, activation: Activation) -> None:
     experts, top_k, hidden, features = WORKLOADS["W5"]

@@ -161,12 +161,18 @@ GPT_OSS = Activation("swiglu_oai", interleaved=True)
     ids=str,
 )
 @pytest.mark.parametrize(
-    "counts", [(0, 16, 17, 64, 65, 128, 129, 144, 193, 0, 20), (0, 600, 0, 3, 0, 0, 257, 1, 0)]
+    ("counts", "highest"),
+    [
+        ((0, 16, 17, 64, 65, 128, 129, 144, 193, 0, 20), 128),
+        ((0, 600, 0, 3, 0, 0, 257, 1, 0), 128),
+        ((0, 16, 17, 32, 33, 64, 65, 97, 0, 1, 20, *[0] * 30), 64),
+    ],
 )
 def test_tiles_of_mixed_heights(
     activation: Activation | None,
     layout: str,
     counts: tuple[int, ...],
+    highest: int,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -182,7 +188,7 @@ def test_tiles_of_mixed_heights(
         (_apart if "apart" in layout else _mixed)(weight, rows, activation),
     )
     buffers, launches = grouped_gemm.plan(gemm)
-    assert launches[-1].kernel is grouped_gemm_mixed_kernel
+    assert launches[-1].kernel is grouped_gemm_mixed_kernel and launches[-1].args["BLOCK_M"] == highest
     halves = _halves(weight) if "apart" in layout else [weight]
     tensors = {"x": x, "sorted_slots": slots, **dict(zip(("weight", "up"), halves, strict=False))}
     tensors["expert_offsets"] = torch.tensor(offsets, dtype=torch.int32)
@@ -192,12 +198,17 @@ def test_tiles_of_mixed_heights(
     assert_close(out, expected if activation is None else oracles.activate(expected, activation))
 
 
+def _heights(gemm: Gemm) -> int | None:
+    """Rows of the highest of a product's mixed tiles."""
+    config = gemm_config.mixed_config(gemm)
+    return None if config is None else config.block_m
+
+
 def test_which_products_have_tiles_of_mixed_heights() -> None:
     wide, narrow = meta(4, 4096, 2048), meta(4, 4096, 2032)
     columns = meta(4, 2032, 4096).mT
-    mixes = [rows for rows in (80, 81, 512, 513) if gemm_config.mixes_heights(_mixed(wide, rows))]
-    assert mixes == [81, 512]
-    assert gemm_config.mixes_heights(_mixed(wide, 256, Activation()))
+    assert [_heights(_mixed(wide, rows)) for rows in (2, 80, 81, 512, 513)] == [64, 64, 128, 128, None]
+    assert _heights(_mixed(wide, 256, Activation())) == 128
     gemm = _mixed(wide, 256)
     others = [
         _mixed(narrow, 256),
@@ -205,48 +216,51 @@ def test_which_products_have_tiles_of_mixed_heights() -> None:
         _mixed(columns, 256),
         _mixed(columns, 512 * 4, Activation("swiglu_oai", interleaved=True)),
         replace(_mixed(columns, 512 * 4, Activation()), rows_per_tile=64),
-        _mixed(meta(4, 4096, 2048, dtype=torch.float32), 256),
-        replace(gemm, gpu=Gpu(80, 108, 163 * 1024)),
-        replace(gemm, rows_per_tile=64),
-        replace(gemm, max_tokens=64),
-        replace(gemm, x=Operand("x", describe(meta(128, 2050)[:, :2048]))),
     ]
-    assert not any(map(gemm_config.mixes_heights, others))
-    assert gemm_config.mixes_heights(_mixed(meta(4, 2048, 4096).mT, 256))
+    others += [
+        other
+        for each in (gemm, _mixed(wide, 80))
+        for other in (
+            replace(each, linear=operands("weight", PairedLinear(describe(wide.float())))),
+            replace(each, gpu=Gpu(80, 108, 163 * 1024)),
+            replace(each, rows_per_tile=64),
+            replace(each, max_tokens=64),
+            replace(each, x=Operand("x", describe(meta(128, 2050)[:, :2048]))),
+        )
+    ]
+    assert not any(map(_heights, others))
+    assert _heights(_mixed(meta(4, 2048, 4096).mT, 256)) == 128
+
+
+def test_narrow_products_have_low_tiles_from_seven_rows_on() -> None:
+    for depth, least in ((1024, 2), (1008, 26)):
+        rows = [rows for rows in range(2, 84, 2) if _heights(_mixed(meta(4, 4096, depth), rows)) == 64]
+        assert rows == [*range(least, 82, 2)]
 
 
 def test_a_tile_of_two_products_has_one_of_mixed_heights() -> None:
     """Whatever its size, where it gathers rows: of wide pairs rows are sorted, and come by TMA."""
     columns, rows = meta(4, 512, 3072).mT, meta(4, 3072, 512)
     for gemm in (_mixed(columns, 80, Activation()), _apart(rows, 80, Activation()), _apart(rows, 80)):
-        mixes = [each for each in (80, 81, 2047) if gemm_config.mixes_heights(replace(gemm, num_slots=each))]
-        assert mixes == [81, 2047]
+        assert [_heights(replace(gemm, num_slots=each)) for each in (80, 81, 2047)] == [64, 128, 128]
     many = [
         make(each, 4 * 512, Activation())
         for make in (_mixed, _apart)
         for each in (columns, meta(4, 512, 5120).mT)
     ]
-    assert [*map(gemm_config.mixes_heights, many)] == [True, True, True, False]
+    assert [*map(_heights, many)] == [128, 128, 128, None]
     assert [*map(gemm_config.sorts_rows_first, many)] == [False, False, False, True]
 
 
 def test_where_weights_come_slowly_narrower_products_have_tiles_of_mixed_heights() -> None:
     h100 = replace(H200, memory_speed=3.35e12)
     products = [replace(_mixed(meta(4, 4096, depth), 480), gpu=h100) for depth in (504, 512)]
-    assert [gemm_config.mixes_heights(each) for each in products] == [False, True]
+    assert [*map(_heights, products)] == [None, 128]
     in_order = [replace(each, top_k=None, tail=False) for each in products]
     halved = gemm_config.BY_TMA_IN_ORDER
     assert [gemm_config.pick_config(each) == halved for each in in_order] == [True, False]
     # An H20 has as much memory for fewer multiprocessors.
-    assert not gemm_config.mixes_heights(replace(products[1], gpu=replace(h100, multiprocessors=78)))
-
-
-def test_and_with_fewer_rows_where_steps_are_short() -> None:
-    h100 = replace(H200, memory_speed=3.35e12)
-    short, long = (replace(_mixed(meta(4, 4096, depth), 40), gpu=h100) for depth in (2080, 2048))
-    assert gemm_config.mixes_heights(short) and not gemm_config.mixes_heights(long)
-    assert not gemm_config.mixes_heights(replace(short, num_slots=32))
-    assert not gemm_config.mixes_heights(replace(short, gpu=H200))
+    assert not _heights(replace(products[1], gpu=replace(h100, multiprocessors=78)))
 
 
 @pytest.mark.parametrize("config", gemm_config.candidates(product(meta(1, 8, 8))))

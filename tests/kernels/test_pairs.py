@@ -105,7 +105,11 @@ def test_a_formula_reads_both(layout, device):
 @pytest.mark.parametrize("tokens", [7, 33])
 def test_tiles_of_mixed_heights(tokens, device, monkeypatch):
     """And one operator of the whole layer, router included."""
-    monkeypatch.setattr(gemm_config, "mixes_heights", lambda gemm: gemm.activation is not None)
+
+    def mixed(gemm):
+        return None if gemm.activation is None else gemm_config.BY_TMA.h200[128]
+
+    monkeypatch.setattr(gemm_config, "mixed_config", mixed)
     tensors = _experts("T33", torch.bfloat16, Activation(), biased=True)
     for name in ("hidden_states", "topk_weights", "topk_ids", "shared", "shared_gate", "residual"):
         tensors[name] = tensors[name][:tokens]
@@ -186,7 +190,7 @@ def test_a_pair_with_padded_rows_takes_the_blocks_of_one_weight():
 def test_an_up_half_that_starts_elsewhere_is_no_tensor_for_tma():
     given, shape = _layer(64), (64, 1024, 2048)
     elsewhere = torch.empty(64 * 1024 * 2048 + 1, dtype=torch.bfloat16, device="meta")[1:].view(shape)
-    for up, kernel in ((given["w13_up"], "tma"), (elsewhere, "generic")):
+    for up, kernel in ((given["w13_up"], "mixed"), (elsewhere, "generic")):
         program = program_of("fused_experts", **{**given, "w13_up": up}, activation=Activation())
         assert [each.kernel.__name__ for each in _reading(program, "w13")] == [
             f"grouped_gemm_{kernel}_kernel"

@@ -11,7 +11,7 @@ from moe_ops.arguments import PairedLinear
 from moe_ops.formula import Formula
 from moe_ops.kernels import gemm_config
 from moe_ops.kernels.gemm import Gemm, Operand, operands
-from moe_ops.kernels.gemm_tables import LaunchConfig
+from moe_ops.kernels.gemm_tables import BY_TMA_MIXED_FEW, LaunchConfig
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.program import TensorMeta, describe
 from moe_ops.product_timing import GroupedMm, Timed, fastest, measure, takes_grouped_mm, timed_as, ways
@@ -80,7 +80,7 @@ def test_tiles_of_half_to_twice_the_rows():
     x = Operand("x", describe(meta(2048, 2048)))
     gemm = Gemm(x, operands("weight", PairedLinear(describe(weight))), "out", 2048, H200)
     configs = [way for way in ways(gemm) if isinstance(way, LaunchConfig)]
-    assert configs[0].block_m == 32 and {config.block_m for config in configs} == {16, 32, 64}
+    assert configs[0] == BY_TMA_MIXED_FEW and {config.block_m for config in configs} == {16, 32, 64}
     assert len({*configs}) == len(configs) and {*configs} <= {*gemm_config.candidates(gemm)}
 
 
