@@ -82,11 +82,10 @@ def mixed_config(gemm: Gemm) -> LaunchConfig | None:
     if not (any_order and gemm.weight_by_tma and is_tuned(gemm.gpu)):
         return None
     rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
-    if rows <= _MIXED_ROWS:
-        return (
-            BY_TMA_MIXED_FEW if _narrowest(gemm) >= _MIXED_FEW_FEATURES or rows > _MIXED_NARROW_ROWS else None
-        )
-    return BY_TMA.h200[_TMA_TILE_ROWS] if _mixes_many(gemm, rows) else None
+    if rows > _MIXED_ROWS:
+        return BY_TMA.h200[_TMA_TILE_ROWS] if _mixes_many(gemm, rows) else None
+    pays = _narrowest(gemm) >= _MIXED_FEW_FEATURES or rows > _MIXED_NARROW_ROWS
+    return BY_TMA_MIXED_FEW if pays else None
 
 
 def _mixes_many(gemm: Gemm, rows: float) -> bool:
@@ -110,10 +109,8 @@ def candidates(gemm: Gemm) -> tuple[LaunchConfig, ...]:
     """The configurations worth timing for this product, those `pick_config` chooses from first."""
     choices = _tables(gemm).choose(is_tuned(gemm.gpu), even=True).values()
     in_order = (BY_TMA_IN_ORDER,) if _can_halve_tiles(gemm) else ()
-    more = (
-        (*BY_TMA_IN_SHORT_STEPS.values(), BY_TMA_MIXED_FEW, *TMA_ALTERNATIVES) if gemm.weight_by_tma else ()
-    )
-    return (*choices, *in_order, *more)
+    by_box = (*BY_TMA_IN_SHORT_STEPS.values(), BY_TMA_MIXED_FEW, *TMA_ALTERNATIVES)
+    return (*choices, *in_order, *(by_box if gemm.weight_by_tma else ()))
 
 
 def pick_config(gemm: Gemm) -> LaunchConfig:
