@@ -15,12 +15,6 @@ SHORTEST = tl.constexpr(16)
 """Rows of the lowest tiles, the least of a product; those in the middle have half the rows of the highest."""
 
 
-@triton.constexpr_function
-def _stages(rows, stages):
-    """Tiles too low for Hopper's instructions hold one stage less than they are given."""
-    return stages if rows >= 64 else stages + 1
-
-
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_mixed_kernel(
     x_ptr, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
@@ -35,6 +29,7 @@ def grouped_gemm_mixed_kernel(
     """As `grouped_gemm_tma_kernel`, of rows that are gathered or loaded as they lie."""
     column_blocks = tl.cdiv(features, BLOCK_N // 2 if GATED else BLOCK_N)
     SHORT: tl.constexpr = BLOCK_M // 2
+    MORE_STAGES: tl.constexpr = STAGES + 1  # of lower tiles, for which there is room
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr) * column_blocks:
         expert, row, end, column_block = tile_in_turn(tiles_ptr, tile, column_blocks, BLOCK_M)
@@ -56,7 +51,7 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, _stages(SHORT, STAGES),
+                TAIL, TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, MORE_STAGES,
             )  # fmt: skip
         else:
             multiply_tile(
@@ -66,5 +61,5 @@ def grouped_gemm_mixed_kernel(
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, _stages(SHORTEST, STAGES),
+                TAIL, TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, MORE_STAGES,
             )  # fmt: skip
