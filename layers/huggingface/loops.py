@@ -111,7 +111,7 @@ class _WithLoss(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         (loss,) = ctx.saved_tensors
         return gradient, torch.ones_like(loss)
 
