@@ -107,6 +107,13 @@ def test_gates_that_choose_are_told_to_stay(kind):
     assert report.left == ((CHOOSE[kind], OWN_GATE),) and report.routers == ()
 
 
+def test_a_block_that_hands_on_its_choice_is_told_to_route():
+    _, report = stacked(MiniMaxM2)
+    assert report.left == (
+        ("gate", "it gives logits alone: its block makes weights of them, by its own code"),
+    )
+
+
 def test_a_bias_of_the_block_is_a_correction_bias():
     _, report = stacked(Biased)
     assert dict(report.computed)["gate"] == "top_k=2;score_fn=sigmoid;renormalize=False" and not report.left
