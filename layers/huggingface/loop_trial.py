@@ -42,7 +42,7 @@ _OTHER_IN_TRAINING = (
 
 def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
     """How the block computes, or why it is not rebuilt."""
-    _, *more = inspect.signature(type(block).forward.__get__(block)).parameters
+    more = list(inspect.signature(type(block).forward).parameters)[2:]
     if more:
         return f"its forward takes more than hidden states: {', '.join(more)}"
     gate = next((name for name in _GATES if isinstance(getattr(block, name, None), nn.Module)), "")

@@ -275,6 +275,24 @@ def test_more_arguments_are_not_left_out():
     assert report.left == (("", "its forward takes more than hidden states: mask"),)
 
 
+class Taking(Loop):
+    """Nothing, for all that can be seen, or nothing at all."""
+
+    def forward(*args):
+        return Loop.forward(*args)
+
+
+class Container(Loop):
+    def forward(self):
+        raise AssertionError
+
+
+def test_any_signature_can_be_read():
+    assert huggingface.patch(block(Taking), stack_experts=True).experts == ("experts",)
+    ((_, why),) = huggingface.patch(block(Container), stack_experts=True).left
+    assert why.startswith("its own code cannot be tried: TypeError(")
+
+
 class Named(Loop):
     def forward(self, x):
         return super().forward(x)
