@@ -84,6 +84,8 @@ class CudaGraphRunner(Generic[Output]):
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn={fn!r}: expected a function or a module")
+        if not isinstance(capture_sizes, Iterable):
+            raise TypeError(f"capture_sizes={capture_sizes!r}: expected numbers of rows")
         sizes = tuple(capture_sizes)
         if not sizes:
             raise ValueError("capture_sizes is empty: expected numbers of rows")

@@ -81,7 +81,8 @@ def patch(
             two tensors, and gate and up projections that are two tensors become one. Each weight is freed when it has
             been copied, so do it before an optimiser holds them. State dicts keep the names of before, and are loaded
             as the modules would; with `assign=True` the weights of a tensor need one dtype and device. Experts with
-            hooks or a forward of their own, or used elsewhere in the model as well, stay modules.
+            hooks or a forward of their own, or used elsewhere in the model as well, stay modules. A gate that chooses
+            experts itself keeps its own code.
 
     Returns:
         The names of what was changed, and of every MoE block left alone with the reason.

@@ -23,6 +23,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ROUTER_NAMES = ("gate", "router")
 _BLOCK_SUFFIXES = ("MoE", "Moe", "MoA", "MoeBlock", "SparseMLP", "Experts")
 _WHY_NO_ROUTER = "no router called gate or router beside it: what routes to it keeps its own code"
+_WHY_LOGITS = "it gives logits alone: its block makes weights of them, by its own code"
 _WHY_OFFLOADED = "modules inside it are offloaded, and get their weights when they are called"
 _WHY_UNDECORATED = {
     "JetMoeMoA": "jetmoe's mixture of attention heads is not a mixture of feed-forward experts",
@@ -145,6 +146,8 @@ def _known_router(router: nn.Module, experts: nn.Module, recogniser: Recogniser)
     if _is_offloaded_inside(router):
         return _WHY_OFFLOADED
     known = recogniser.known(router)
+    if known is None and type(router) is nn.Linear:
+        return _WHY_LOGITS
     if known is None:
         return f"{type(router).__name__} computes nothing that topk_routing does: it keeps its own code"
     return FoundRouter(router, known, experts)

@@ -72,9 +72,9 @@ def run(forward: Callable[..., Any], twin: Any, tokens: Tensor, *rest: Tensor) -
         output, *more = returned if isinstance(returned, tuple) else (returned,)
         weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
         (gradient,) = torch.autograd.grad((output * weight).sum(), tokens)
-    except (ValueError, RuntimeError):  # it fails, or has no gradient
+        return [each.detach() for each in (output, gradient, *more)]
+    except (ValueError, RuntimeError, AttributeError):  # it fails, has no gradient, or returns no tensors
         return []
-    return [each.detach() for each in (output, gradient, *more)]
 
 
 def are_close(own: list[Tensor], ours: list[Tensor]) -> bool:

@@ -69,7 +69,7 @@ def patch(
     computed |= {_router(name): block.routing.spec for name, block in found.blocks.items()}
     patched = *found.experts, *found.blocks
     routed = *found.routers, *gates, *map(_router, found.blocks)
-    left = {name: apart.get(name, why) for name, why in found.left}
+    left = {name: apart.get(name, why) for name, why in found.left} | stacking.own_gates(model)
     return PatchReport(patched, routed, tuple(left.items()), tuple(computed.items()))
 
 

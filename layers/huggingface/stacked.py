@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from layers.huggingface.expert_modules import Mlp, activation_of
 from layers.huggingface.experts import experts_forward, settle, settled_activation
 from moe_ops.errors import value_error
 
@@ -86,6 +87,10 @@ class StackedExperts(nn.Module):
     def __getitem__(self, index: Any) -> nn.Module:
         """For a block's own code, which takes or goes through its experts one by one."""
         raise ValueError(_NOT_PATCHED)
+
+    def __len__(self) -> int:
+        """As the list of before; what comes next in such code is an expert."""
+        return self.num_experts
 
     def unstacked(self) -> nn.Module:
         """What held the weights before, with them: views of the stacked ones."""
@@ -176,3 +181,53 @@ def _joined(whole: Tensor, parts: list[Part], weights: list[Tensor], is_assigned
         if is_assigned or place.dim() == 3:  # experts in a row may have been copied
             place.copy_(weight.reshape(place.shape))
     return target if is_assigned else whole
+
+
+def of_modules(experts: Any, mlp: Mlp, kind: type[StackedExperts]) -> StackedExperts:
+    """The experts in two tensors; each one's weights are freed when they have been copied."""
+    children = dict(experts.named_children())
+    first = next(iter(children.values()))
+    act = activation_of(first, mlp)
+    size = first.get_parameter(mlp.up).shape[0]
+    upper = (
+        [(mlp.gate, slice(0, size)), (mlp.up, slice(size, 2 * size))] if mlp.gate else [(mlp.up, slice(size))]
+    )
+    name = "gate_up_proj" if mlp.gate else "up_proj"
+    parts = [
+        Part(f"{child}.{weight}", parameter, (place, rows))
+        for place, child in enumerate(children)
+        for weight, parameter, rows in [
+            *((weight, name, rows) for weight, rows in upper),
+            (mlp.down, "down_proj", slice(None)),
+        ]
+    ]
+    down = first.get_parameter(mlp.down)
+    shapes = {name: (len(upper) * size, down.shape[0]), "down_proj": tuple(down.shape)}
+    tensors = {key: down.new_empty(len(children), *shape) for key, shape in shapes.items()}
+    for part in parts:
+        weight = experts.get_parameter(part.name)
+        part.of(tensors[part.parameter]).copy_(weight.data)
+        weight.data = weight.data.new_empty(0)
+    up, down = (nn.Parameter(tensor, down.requires_grad) for tensor in tensors.values())
+    return kind(up, down, act, parts, experts)
+
+
+def of_rows(experts: Any) -> StackedExperts:
+    """dbrx's, of three tensors [E * I, H]."""
+    mlp, num_experts = experts.mlp, experts.num_experts
+    size = mlp.w1.shape[0] // num_experts
+    every = slice(None)
+    parts = (
+        Part("mlp.w1", "gate_up_proj", (every, slice(0, size))),
+        Part("mlp.v1", "gate_up_proj", (every, slice(size, 2 * size))),
+        Part("mlp.w2", "down_proj", (every, every), is_transposed=True),
+    )
+    up = mlp.w1.new_empty(num_experts, 2 * size, mlp.w1.shape[1])
+    down = mlp.w2.data.unflatten(0, (num_experts, size)).transpose(1, 2)
+    for part in parts[:2]:
+        weight = experts.get_parameter(part.name)
+        part.of(up).copy_(weight.data.unflatten(0, (num_experts, size)))
+        weight.data = weight.data.new_empty(0)
+    requires_grad = mlp.w2.requires_grad
+    stacked = nn.Parameter(up.detach(), requires_grad), nn.Parameter(down, requires_grad)
+    return StackedExperts(*stacked, mlp.activation_fn, parts, experts)

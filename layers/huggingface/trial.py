@@ -6,6 +6,7 @@ asks for become casts to float64: two formulas that agree here are one formula, 
 """
 
 import contextlib
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from layers.huggingface._compat import RewriteCalls, real_tensors
 
@@ -98,11 +100,11 @@ def skeleton(
     """The module around other tensors: `make` gives one for each, by its name in the module and what it stands for.
 
     Attributes are shared, hooks and forwards of the instance are left out: it runs the code of its class. Sizes of
-    tensors, and numbers among the attributes, are replaced as `sizes` says.
+    tensors, and numbers among the attributes and in configs, are replaced as `sizes` says.
     """
     twin = module.__class__.__new__(module.__class__)
     own = {key: value for key, value in vars(module).items() if key not in OF_INSTANCE}
-    vars(twin).update({key: sizes[value] if _is_size(value, sizes) else value for key, value in own.items()})
+    vars(twin).update({key: _small(value, sizes) for key, value in own.items()})
     for kind in _HOOKS & vars(module).keys():
         vars(twin)[kind] = OrderedDict()
     for kind in ("_parameters", "_buffers"):
@@ -115,6 +117,16 @@ def skeleton(
         for key, child in module._modules.items()
     }
     return twin
+
+
+def _small(value: Any, sizes: Mapping[int, int]) -> Any:
+    if _is_size(value, sizes):
+        return sizes[value]
+    if not sizes or not isinstance(value, PreTrainedConfig):
+        return value
+    small = copy.copy(value)
+    vars(small).update({key: sizes[each] for key, each in vars(value).items() if _is_size(each, sizes)})
+    return small
 
 
 def _is_size(value: object, sizes: Mapping[int, int]) -> bool:

@@ -11,6 +11,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _GENERATES = frozenset({"/v1/chat/completions", "/v1/completions"})
 _TELLS = frozenset({"/health", "/v1/models"})
+_KINDS = {404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Admission:
@@ -43,8 +44,14 @@ class Admission:
                 self._in_work -= 1
 
 
+def error(status: int, message: str) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
 async def _refuse(send: Send, status: int, told: str) -> None:
-    body = json.dumps({"error": {"message": told, "code": status}}).encode()
+    body = json.dumps(error(status, told)).encode()
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

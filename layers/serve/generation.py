@@ -10,6 +10,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
 from layers.serve.batching import begun, room
+from layers.serve.replies import ended
 from layers.serve.requests import problem
 
 _ENDING = 2  # seconds that the last step has
@@ -128,7 +129,7 @@ class Completion(CompletionHandler):
 
 async def _told(answer: Awaitable[Any]) -> Any:
     try:
-        return await answer
+        return ended(await answer)
     except (ValueError, TypeError, LookupError, AttributeError, TemplateError) as error:
         raise HTTPException(400, f"{type(error).__name__}: {error}") from error
 

@@ -67,7 +67,8 @@ def _content_problem(content: Any, may_lack: bool) -> str | None:
     if not isinstance(content, list):
         return f"={content!r}: expected text"
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             return f"[{index}]={part!r}: expected a part of type 'text'"
     return None
 
@@ -114,9 +115,13 @@ def _sampling_problem(body: Body, sampling: GenerationConfig) -> str | None:
     }
     for name, of_server in given.items():
         value = body.get(name)
-        if value is not None and (not isinstance(value, int | float) or float(value) != of_server()):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and (not is_number or value != of_server()):
             told = f"{name}={value!r}: requests of one batch are sampled alike"
             return f"{told}; expected {of_server()}, with which the server was started, or nothing"
-    if sampling.do_sample and body.get("seed") is not None:
-        return f"seed={body['seed']!r}: requests of one batch share a generator; expected nothing"
+    seed = body.get("seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        return f"seed={seed!r}: expected an integer"
+    if sampling.do_sample and seed is not None:
+        return f"seed={seed!r}: requests of one batch share a generator; expected nothing"
     return None

@@ -9,6 +9,7 @@ import uvicorn
 from transformers import GenerationConfig
 from transformers.cli.serving.server import build_server
 
+from layers.serve import replies
 from layers.serve.admission import Admission
 from layers.serve.batching import batching_config
 from layers.serve.generation import Batches, Chat, Completion, OneBatch
@@ -62,7 +63,9 @@ def _application(models: PatchedModels, batches: Batches, options: ServeOptions)
     }
     # Handlers of routes that `Admission` does not let through; which there are depends on transformers' version.
     needed = {name for name in inspect.signature(build_server).parameters if name.endswith("_handler")}
-    return build_server(**{**dict.fromkeys(needed), **handlers})
+    application = build_server(**{**dict.fromkeys(needed), **handlers})
+    replies.install(application)
+    return application
 
 
 def _described(config: Any) -> str:

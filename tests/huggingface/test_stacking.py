@@ -188,23 +188,12 @@ class OtherActivation(Expert):
         self.act_fn = nn.Tanh()
 
 
-class Chooser(nn.Linear):
-    """A gate that chooses itself, as those of DeepSeek's remote code do."""
-
-    def __init__(self):
-        super().__init__(HIDDEN, EXPERTS, bias=False)
-
-    def forward(self, hidden_states):
-        return super().forward(hidden_states).softmax(-1).topk(2)
-
-
-class Choosing(Loop):
-    def __init__(self):
-        super().__init__()
-        self.gate = Chooser()
+class Thresholded(Loop):
+    """Some tokens have fewer experts."""
 
     def weigh(self, logits):
-        return logits
+        weights, ids = super().weigh(logits)
+        return weights.masked_fill(weights < 0.3, 0), ids
 
 
 NO_SUM, NO_MLP = "its output is not the sum over experts by a RoutingConfig", "an expert is no MLP"
@@ -214,10 +203,10 @@ NO_SUM, NO_MLP = "its output is not the sum over experts by a RoutingConfig", "a
     ("kind", "options", "reason"),
     [
         (Squared, {}, NO_SUM),
-        (Noisy, {}, NO_SUM),
+        (Noisy, {}, "in training it gives something else"),
         (Scaled, {}, NO_SUM),
         (Shifted, {}, NO_SUM),
-        (Choosing, {}, "no gate or router gives logits"),
+        (Thresholded, {}, "no gate or router gives logits"),
         (Loop, {"expert": OtherExpert}, NO_MLP),
         (Loop, {"expert": functools.partial(Expert, bias=True)}, NO_MLP),
     ],
@@ -246,7 +235,9 @@ def test_experts_by_name_that_have_another_loop_say_so():
     module = block(Loop)
     module.experts = torch.nn.ModuleDict({str(each): one for each, one in enumerate(module.experts)})
     report = huggingface.patch(module, stack_experts=True)
-    assert report.left == (("", "its experts are not called with a mask and weights"),)
+    assert report.left == (
+        ("", "its experts are called neither with ids and weights nor with a mask and weights"),
+    )
 
 
 def test_a_list_of_unlike_experts_is_left_alone():

@@ -221,7 +221,9 @@ def test_examples_without_rows(arguments, error, text):
         _runner(lambda *given: given).capture(*arguments)
 
 
-@pytest.mark.parametrize(("sizes", "error"), [([], ValueError), ([0], ValueError), ([2, True], TypeError)])
+@pytest.mark.parametrize(
+    ("sizes", "error"), [([], ValueError), ([0], ValueError), ([2, True], TypeError), (8, TypeError)]
+)
 def test_sizes_that_are_none(sizes, error):
     with pytest.raises(error, match="capture_sizes"):
         CudaGraphRunner(_double, sizes)

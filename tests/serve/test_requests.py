@@ -44,6 +44,10 @@ def test_taken(more):
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]={'type': 'image_url'}: expected a part of type 'text'",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]},
+            "messages[0].content[0]={'type': 'image', 'text': 'x'}: expected a part of type 'text'",
+        ),
         ({"max_tokens": True}, "max_tokens=True: expected an integer of at least 1"),
         ({"max_completion_tokens": -1}, "max_completion_tokens=-1: expected an integer of at least 1"),
         ({"stop": ["x"]}, "stop=['x']: this server cannot do that"),
@@ -70,6 +74,10 @@ def test_taken(more):
         ),
         ({"temperature": 1.0}, "temperature=1.0: requests of one batch are sampled alike; expected 0.0"),
         ({"temperature": "hot"}, "temperature='hot': requests of one batch"),
+        ({"temperature": False}, "temperature=False: requests of one batch"),
+        ({"top_p": True}, "top_p=True: requests of one batch"),
+        ({"seed": "x"}, "seed='x': expected an integer"),
+        ({"seed": True}, "seed=True: expected an integer"),
         ({"top_p": 0.5}, "top_p=0.5: requests of one batch are sampled alike; expected 1.0"),
     ],
 )

@@ -131,10 +131,22 @@ def bad_requests_are_told_why(server, stock):
         given = {"model": server.model, "messages": user("x"), **given}
         with pytest.raises(openai.BadRequestError) as error:
             server.client().chat.completions.create(**given)
-        assert told in error.value.body["detail"]
+        assert told in str(error.value) and error.value.type == "invalid_request_error"
     for body in (b"{", b"[1]", b"", b"\xff"):
         status, told = post(server, "/v1/chat/completions", body)
-        assert 400 <= status < 500 and "detail" in told
+        assert 400 <= status < 500 and json.loads(told)["error"]["message"]
+
+
+def streams_say_that_they_end(server, stock):
+    for path, asked in (
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": user("x")}),
+    ):
+        _, told = post(server, path, json.dumps({**asked, "max_tokens": 2, "stream": True}).encode())
+        *_, last, end = filter(None, told.split("\n"))
+        assert (
+            json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] and end == "data: [DONE]"
+        )
 
 
 def routes_that_would_change_models_are_not_there(server, stock):
@@ -185,6 +197,7 @@ STORY = (
     answers_at_once_are_those_of_generate,
     a_prompt_without_a_template,
     bad_requests_are_told_why,
+    streams_say_that_they_end,
     routes_that_would_change_models_are_not_there,
     ids_of_requests_are_their_own,
     too_many_at_once_are_refused_and_those_who_leave_make_room,

@@ -1,0 +1,284 @@
+"""How a block computes that loops over a list of experts, found by trying it on a twin of small sizes.
+
+A gate that gives ids and weights, as those of DeepSeek's remote code do, is called as it is. Behind one that gives
+logits, experts that only say which they are show how the block routes. Then the block's own forward and ours have to
+give the same, with gradients, in training as well.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layers.huggingface import loops, router_trial, trial
+from layers.huggingface.expert_modules import Mlp
+from layers.huggingface.loops import Choice, Given, StackedBlock
+from layers.huggingface.outside import TOKENS, twin_of
+from layers.huggingface.router_trial import Output, Tried
+from layers.huggingface.settled import get, settings_of
+from layers.huggingface.stacked import StackedExperts, of_modules
+from moe_ops import RoutingConfig
+
+_GATES = ("gate", "router")
+_IDS = (torch.int64, torch.int32)
+
+_NO_CHOICE = (
+    "no gate or router gives logits [T, E] by which every token gets as many experts, nor ids and weights "
+    "[T, K]"
+)
+_NO_SUM = (
+    "its output is not the sum over experts by a RoutingConfig of its logits, or by what its gate chooses, alone or "
+    "beside a shared expert"
+)
+_OTHER_IN_TRAINING = (
+    "in training it gives something else than the sum over experts that it gives in evaluation"
+)
+"""Why experts that are modules stay modules."""
+
+
+def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
+    """How the block computes, or why it is not rebuilt."""
+    more = list(inspect.signature(type(block).forward).parameters)[2:]
+    if more:
+        return f"its forward takes more than hidden states: {', '.join(more)}"
+    gate = next((name for name in _GATES if isinstance(getattr(block, name, None), nn.Module)), "")
+    with trial.trial_mode():
+        twin, ours, inputs = _twins(block, mlp)
+        ours.moe_ops_settings = settings_of(ours)
+        own = _run_all(type(twin).forward, twin, inputs)
+        if isinstance(own[0], str):
+            return f"its own code cannot be tried: {own[0]}"
+        trained = _run_all(type(twin).forward, twin.train(), inputs)
+        trains = not _raises(twin, inputs[0].clone())
+        routed = _routed(block, twin.eval(), gate, inputs[0], mlp) if gate else None
+        if routed is None:
+            return _NO_CHOICE
+        why = _NO_SUM
+        for how in _ways(block, gate, routed, own[0], trains):
+            ours.moe_ops_stacked = how
+            is_sum = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
+            if is_sum and _reads_no_more(how, twin, inputs, own):
+                if not trains or _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
+                    return how
+                why = _OTHER_IN_TRAINING
+    return why
+
+
+def _twins(block: Any, mlp: Mlp) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
+    """Two twins alike, one with stacked experts, and hidden states for them, of many tokens and of one."""
+    (twin, generator), (ours, _) = twin_of(block, len(block.experts)), twin_of(block, len(block.experts))
+    ours.experts = of_modules(ours.experts, mlp, StackedExperts)
+    hidden_size = ours.experts.down_proj.shape[1]
+    tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
+    return twin, ours, (tokens, tokens[:1, :1])  # one token may go another way
+
+
+def calls_with_ids(block: Any, mlp: Mlp) -> bool:
+    """Whether experts have a forward of their own, which the block calls as it would stacked ones."""
+    if type(block.experts).forward is nn.Module.forward:
+        return False
+    with trial.trial_mode():
+        twin, ours, inputs = _twins(block, mlp)
+        for mode in (False, True):
+            own = _run_all(type(twin).forward, twin.train(mode), inputs)
+            if not _are_alike(own, _run_all(type(twin).forward, ours.train(mode), inputs)):
+                return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a forward gave: its output, that one's gradient, and what else it returned."""
+
+    output: Tensor
+    gradient: Tensor
+    more: tuple[Any, ...] | None
+
+
+def _run_all(run: Callable[..., Any], twin: Any, inputs: Sequence[Tensor]) -> list[_Ran | str]:
+    return [_run(run, twin, each) for each in inputs]
+
+
+def _run(run: Callable[..., Any], twin: Any, tokens: Tensor) -> _Ran | str:
+    """What a forward returns in float64; why it cannot be told, where it cannot."""
+    leaf = tokens.clone().requires_grad_()
+    try:
+        returned = trial.run(run, twin, leaf.clone())  # no leaf, so that it may be changed in place
+        output, *more = returned if isinstance(returned, tuple) else (returned,)
+        if not isinstance(output, Tensor):
+            return f"it returns a {type(output).__name__}, not its output or a tuple that begins with it"
+        weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
+        has_gradient = output.requires_grad
+        gradient = (
+            torch.autograd.grad((output * weight).sum(), leaf)[0] if has_gradient else torch.zeros_like(leaf)
+        )
+    except (ValueError, RuntimeError) as error:
+        return repr(error.__cause__ or error)
+    return _Ran(output.detach(), gradient, tuple(more) if isinstance(returned, tuple) else None)
+
+
+def _raises(twin: Any, tokens: Tensor) -> bool:
+    try:
+        trial.in_float64(type(twin).forward, twin, tokens)
+    except ValueError:
+        return True
+    return False
+
+
+def _are_alike(own: Sequence[_Ran | str], ours: Sequence[_Ran | str]) -> bool:
+    return all(map(_is_alike, own, ours))
+
+
+def _is_alike(own: _Ran | str, ours: _Ran | str) -> bool:
+    if isinstance(own, str) or isinstance(ours, str):
+        return False
+    pairs = (ours.output, own.output), (ours.gradient, own.gradient)
+    return all(trial.close(*pair) for pair in pairs) and _is_same(own.more, ours.more)
+
+
+def _is_same(own: Any, ours: Any) -> bool:
+    if isinstance(own, tuple) and isinstance(ours, tuple):
+        return len(own) == len(ours) and all(map(_is_same, own, ours))
+    if isinstance(own, Tensor) and isinstance(ours, Tensor):
+        return trial.close(ours, own)
+    return type(own) is type(ours) and own == ours
+
+
+def _reads_no_more(how: StackedBlock, twin: Any, inputs: Sequence[Tensor], own: Sequence[_Ran | str]) -> bool:
+    read = tuple(f"{name}." for name in ("experts", how.gate, how.shared, how.shared_gate) if name)
+    tensors = [*twin.named_parameters(), *twin.named_buffers()]
+    others = [each.detach() for name, each in tensors if not name.startswith(read) and name != how.correction]
+    return trial.holds_whatever(others, lambda: _are_alike(own, _run_all(type(twin).forward, twin, inputs)))
+
+
+_Routed = tuple[RoutingConfig | Choice, str, tuple[Any, ...]]
+"""What a block makes of what its gate gives, its selection bias, and what the gate gave."""
+
+
+def _ways(block: Any, gate: str, routed: list[_Routed], own: _Ran, trains: bool) -> Iterator[StackedBlock]:
+    """Ways to route that give a token the experts that the block gives it, with what else it may have."""
+    shared = [name for name, _ in block.named_children() if "shared" in name]
+    every = [name for name in shared if "gate" not in name]
+    beside = [("", ""), *product(every, ["", *(name for name in shared if "gate" in name)])]
+    for routing, correction, given in routed:
+        losses = range(len(given)) if isinstance(routing, Choice) else ()
+        for (name, shared_gate), is_detached, loss in product(beside, (False, True), (-1, *losses)):
+            returned = None if own.more is None else _told(own.more, given)
+            yield StackedBlock(
+                gate, routing, correction, name, shared_gate, loss, is_detached, trains, returned
+            )
+
+
+_PLAIN = (type(None), bool, int, float, str)
+_UNKNOWN = "what no gate gives"
+
+
+def _told(value: Any, given: tuple[Any, ...]) -> Any:
+    """Where what a block returns comes from. Plain values stand for themselves."""
+    if isinstance(value, tuple):
+        return tuple([_told(each, given) for each in value])
+    if isinstance(value, Tensor) and value.dim() > 1:
+        for place, each in enumerate(given):
+            if isinstance(each, Tensor) and each.numel() == value.numel():
+                if trial.close(each.reshape(value.shape), value):
+                    return Given(place, value.dim() == 3)
+    return value if isinstance(value, _PLAIN) else _UNKNOWN
+
+
+def _routed(block: Any, twin: Any, gate: str, tokens: Tensor, mlp: Mlp) -> list[_Routed] | None:
+    """What may be made of what the gate gives; None where that is nothing to choose experts by."""
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    of_experts = [name for name, each in tensors if each.numel() == len(block.experts)]
+    corrections = ["", *(name for name in of_experts if not name.startswith(("experts.", f"{gate}.")))]
+    if choices := list(_choices(twin, gate, tokens, corrections)):
+        return choices
+    tried = _probed(block, gate, mlp, len(block.experts))
+    if tried is None:
+        return None
+    logits = _given(getattr(twin, gate), tokens.flatten(0, 1))
+    biases = {name: get(tried.twin, name).detach().flatten() if name else None for name in corrections}
+    return [
+        (routing, name, logits)
+        for name, bias in biases.items()
+        for routing in router_trial.configs(tried, bias)
+    ]
+
+
+def _choices(twin: Any, gate: str, tokens: Tensor, corrections: list[str]) -> Iterator[_Routed]:
+    """Ways to call a gate that chooses."""
+    for correction, takes_tokens in product(corrections, (False, True)):
+        states = tokens.flatten(0, 1) if takes_tokens else tokens
+        given = _given(getattr(twin, gate), states.clone(), *([get(twin, correction)] if correction else []))
+        for ids, weights in _places(given, tokens):
+            yield Choice(ids, weights, takes_tokens), correction, given
+
+
+def _given(gate: Any, *args: Tensor) -> tuple[Any, ...]:
+    try:
+        returned = trial.in_float64(gate, *args)
+    except ValueError:
+        return ()
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def _places(given: tuple[Any, ...], tokens: Tensor) -> Iterator[tuple[int, int]]:
+    """Where ids and weights may be, [T, K] or [B, S, K]."""
+    tensors = [(place, each) for place, each in enumerate(given) if isinstance(each, Tensor)]
+    rows = tokens.shape[0] * tokens.shape[1]
+    for (ids, first), (weights, second) in permutations(tensors, 2):
+        are_kinds = first.dtype in _IDS and second.is_floating_point()
+        if are_kinds and first.shape == second.shape and first.dim() > 1 and first[..., 0].numel() == rows:
+            yield ids, weights
+
+
+class _Probe(nn.Module):
+    """An expert that says which it is."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        said = torch.zeros_like(hidden_states)
+        if 0 <= self.place < hidden_states.shape[-1]:
+            said[..., self.place] = 1
+        return said
+
+
+def _probed(block: Any, gate: str, mlp: Mlp, num_experts: int) -> Tried | None:
+    """The weight of every expert for every token, as the block's own forward applies it."""
+    twin, generator = twin_of(block, num_experts)
+    hidden_size = next(twin.experts.children()).get_parameter(mlp.down).shape[0]
+    tokens = torch.randn(1, 3 * TOKENS, hidden_size, generator=generator, dtype=torch.float64)
+    tokens = tokens * torch.logspace(-1, 1, tokens.shape[1], dtype=torch.float64)[:, None]
+    for name, each in twin.named_parameters():
+        if name.startswith("shared"):
+            each.data.zero_()  # beside large outputs small weights would be rounded to nothing
+    starts = range(0, num_experts, hidden_size)
+    try:
+        logits = trial.in_float64(getattr(twin, gate), tokens[0]).detach()
+        silent = _output(twin, tokens, [-1] * num_experts)
+        said = [
+            _output(twin, tokens, [expert - start for expert in range(num_experts)]) - silent
+            for start in starts
+        ]
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return None
+    weights = torch.cat(said, -1)[:, :num_experts]
+    counts = (weights != 0).sum(-1)
+    if logits.shape != weights.shape or int(counts.min()) != int(counts.max()) or not int(counts[0]):
+        return None
+    chosen = weights[weights != 0].view(len(weights), -1)
+    output = Output(logits, weights, chosen, (), torch.empty(0), (), chosen.shape[1])
+    return Tried(twin, tokens, (), output)
+
+
+def _output(twin: Any, tokens: Tensor, places: list[int]) -> Tensor:
+    twin.experts = nn.ModuleList(map(_Probe, places))
+    returned = trial.in_float64(type(twin).forward, twin, tokens)
+    output = returned[0] if isinstance(returned, tuple) else returned
+    return output.detach().reshape(tokens.shape[1], -1)
