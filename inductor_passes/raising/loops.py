@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.choices import chosen_ids, stray_ids
-from inductor_passes.raising.evaluation import Cut, cut, is_size
+from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
 from inductor_passes.raising.gates import is_in_gate, written_as
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
@@ -30,13 +30,17 @@ from inductor_passes.raising.totals import Given, Part, ends, of_experts, total
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
+    has_layout,
     is_cast,
+    is_one,
     is_view_of_rows,
     only_user,
     operand,
     rank,
     same_shape,
+    seen_from,
     size,
+    unseen,
 )
 
 
@@ -104,14 +108,17 @@ def _read(second: Multiplied, known: Mapping[Node, Multiplied]) -> list[Node]:
 
 
 def _is_product(node: Node) -> bool:
-    return node.target in (aten.mm.default, aten.addmm.default)
+    """Whether `node` is a product of matrices: an einsum makes it one of a batch of one."""
+    is_one_of_batch = node.target is aten.bmm.default and is_one(size(node, 0))
+    return is_one_of_batch or node.target in (aten.mm.default, aten.addmm.default)
 
 
 def _multiplied(product: Node) -> Multiplied | None:
     """A product with one matrix of a tensor [E, A, B] of them."""
     if not _is_product(product) or product.kwargs:
         return None
-    found = of_expert(args(product)[-1], lambda select: rank(args(select)[0]) == 3)
+    factor, is_turned = _matrix(args(product)[-1])
+    found = of_expert(factor, lambda stack, _: rank(stack) == 3)
     if found is None or found[0].value.dim() != 3:
         return None
     bias = args(product)[0] if product.target is aten.addmm.default else None
@@ -124,7 +131,20 @@ def _multiplied(product: Node) -> Multiplied | None:
             break
         node = user
         shown = node if same_shape([size(node, -1)], [size(product, -1)]) else shown
-    return Multiplied(product, found[0].transposed(), found[1], shown, bias)
+    stack = found[0] if is_turned else found[0].transposed()
+    return Multiplied(product, stack, found[1], shown, bias)
+
+
+def _matrix(factor: Node) -> tuple[Node, bool]:
+    """The matrix that `factor` shows as a batch of one, and whether it does so transposed; else `factor` itself."""
+    matrix = unseen(factor)
+    shown = seen_from(matrix, factor) if (rank(factor), rank(matrix)) == (3, 2) else None
+    rows, columns = (int(concrete(each) or 0) for each in matrix.meta["val"].shape[-2:])
+    if shown is not None and has_layout(shown, (1, rows, columns), (0, columns, 1)):
+        return matrix, False
+    if shown is not None and has_layout(shown, (1, columns, rows), (0, 1, columns)):
+        return matrix, True
+    return factor, False
 
 
 def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
@@ -169,8 +189,8 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
     if each.bias is None:
         return None
 
-    def is_choice(select: Node) -> bool:
-        return args(select)[2] == each.expert and same_shape([size(args(select)[0], 0)], [num_experts])
+    def is_choice(stack: Node, expert: int) -> bool:
+        return expert == each.expert and same_shape([size(stack, 0)], [num_experts])
 
     found = of_expert(each.bias, is_choice)
     columns = (num_experts, size(each.product, 1))

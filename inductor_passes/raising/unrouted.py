@@ -15,8 +15,17 @@ from inductor_passes.graph_tools import describe, is_moe_op
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.products import products
-from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import args, aten, changes_dtype, is_reshape, rank
+from inductor_passes.raising.stacks import Stack, selected
+from inductor_passes.raising.views_of_rows import (
+    args,
+    aten,
+    changes_dtype,
+    is_one,
+    is_reshape,
+    is_shown,
+    rank,
+    size,
+)
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
@@ -112,10 +121,16 @@ def _kind(product: Node) -> str | None:
     return kinds[1] or (kinds[0] if rank(product) == 3 and kinds[0] != "own" else None)
 
 
+def _shown(node: Node) -> Node | None:
+    """What `node` shows, or is one of."""
+    chosen = selected(node)
+    return args(node)[0] if is_shown(node) else chosen and chosen[0]
+
+
 def _kind_of(operand: Node) -> str | None:
     source = operand
-    while source.op == "call_function" and (is_reshape(source) or source.target is aten.select.int):
-        source = args(source)[0]
+    while (shown := _shown(source)) is not None:
+        source = shown
     gathered = args(source)[0] if source.op == "call_function" and changes_dtype(source) else source
     while gathered.op == "call_function" and is_reshape(gathered):
         gathered = args(gathered)[0]
@@ -125,4 +140,6 @@ def _kind_of(operand: Node) -> str | None:
         return None
     if rank(source) == 2:
         return "own"
-    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) > 2 else None
+    if rank(source) < 3:
+        return None
+    return "looped" if rank(operand) == 2 or is_one(size(operand, 0)) else "stacked"
