@@ -25,6 +25,7 @@ from inductor_passes.raising.views_of_rows import (
     is_shown,
     rank,
     size,
+    unseen,
 )
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -38,6 +39,8 @@ _REASONS = {
     "experts read all tokens, and what a top-k chose of what they give is weighed and added up",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
     "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
+    "fed": "what goes into a product with all experts is weighed by what was chosen: such a layer is raised where what "
+    "they give is weighed, or where rows are those of what was chosen",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
     "(autocast), or there are no two such products with a gate between",
 }
@@ -55,6 +58,8 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
             product = next(found, None)
             if product is not None:
                 yield Refusal(product, _REASONS[_kind(product) or ""])
+            elif (fed := next(_fed_by(node, before), None)) is not None:
+                yield Refusal(fed, _REASONS["fed"])
 
 
 def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
@@ -108,6 +113,15 @@ def _weighed_by(meeting: tuple[Node, Node]) -> Iterator[Node]:
     if user.target not in (aten.add.Tensor, aten.sub.Tensor):
         behind = cut([operand], _ends_here)
         yield from (leaf for leaf in behind.leaves if leaf.target in _PRODUCTS and _kind(leaf) is not None)
+
+
+def _fed_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
+    """The products with weights of several experts whose rows are multiplied with what is made of the choice."""
+    for weight, product in _meetings(choice):
+        if product.target in _PRODUCTS and product not in before and _kind(product) in ("stacked", "looped"):
+            rows = (unseen(each) for each in product.all_input_nodes if each is not weight)
+            if any(each.target is aten.mul.Tensor for each in rows):
+                yield product
 
 
 def _ends_here(node: Node) -> bool:

@@ -67,6 +67,12 @@ def columns_apart(x, dense, w13, w2):
     return torch.einsum("te,teh->th", dense, torch.einsum("tei,eih->teh", swiglu(hidden), w2))
 
 
+def fed(x, dense, w13, w2):
+    """Llama 4: tokens times the weight that each expert has for them."""
+    rows = x.repeat(EXPERTS, 1) * dense.T.reshape(-1, 1)
+    return torch.bmm(swiglu(torch.bmm(rows.view(EXPERTS, -1, HIDDEN), w13)), w2).sum(0)
+
+
 def worst_of_all(x, probs, ids, w13, w2):
     """Over tokens, which experts choose."""
     chosen = F.linear(swiglu(F.linear(x, w13[0])), w2[0])
@@ -83,6 +89,7 @@ OTHER = {
         of_best(transposed(columns_apart)),
         "rows are multiplied with all experts at once",
     ),
+    "tokens are weighed": (of_best(transposed(fed)), "what goes into a product with all experts is weighed"),
     "something else is added within products": (
         of_best(with_biases(lambda biases, experts: biases[experts] + 1)),
         "the product with experts adds aten.unsqueeze, no bias of theirs",
