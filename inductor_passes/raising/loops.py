@@ -8,7 +8,7 @@ vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two product
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -88,12 +88,34 @@ def loops(graph: Graph) -> list[Loop]:
     known = {each.node: each for products in stacks.values() for each in products}
     firsts = {each.node for products in whole for each in products}
     layers = []
-    for seconds in whole:
+    for seconds in chain(*(_apart(products, known) for products in whole)):
         read = [_read(each, known) for each in seconds]
         if read[0] and all(leaf in firsts for leaf in read[0]):
             of_turns = (tuple(known[leaf] for leaf in leaves if leaf in known) for leaves in read)
             layers.append(Loop(tuple(of_turns), tuple(seconds)))
-    return layers
+    return _not_of_two(layers, graph)
+
+
+def _not_of_two(layers: Iterable[Loop], graph: Graph) -> list[Loop]:
+    """Without those whose first products are the second ones of the layer before: a residual leads there."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    kept: list[Loop] = []
+    ends: set[Node] = set()
+    for layer in sorted(layers, key=lambda each: place[each.nodes[-1]]):
+        if ends.isdisjoint(each.node for each in chain(*layer.firsts)):
+            kept.append(layer)
+            ends.update(each.node for each in layer.seconds)
+    return kept
+
+
+def _apart(seconds: list[Multiplied], known: Mapping[Node, Multiplied]) -> list[list[Multiplied]]:
+    """Second products by layer, where several layers share their weights: of each all read the same tokens."""
+    layers: dict[object, list[Multiplied]] = {}
+    for each in seconds:
+        tokens = [_tokens(known[leaf]) for leaf in _read(each, known) if leaf in known]
+        layers.setdefault(tokens[0] if tokens else None, []).append(each)
+    is_whole = all(_are_all(seconds[0].stack, each) for each in layers.values())
+    return [*layers.values()] if is_whole else [seconds]
 
 
 def _are_all(stack: Stack, products: Sequence[Multiplied]) -> bool:
