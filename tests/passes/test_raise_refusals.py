@@ -346,16 +346,3 @@ def test_a_training_graph_stays_and_says_so():
     log = inductor_passes.pipeline.run_passes(forward.graph, RAISES)
     assert show(forward.graph) == before
     assert [each.reason for each in log.refused] == [inductor_passes.pipeline.TRAINING_REASON]
-
-
-def _by_number_of_tokens(x, router, w13, w2):
-    weights, ids = softmax_router(F.linear(x, router))
-    rows = torch.einsum("th,tkih->tki", x, w13[ids])
-    out = torch.einsum("tki,tkhi->tkh", swiglu(rows), w2[ids]) * x.shape[0]
-    return (out * weights.unsqueeze(-1).to(x.dtype)).sum(1)
-
-
-def test_a_number_of_tokens_is_no_weight():
-    """Where it is a symbol."""
-    result = rewrite(_by_number_of_tokens, *layer(7, dynamic=True), passes=RAISES)
-    assert not result.log.raised and any("is no weight for each slot" in each for each in result.reasons)

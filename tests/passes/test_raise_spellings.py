@@ -16,7 +16,7 @@ from tests.passes.spellings import (
     transposed,
     with_biases,
 )
-from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, layer, swiglu
+from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, layer, softmax_router, swiglu
 from tests.passes.test_before_autograd import check, float32
 from tests.passes.test_raise_forms_in_training import trained
 
@@ -152,3 +152,16 @@ def test_what_is_turned_twice_stays_so():
 
     result = rewrite(run, *layer(6), passes=PIPELINE)
     assert "aten.permute" in result.before and result.after == result.before
+
+
+def by_number_of_tokens(x, router, w13, w2):
+    weights, ids = softmax_router(F.linear(x, router))
+    rows = torch.einsum("th,tkih->tki", x, w13[ids])
+    out = torch.einsum("tki,tkhi->tkh", swiglu(rows), w2[ids]) * x.shape[0]
+    return (out * weights.unsqueeze(-1).to(x.dtype)).sum(1)
+
+
+def test_a_number_of_tokens_is_no_weight():
+    """Where it is a symbol."""
+    result = rewrite(by_number_of_tokens, *layer(7, dynamic=True), passes=PIPELINE)
+    assert not result.log.raised and any("is no weight for each slot" in each for each in result.reasons)
