@@ -18,6 +18,7 @@ from inductor_passes.base import LOGGER, PassLog, Refusal, layer_of
 from inductor_passes.fuse_for_backward import FuseForBackward
 from inductor_passes.image import VALUE, Image, image_of
 from inductor_passes.pipeline import RAISES, run_passes
+from inductor_passes.raising.as_written import as_written
 from inductor_passes.raising.experts import layers_of_all, product_layers
 from inductor_passes.slot import InSlot
 from inductor_passes.transplant import Transplant, inputs_of
@@ -54,8 +55,9 @@ def raise_layers(graph: Graph) -> PassLog | None:
     except Exception as error:  # whatever a model calls: then it trains as it is
         LOGGER.warning("a training graph is not looked into: %r", error)
         return None
-    products = [each.node for layer in product_layers(image.graph) for each in layer]
-    products += [node for layer in layers_of_all(image.graph) for node in layer.nodes]
+    with as_written(image.graph):
+        products = [each.node for layer in product_layers(image.graph) for each in layer]
+        products += [node for layer in layers_of_all(image.graph) for node in layer.nodes]
     return _raised(graph, image, products) if products else None
 
 

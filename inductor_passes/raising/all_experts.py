@@ -32,13 +32,15 @@ from inductor_passes.raising.views_of_rows import (
     has_layout,
     indexed,
     is_one,
-    is_reshape,
+    is_shown,
+    is_view,
     only_user,
     operand,
     rank,
     same_shape,
     seen_from,
     size,
+    unseen,
 )
 
 Strides = tuple[int, int]
@@ -117,8 +119,14 @@ def _spread(product: Node) -> Spread | None:
         return None
     shown, (num_experts, x, y) = seen_from(source, factor), source.meta["val"].shape
     tokens = concrete(size(rows, -2))
-    if shown is None or tokens is None or num_experts < 2:
+    if tokens is None or num_experts < 2:
         return None
+    if shown is None:
+        side_by_side = Spread(product, rows, Stack(source).transposed(), product, None, 0)
+        is_so = rank(rows) == 2 or is_one(size(rows, 0))
+        return (
+            _followed(side_by_side, (num_experts * y, y)) if is_so and _are_beside(source, factor) else None
+        )
     if has_layout(shown, (num_experts, x, y), (x * y, y, 1)):
         return _followed(Spread(product, rows, Stack(source).transposed(), product, None, 0), (y, tokens * y))
     if has_layout(shown, (num_experts, y, x), (x * y, 1, y)):
@@ -130,14 +138,17 @@ def _spread(product: Node) -> Spread | None:
     return None
 
 
-def unseen(node: Node) -> Node:
-    """What `node` shows in another shape, its dimensions exchanged perhaps."""
-    return unseen(args(node)[0]) if is_shown(node) else node
+def _are_beside(source: Node, factor: Node) -> bool:
+    """Whether `factor` [A, E * B] is a copy of `source` [E, A, B], its matrices one beside the other.
 
-
-def is_shown(node: Node) -> bool:
-    """Whether `node` shows a tensor in another shape, copied perhaps."""
-    return is_reshape(node) or node.target is aten.clone.default
+    No view of `source` is: strides end at the copy, behind which only dimensions are merged.
+    """
+    (num_experts, x, y), merged = source.meta["val"].shape, factor
+    while is_view(merged) and merged.target is not aten.permute.default:
+        merged = args(merged)[0]
+    shown = seen_from(source, merged)
+    is_turned = shown is not None and has_layout(shown.squeeze(), (x, num_experts, y), (y, x * y, 1))
+    return is_turned and same_shape(factor.meta["val"].shape[-2:], (x, num_experts * y))
 
 
 def _followed(spread: Spread, strides: Strides) -> Spread | None:

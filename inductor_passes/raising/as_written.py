@@ -5,13 +5,18 @@ from contextlib import contextmanager
 
 from torch.fx import Graph
 
+from inductor_passes.raising.best_of_row import best_kept
 from inductor_passes.raising.glu import multiplied_glu
 from inductor_passes.raising.padding import unpadded
+from inductor_passes.raising.turned import turned_once
 from inductor_passes.raising.written_out import multiplied
 
 
 @contextmanager
 def as_written(graph: Graph) -> Iterator[None]:
-    """Products are products, without padding, and `glu` one of halves. What is left gets back what it was."""
-    with multiplied(graph), unpadded(graph), multiplied_glu(graph):
+    """Products are products, without padding, `glu` is one of halves, a maximum a top-1, and what is turned is so once.
+
+    What is left gets back what it was.
+    """
+    with multiplied(graph), unpadded(graph), multiplied_glu(graph), best_kept(graph), turned_once(graph):
         yield

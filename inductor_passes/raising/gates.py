@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from inductor_passes.raising.evaluation import Cut, evaluate, is_size, numbers
+from inductor_passes.base import Refusal
+from inductor_passes.raising.evaluation import VIEWS, Cut, evaluate, is_size, numbers
+from inductor_passes.raising.rowwise import leading
 from inductor_passes.raising.views_of_rows import aten, is_view, prims
 from moe_ops.activation import apply_activation, out_features
 from moe_ops.types import Activation
@@ -46,6 +48,7 @@ _SHAPES = frozenset(
         aten.split.Tensor,
         aten.split_with_sizes.default,
         aten.select.int,
+        aten.unbind.int,
         aten.clone.default,
         aten.glu.default,
         prims.convert_element_type.default,
@@ -98,19 +101,44 @@ def _evaluated(
     constant = {mask: of_rank(torch.full((_ROWS, 1), value), rank) for mask, value in masks.items()}
     filled = {node: fill(node, torch.float64) for node in gate.nodes if node.target is aten.full.default}
     nodes = [node for node in gate.nodes if node not in filled]
-    if any(is_size(each) for node in nodes for each in node.all_input_nodes):
-        return None  # as below, a symbol
+    parts = (of_rank(part, rank) for part in values.split(columns, 1))
+    known: dict[Node, Any] = {**dict(zip(products, parts, strict=True)), **constant, **filled}
     try:
-        parts = (of_rank(part, rank) for part in values.split(columns, 1))
-        known = evaluate(nodes, {**dict(zip(products, parts, strict=True)), **constant, **filled})
+        shapes = shapes_of_rows(gate, math.prod(products[0].meta["val"].shape[:-1]))
+        if any(is_size(each) for node in nodes if node not in shapes for each in node.all_input_nodes):
+            return None  # as below, a symbol
+        for node in nodes:
+            if node in shapes:
+                known[node] = known[node.all_input_nodes[0]].reshape(_ROWS, *shapes[node])
+            else:
+                known = evaluate([node], known)
     except (
         RuntimeError,
         ValueError,
         TypeError,
         IndexError,
+        Refusal,
     ):  # a shape is written in: not the gate of any rows
         return None
     return values, known[output].flatten(1)
+
+
+def shapes_of_rows(gate: Cut, num_slots: int | torch.SymInt) -> dict[Node, list[int]]:
+    """How each view in a gate, which names how many rows there are, shows one of the S rows.
+
+    Raises:
+        Refusal: it shows several as one.
+    """
+    shapes = {}
+    for node in filter(shows_rows, gate.nodes):
+        shape, of_rows = node.meta["val"].shape, max(1, leading(node, num_slots))
+        shapes[node] = [*[1] * (of_rows - 1), *shape[of_rows:]]
+    return shapes
+
+
+def shows_rows(node: Node) -> bool:
+    """Whether `node` shows all that a tensor holds in another shape."""
+    return node.target in VIEWS and is_view(node)
 
 
 def fill(node: Node, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:

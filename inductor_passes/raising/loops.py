@@ -8,7 +8,7 @@ vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two product
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.choices import chosen_ids, stray_ids
-from inductor_passes.raising.evaluation import Cut, cut, is_size
+from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
 from inductor_passes.raising.gates import is_in_gate, written_as
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
@@ -30,13 +30,17 @@ from inductor_passes.raising.totals import Given, Part, ends, of_experts, total
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
+    has_layout,
     is_cast,
+    is_one,
     is_view_of_rows,
     only_user,
     operand,
     rank,
     same_shape,
+    seen_from,
     size,
+    unseen,
 )
 
 
@@ -84,12 +88,34 @@ def loops(graph: Graph) -> list[Loop]:
     known = {each.node: each for products in stacks.values() for each in products}
     firsts = {each.node for products in whole for each in products}
     layers = []
-    for seconds in whole:
+    for seconds in chain(*(_apart(products, known) for products in whole)):
         read = [_read(each, known) for each in seconds]
         if read[0] and all(leaf in firsts for leaf in read[0]):
             of_turns = (tuple(known[leaf] for leaf in leaves if leaf in known) for leaves in read)
             layers.append(Loop(tuple(of_turns), tuple(seconds)))
-    return layers
+    return _not_of_two(layers, graph)
+
+
+def _not_of_two(layers: Iterable[Loop], graph: Graph) -> list[Loop]:
+    """Without those whose first products are the second ones of the layer before: a residual leads there."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    kept: list[Loop] = []
+    ends: set[Node] = set()
+    for layer in sorted(layers, key=lambda each: place[each.nodes[-1]]):
+        if ends.isdisjoint(each.node for each in chain(*layer.firsts)):
+            kept.append(layer)
+            ends.update(each.node for each in layer.seconds)
+    return kept
+
+
+def _apart(seconds: list[Multiplied], known: Mapping[Node, Multiplied]) -> list[list[Multiplied]]:
+    """Second products by layer, where several layers share their weights: of each all read the same tokens."""
+    layers: dict[object, list[Multiplied]] = {}
+    for each in seconds:
+        tokens = [_tokens(known[leaf]) for leaf in _read(each, known) if leaf in known]
+        layers.setdefault(tokens[0] if tokens else None, []).append(each)
+    is_whole = all(_are_all(seconds[0].stack, each) for each in layers.values())
+    return [*layers.values()] if is_whole else [seconds]
 
 
 def _are_all(stack: Stack, products: Sequence[Multiplied]) -> bool:
@@ -104,14 +130,17 @@ def _read(second: Multiplied, known: Mapping[Node, Multiplied]) -> list[Node]:
 
 
 def _is_product(node: Node) -> bool:
-    return node.target in (aten.mm.default, aten.addmm.default)
+    """Whether `node` is a product of matrices: an einsum makes it one of a batch of one."""
+    is_one_of_batch = node.target is aten.bmm.default and is_one(size(node, 0))
+    return is_one_of_batch or node.target in (aten.mm.default, aten.addmm.default)
 
 
 def _multiplied(product: Node) -> Multiplied | None:
     """A product with one matrix of a tensor [E, A, B] of them."""
     if not _is_product(product) or product.kwargs:
         return None
-    found = of_expert(args(product)[-1], lambda select: rank(args(select)[0]) == 3)
+    factor, is_turned = _matrix(args(product)[-1])
+    found = of_expert(factor, lambda stack, _: rank(stack) == 3)
     if found is None or found[0].value.dim() != 3:
         return None
     bias = args(product)[0] if product.target is aten.addmm.default else None
@@ -124,7 +153,20 @@ def _multiplied(product: Node) -> Multiplied | None:
             break
         node = user
         shown = node if same_shape([size(node, -1)], [size(product, -1)]) else shown
-    return Multiplied(product, found[0].transposed(), found[1], shown, bias)
+    stack = found[0] if is_turned else found[0].transposed()
+    return Multiplied(product, stack, found[1], shown, bias)
+
+
+def _matrix(factor: Node) -> tuple[Node, bool]:
+    """The matrix that `factor` shows as a batch of one, and whether it does so transposed; else `factor` itself."""
+    matrix = unseen(factor)
+    shown = seen_from(matrix, factor) if (rank(factor), rank(matrix)) == (3, 2) else None
+    rows, columns = (int(concrete(each) or 0) for each in matrix.meta["val"].shape[-2:])
+    if shown is not None and has_layout(shown, (1, rows, columns), (0, columns, 1)):
+        return matrix, False
+    if shown is not None and has_layout(shown, (1, columns, rows), (0, 1, columns)):
+        return matrix, True
+    return factor, False
 
 
 def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
@@ -169,8 +211,8 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
     if each.bias is None:
         return None
 
-    def is_choice(select: Node) -> bool:
-        return args(select)[2] == each.expert and same_shape([size(args(select)[0], 0)], [num_experts])
+    def is_choice(stack: Node, expert: int) -> bool:
+        return expert == each.expert and same_shape([size(stack, 0)], [num_experts])
 
     found = of_expert(each.bias, is_choice)
     columns = (num_experts, size(each.product, 1))

@@ -67,7 +67,7 @@ def _unweighed(activated: Node, order: Order, indices: Indices) -> tuple[Node, N
 def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     """Follows a product past its bias and masks, as far as it is [S, B] or else [T, K, B]."""
     _expect_order(product, order, indices)
-    node, bias, found = product.node, None, None
+    node, bias, found = product.node, _bias_within(product, order, indices), None
     while node is not None:
         user = only_user(node)
         if _shows_rows(node, product.num_slots, indices):
@@ -110,8 +110,23 @@ def _expect_order(product: Product, order: Order, indices: Indices) -> None:
 
 def _bias(sum: Node, product: Node, order: Order, indices: Indices) -> Stack | None:
     """`bias` [E, B] where `sum` is `product + bias[experts of the rows]`."""
-    if sum.target is not aten.add.Tensor or (added := operand(sum, product)) is None:
+    added = operand(sum, product) if sum.target is aten.add.Tensor else None
+    return None if added is None else _bias_of_rows(added, order, indices)
+
+
+def _bias_within(product: Product, order: Order, indices: Indices) -> Stack | None:
+    """`bias` [E, B] of a product that adds it. Raises Refusal where it adds anything else."""
+    if product.node.target is not aten.baddbmm.default:
         return None
+    added = args(product.node)[0]
+    bias = _bias_of_rows(added, order, indices)
+    if bias is None:
+        raise Refusal(product.node, f"the product with experts adds {describe(added)}, no bias of theirs")
+    return bias
+
+
+def _bias_of_rows(added: Node, order: Order, indices: Indices) -> Stack | None:
+    """`bias` [E, B] where `added` is `bias[experts of the rows]`."""
     source = indexed(without_views(added, indices))
     if source is None or rank(source[0]) != 2 or not indices.are_experts(source[1], order):
         return None

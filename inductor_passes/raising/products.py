@@ -5,6 +5,7 @@ whose rows lie in the order of slots.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from inductor_passes.raising.views_of_rows import (
     is_view,
     only_user,
     rank,
+    same_shape,
     seen_from,
     size,
 )
@@ -78,10 +80,13 @@ def _grouped(node: Node) -> Product | None:
 
 
 def _gathered(node: Node) -> Product | None:
-    """`bmm(rows [S, 1, A], weight [S, A, B])`, or the other way round, transposed; of one row Inductor makes `mm`."""
-    if node.target not in (aten.bmm.default, aten.mm.default):
+    """`bmm(rows [S, 1, A], weight [S, A, B])`, or the other way round, transposed; of one row Inductor makes `mm`.
+
+    `baddbmm` adds biases to it.
+    """
+    if node.target not in (aten.bmm.default, aten.mm.default, aten.baddbmm.default) or node.kwargs:
         return None
-    left, right = args(node)
+    *_, left, right = args(node)
     if is_one(size(left, -2)) and (found := _read(right, (0, 1, 2))) is not None:
         return _gathered_product(node, left, found)
     if is_one(size(right, -1)) and (found := _read(left, (0, 2, 1))) is not None:
@@ -111,7 +116,9 @@ def _gathered_product(node: Node, rows: Node, read: _Read) -> Product | None:
 def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     """How `operand` shows `weight[experts]`; `dims` are those of the rows, of what is summed, and of the columns."""
     gathered: Any = operand
+    shape: Sequence[Any] = operand.meta["val"].shape
     while is_reshape(gathered):
+        shape = gathered.meta["val"].shape
         gathered = args(gathered)[0]
     source = indexed(gathered)
     if source is None or rank(source[0]) != 3 or not is_integral(source[1]):
@@ -119,15 +126,22 @@ def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     shown = seen_from(gathered, operand)
     if shown is not None and shown.dim() == 2:
         shown = shown.unsqueeze(0)
-    layout = None if shown is None else _layout(shown.permute(dims), gathered)
+    layout = None if shown is None else _layout(shown.permute(dims), _split(gathered, shape))
     if layout is None:
         return None
     return _Read(_stored(source[0], layout[1]), source[1], layout[0], size(gathered, -2))
 
 
-def _layout(shown: Tensor, gathered: Node) -> tuple[str, bool] | None:
+def _split(gathered: Node, shown: Sequence[Any]) -> list[int]:
+    """The shape [S, X, Y] of what was gathered or, where it is shown so next, [T, K, X, Y]."""
+    own = gathered.meta["val"].shape
+    is_split = len(shown) > len(own) == 3 and same_shape(own[1:], shown[-2:])
+    return [int(concrete(each) or 0) for each in (shown if is_split else own)]
+
+
+def _layout(shown: Tensor, shape: Sequence[int]) -> tuple[str, bool] | None:
     """How a view [rows, summed, columns] of [S, X, Y] pairs rows with weights, and whether X is what is summed."""
-    *leading, x, y = (int(concrete(each) or 0) for each in gathered.meta["val"].shape)
+    *leading, x, y = shape
     slots, together = math.prod(leading), leading[-1] * x
     if has_layout(shown, (slots, y, x), (x * y, 1, y)):
         return "gathered", False

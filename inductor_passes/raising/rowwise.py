@@ -18,6 +18,7 @@ Size = int | torch.SymInt
 _ON_A_DIMENSION: Mapping[Any, int] = {
     aten.slice.Tensor: 1,
     aten.select.int: 1,
+    aten.unbind.int: 1,
     aten.split.Tensor: 2,
     aten.split_with_sizes.default: 2,
 }
@@ -33,29 +34,29 @@ def expect_rowwise(gate: Cut, products: Iterable[Node], masks: Iterable[Node], n
         masks: its leaves of which the value is known for each row.
         num_slots: S.
     """
-    leading = {node: _leading(node, num_slots) for node in products}
+    of_rows = {node: leading(node, num_slots) for node in products}
     same = {*masks}
     for node in gate.nodes:
-        if leading.keys().isdisjoint(node.all_input_nodes):
+        if of_rows.keys().isdisjoint(node.all_input_nodes):
             continue  # a constant
-        leading[node] = _rows_of(node, leading, same, num_slots)
+        of_rows[node] = _rows_of(node, of_rows, same, num_slots)
 
 
-def _rows_of(node: Node, leading: Mapping[Node, int], same: set[Node], num_slots: Size) -> int:
+def _rows_of(node: Node, of_rows: Mapping[Node, int], same: set[Node], num_slots: Size) -> int:
     """How many dimensions of `node`, the first ones, are those of rows."""
-    source: Any = next(each for each in node.all_input_nodes if each in leading)
+    source: Any = next(each for each in node.all_input_nodes if each in of_rows)
     if is_view(node):
-        return _leading(node, num_slots)
+        return leading(node, num_slots)
     place = _ON_A_DIMENSION.get(node.target)
     if place is not None:
         dim = args(node)[place] if len(args(node)) > place else 0
-        if dim % _value(source).dim() < leading[source]:
+        if dim % _value(source).dim() < of_rows[source]:
             raise Refusal(node, f"the gate takes some rows from others: {describe(node)}")
     elif isinstance(node.meta.get("val"), Tensor):
         for each in node.all_input_nodes:
             if each not in same and not _is_filled(each) and isinstance(each.meta.get("val"), Tensor):
-                _expect_aligned(node, each, leading.get(each), leading[source])
-    return leading[source]
+                _expect_aligned(node, each, of_rows.get(each), of_rows[source])
+    return of_rows[source]
 
 
 def _expect_aligned(node: Node, given: Node, of_rows: int | None, expected: int) -> None:
@@ -71,7 +72,8 @@ def _expect_aligned(node: Node, given: Node, of_rows: int | None, expected: int)
         raise Refusal(node, f"the gate tells rows apart by where they lie: {describe(given)}")
 
 
-def _leading(node: Node, num_slots: Size) -> int:
+def leading(node: Node, num_slots: Size) -> int:
+    """How many dimensions, the first ones, are those of the S rows in a gate. Raises Refusal where none are."""
     shape, total = _value(node).shape, 1
     for count, size in enumerate((*shape, 1)):
         if _same(total, num_slots):

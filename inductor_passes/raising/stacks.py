@@ -47,26 +47,37 @@ class Stack(NamedTuple):
         return Stack(self.source, _without_turns((*self.steps, _TURN)))
 
 
-def of_expert(node: Node, is_choice: Callable[[Node], bool]) -> tuple[Stack, int] | None:
+def of_expert(node: Node, is_choice: Callable[[Node, int], bool]) -> tuple[Stack, int] | None:
     """The stack of which `node` is what belongs to one expert, and which one; None for anything else.
 
     Args:
         node: a matrix, or a bias.
-        is_choice: of an expert, of what selects along the first dimension.
+        is_choice: of an expert: given what is selected from along its first dimension, and which.
     """
     outer: list[Step] = []
-    while not (node.target is aten.select.int and args(node)[1] == 0 and is_choice(node)):
+    while (chosen := selected(node)) is None or chosen[1] != 0 or not is_choice(chosen[0], chosen[2]):
         found = _step(node, 1)
         if found is None:
             return None
         node, step = found
         outer.append(step)
-    stack, _, expert = args(node)
+    stack, _, expert = chosen
     inner: list[Step] = []
-    while stack.target is not aten.select.int and (found := _step(stack, 0)) is not None:
+    while selected(stack) is None and (found := _step(stack, 0)) is not None:
         stack, step = found
         inner.append(step)
     return Stack(stack, _without_turns((*reversed(inner), *reversed(outer)))), expert
+
+
+def selected(node: Node) -> tuple[Node, int, int] | None:
+    """What `node` is one of, along which dimension and which: `select` gives it, or `unbind` with all others."""
+    if node.target is aten.select.int:
+        source, dim, index = args(node)
+        return source, dim % rank(source), index
+    if node.target is operator.getitem and args(node)[0].target is aten.unbind.int:
+        source, *dim = args(args(node)[0])
+        return source, (dim[0] if dim else 0) % rank(source), args(node)[1]
+    return None
 
 
 def _step(node: Node, more: int) -> tuple[Node, Step] | None:
@@ -86,9 +97,9 @@ def _step(node: Node, more: int) -> tuple[Node, Step] | None:
         return source, (aten.slice.Tensor, (dim % rank(source) + more, *bounds))
     if changes_dtype(node):  # autocast's
         return args(node)[0], (prims.convert_element_type.default, args(node)[1:])
-    if target is aten.select.int:
-        source, dim, index = args(node)
-        return source, (aten.select.int, (dim % rank(source) + more, index))
+    if (chosen := selected(node)) is not None:
+        source, dim, index = chosen
+        return source, (aten.select.int, (dim + more, index))
     if target is operator.getitem:
         return _part(args(node)[0], args(node)[1], more)
     return None

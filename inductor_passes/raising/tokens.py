@@ -27,7 +27,7 @@ def tokens_of(first: Product, order: Order, indices: Indices) -> Tokens:
     if first.kind == "shared":
         return Tokens(flat(first.rows, indices), None)
     rows, weights = without_views(_unrounded(without_views(first.rows, indices)), indices), None
-    if rows.target is aten.mul.Tensor:
+    if rows.target is aten.mul.Tensor and not indices.has_each_token(order):  # of a top-1 they may be normed
         rows, weights = _weighed(rows, order, indices)
     source = indexed(rows)
     if source is not None and indices.are_tokens(source[1], order):

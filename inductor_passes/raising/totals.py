@@ -62,7 +62,12 @@ def _softmax(numbers: Tensor) -> Tensor:
     return numbers.softmax(-1)
 
 
-SCORES = (as_they_are, _softmax)
+def _sigmoid(numbers: Tensor) -> Tensor:
+    """The same, whose sigmoid is zero there."""
+    return numbers.sigmoid()
+
+
+SCORES = (as_they_are, _softmax, _sigmoid)
 """What may make weights of numbers."""
 
 Part = Callable[[Tensor, int], Tensor]

@@ -64,10 +64,19 @@ def of_all_choices(found_chains: Collection[Chain]) -> list[Chain]:
 
 
 def chains(graph: Graph) -> list[Chain]:
-    """All products that go through a gate into another, which is the last of them."""
+    """All products that go through a gate into another, which is the last of them.
+
+    A residual leads from what the last one gives into the next layer's first one, which is no gate.
+    """
     found = {each.node: each for each in products(graph)}
-    layers = ((*_firsts(second, found), second) for second in found.values())
-    return [layer for layer in layers if len(layer) > 1]
+    layers: list[Chain] = []
+    ends: set[Node] = set()
+    for second in found.values():
+        firsts = _firsts(second, found)
+        if firsts and ends.isdisjoint(each.node for each in firsts):
+            layers.append((*firsts, second))
+            ends.add(second.node)
+    return layers
 
 
 def _firsts(second: Product, found: Mapping[Node, Product]) -> list[Product]:

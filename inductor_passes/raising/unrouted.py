@@ -15,8 +15,18 @@ from inductor_passes.graph_tools import describe, is_moe_op
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.products import products
-from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import args, aten, changes_dtype, is_reshape, rank
+from inductor_passes.raising.stacks import Stack, selected
+from inductor_passes.raising.views_of_rows import (
+    args,
+    aten,
+    changes_dtype,
+    is_one,
+    is_reshape,
+    is_shown,
+    rank,
+    size,
+    unseen,
+)
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
@@ -29,6 +39,8 @@ _REASONS = {
     "experts read all tokens, and what a top-k chose of what they give is weighed and added up",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
     "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
+    "fed": "what goes into a product with all experts is weighed by what was chosen: such a layer is raised where what "
+    "they give is weighed, or where rows are those of what was chosen",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
     "(autocast), or there are no two such products with a gate between",
 }
@@ -46,6 +58,8 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
             product = next(found, None)
             if product is not None:
                 yield Refusal(product, _REASONS[_kind(product) or ""])
+            elif (fed := next(_fed_by(node, before), None)) is not None:
+                yield Refusal(fed, _REASONS["fed"])
 
 
 def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
@@ -101,6 +115,15 @@ def _weighed_by(meeting: tuple[Node, Node]) -> Iterator[Node]:
         yield from (leaf for leaf in behind.leaves if leaf.target in _PRODUCTS and _kind(leaf) is not None)
 
 
+def _fed_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
+    """The products with weights of several experts whose rows are multiplied with what is made of the choice."""
+    for weight, product in _meetings(choice):
+        if product.target in _PRODUCTS and product not in before and _kind(product) in ("stacked", "looped"):
+            rows = (unseen(each) for each in product.all_input_nodes if each is not weight)
+            if any(each.target is aten.mul.Tensor for each in rows):
+                yield product
+
+
 def _ends_here(node: Node) -> bool:
     is_index = is_integral(node) and not changes_dtype(node)
     return node.target in _PRODUCTS or is_moe_op(node) or is_index
@@ -112,10 +135,16 @@ def _kind(product: Node) -> str | None:
     return kinds[1] or (kinds[0] if rank(product) == 3 and kinds[0] != "own" else None)
 
 
+def _shown(node: Node) -> Node | None:
+    """What `node` shows, or is one of."""
+    chosen = selected(node)
+    return args(node)[0] if is_shown(node) else chosen and chosen[0]
+
+
 def _kind_of(operand: Node) -> str | None:
     source = operand
-    while source.op == "call_function" and (is_reshape(source) or source.target is aten.select.int):
-        source = args(source)[0]
+    while (shown := _shown(source)) is not None:
+        source = shown
     gathered = args(source)[0] if source.op == "call_function" and changes_dtype(source) else source
     while gathered.op == "call_function" and is_reshape(gathered):
         gathered = args(gathered)[0]
@@ -125,4 +154,6 @@ def _kind_of(operand: Node) -> str | None:
         return None
     if rank(source) == 2:
         return "own"
-    return ("looped" if rank(operand) == 2 else "stacked") if rank(source) > 2 else None
+    if rank(source) < 3:
+        return None
+    return "looped" if rank(operand) == 2 or is_one(size(operand, 0)) else "stacked"

@@ -187,6 +187,16 @@ def is_reshape(node: Node) -> bool:
     return node.target in VIEWS or node.target is aten.permute.default
 
 
+def unseen(node: Node) -> Node:
+    """What `node` shows in another shape, its dimensions exchanged perhaps."""
+    return unseen(args(node)[0]) if is_shown(node) else node
+
+
+def is_shown(node: Node) -> bool:
+    """Whether `node` shows a tensor in another shape, copied perhaps."""
+    return is_reshape(node) or node.target is aten.clone.default
+
+
 def seen_from(source: Node, shown: Node, past: Collection[object] = ()) -> Tensor | None:
     """`shown` as a view of `source`, were that dense, on the meta device: its strides tell which dimension is which.
 

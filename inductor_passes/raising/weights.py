@@ -15,6 +15,7 @@ from inductor_passes.raising.views_of_rows import (
     is_cast,
     is_view,
     operand,
+    rank,
     same_shape,
     unmasked,
 )
@@ -40,8 +41,9 @@ def weights_beside(product: Node, rows: Node, order: Order, indices: Indices) ->
 
 
 def _is_column(weights: Node, rows: Node) -> bool:
-    """Whether `weights` has a number for each row, [S, 1] for rows [S, H]."""
-    return same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
+    """Whether `weights` has a number for each row, [S, 1] for rows [S, H]; a size has none."""
+    are_tensors = rank(weights) > 0 and rank(rows) > 0
+    return are_tensors and same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
 
 
 def _inwards(node: Node, indices: Indices) -> Iterator[Node]:

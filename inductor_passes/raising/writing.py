@@ -1,5 +1,6 @@
 """Writes a layer that was found as stages."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import Cut, cut, is_size
-from inductor_passes.raising.gates import fill, of_rank, recognised
+from inductor_passes.raising.gates import fill, of_rank, recognised, shapes_of_rows, shows_rows
 from inductor_passes.raising.layer import Experts, Outcome, as_they_are
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
@@ -171,12 +172,14 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
 
 
 def _names_a_shape(node: Node) -> bool:
-    """Whether a node of a gate is right for so many rows only; of what is filled `_of_any_rows` makes any number."""
-    return node.target is not aten.full.default and (is_view(node) or any(map(is_size, node.all_input_nodes)))
+    """Whether a node of a gate is right for so many rows only: `_of_any_rows` fills and shows any number."""
+    is_of_any = node.target is aten.full.default or shows_rows(node)
+    return not is_of_any and (is_view(node) or any(map(is_size, node.all_input_nodes)))
 
 
 def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
     """A gate of T rows, each by itself, as a function of any number of rows."""
+    shapes = shapes_of_rows(gate, math.prod(products[0].meta["val"].shape[:-1]))
 
     def run(*rows: Tensor) -> Tensor:
         known: dict[Node, Any] = {
@@ -185,6 +188,9 @@ def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callab
         for node in gate.nodes:
             if node.target is aten.full.default:
                 known[node] = fill(node, node.meta["val"].dtype, rows[0].device)
+                continue
+            if node in shapes:
+                known[node] = known[node.all_input_nodes[0]].reshape(rows[0].shape[0], *shapes[node])
                 continue
             given = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]

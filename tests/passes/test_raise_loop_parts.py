@@ -51,6 +51,7 @@ CUTS = {
     "chunk": lambda w13, expert: w13[expert].chunk(2),
     "slices": lambda w13, expert: (w13[expert, : stock.INTERMEDIATE], w13[expert, stock.INTERMEDIATE :]),
     "split": lambda w13, expert: w13[expert].split([stock.INTERMEDIATE, stock.INTERMEDIATE], 0),
+    "unbound": lambda w13, expert: w13.unbind()[expert].chunk(2),
     "turned": lambda w13, expert: [half.T for half in w13.mT[expert].chunk(2, dim=1)],
 }
 

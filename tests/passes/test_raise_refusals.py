@@ -239,7 +239,6 @@ ELSEWHERE = {
         (layer(9)[0], *_ids(9), *layer(9)[2:]),
         "expert ids come from the graph input",
     ),
-    "ids [T] of a maximum": (_best, layer(9), r"expert ids of shape \[9\] cannot be tried out"),
     "tokens [T, 1, H]": (
         _shared,
         (layer(9)[0].unsqueeze(1), *layer(9)[1:]),

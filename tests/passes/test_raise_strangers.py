@@ -62,6 +62,12 @@ def of_a_sum(x, router, w13, w2):
     return F.linear(swiglu(F.linear(x, w13[0])), w2[0]) + F.linear(x, router).topk(3)[0].sum(-1, keepdim=True)
 
 
+def of_what_is_added(x, router, w13, w2):
+    """Heads of tokens to which a best is added."""
+    best = F.linear(x, router).topk(1)[0]
+    return torch.bmm((x + best).expand(EXPERTS, -1, -1), w13.mT)
+
+
 def of_merged_weights(x, router, w13, w2):
     """Experts' weights are added up, and each token multiplied with its sum of them."""
     weights, ids = softmax_router(F.linear(x, router))
@@ -69,7 +75,7 @@ def of_merged_weights(x, router, w13, w2):
     return torch.einsum("ti,thi->th", swiglu(torch.einsum("th,tih->ti", x, w13)), w2)
 
 
-@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum, of_merged_weights])
+@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum, of_what_is_added, of_merged_weights])
 def test_what_weighs_no_experts_by_a_choice_is_not_mentioned(function):
     assert not rewrite(function, *layer(5), passes=PIPELINE).reasons
 

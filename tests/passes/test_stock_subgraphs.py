@@ -101,13 +101,13 @@ def test_sizes_in_a_gate_are_no_masks():
         tokens = rows.shape[0] // stock.TOP_K
         split = gate_up.view(tokens, stock.TOP_K, 2, stock.INTERMEDIATE)
         gated = torch.nn.functional.silu(split[:, :, 0]) * split[:, :, 1]
-        return gated.reshape(tokens * stock.TOP_K, stock.INTERMEDIATE)
+        return gated.reshape(tokens * stock.TOP_K, stock.INTERMEDIATE) * tokens
 
     inputs = layer(9, dynamic=True)
     model = stock.grouped_with(gate=gate)
     kinds, _, out = fused(model, inputs)
     assert kinds == ["experts", "topk_routing", "routing_dispatch", "gemm_combine"]
-    assert_matches_oracle(out, oracle(inputs, stock.grouped))
+    assert_matches_oracle(out, 9 * oracle(inputs, stock.grouped))
 
 
 def batched_over(function):
@@ -173,7 +173,7 @@ def test_values_of_our_layer_under_vmap():
 def test_a_gate_that_names_a_shape_nobody_knows_stays():
     def activate(gate_up):
         parts = gate_up.squeeze(-1).unflatten(-1, (2, -1))
-        return (parts[:, 0].sigmoid() * parts[:, 1].tanh()).unsqueeze(-1)
+        return (parts[:, 0].sigmoid() * parts[:, 1].tanh()).unsqueeze(-1) * gate_up.shape[0]
 
     inputs = batch(layer(9))
     torch._dynamo.mark_dynamic(inputs.hidden_states, 1)

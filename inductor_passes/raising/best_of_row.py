@@ -1,0 +1,70 @@
+"""The best of each row, found without its dimension, seen as ids [T, 1] by the passes that raise layers.
+
+`probs.argmax(-1)` and `probs.max(-1)` give ids [T], a top-1 gives [T, 1]. What is not raised reads them as before.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes.graph_tools import getitem_source, write_out
+from inductor_passes.raising.views_of_rows import args, aten, rank
+
+
+class _Best(NamedTuple):
+    """Ids of the best of each row."""
+
+    ids: Node
+    kept: Node
+    """The same with a dimension of size 1 at the end."""
+    shown: Node
+    """These without it, which those read who read `ids`."""
+
+
+@contextmanager
+def best_kept(graph: Graph) -> Iterator[None]:
+    """Ids of the best of each row come out of a dimension of their own, until the end."""
+    found = [_with_dimension(graph, node) for node in list(graph.nodes) if _is_best(node)]
+    try:
+        yield
+    finally:
+        for each in found:
+            _show(graph, each)
+
+
+def _is_best(node: Node) -> bool:
+    """Whether `node` [T] holds which is the largest of each row [T, E]; of [T, K, E] ids are [T, K] as they are."""
+    finder, output = getitem_source(node) or (node, None)
+    if (finder.target, output) not in ((aten.max.dim, 1), (aten.argmax.default, None)) or not node.users:
+        return False
+    source, *how = args(finder)
+    is_last = bool(how) and how[0] is not None and how[0] % rank(source) == rank(source) - 1
+    return is_last and rank(source) == 2 and how[1:] in ([], [False])
+
+
+def _with_dimension(graph: Graph, ids: Node) -> _Best:
+    finder, _ = getitem_source(ids) or (ids, None)
+
+    def keep(source: Tensor) -> Tensor:
+        return source.argmax(-1, True) if finder is ids else source.max(-1, True).indices
+
+    readers = [*ids.users]
+    with graph.inserting_before(ids.next):
+        (kept,) = write_out(graph, keep, args(finder)[:1], ids)
+        (shown,) = write_out(graph, lambda kept: kept.squeeze(-1), (kept,), ids)
+    for each in readers:
+        each.replace_input_with(ids, shown)
+    return _Best(ids, kept, shown)
+
+
+def _show(graph: Graph, best: _Best) -> None:
+    if not best.shown._erased:
+        best.shown.replace_all_uses_with(best.ids)
+        graph.erase_node(best.shown)
+    finder, _ = getitem_source(best.kept) or (best.kept, None)
+    for node in dict.fromkeys((best.kept, finder)):
+        if not node._erased and not node.users:
+            graph.erase_node(node)

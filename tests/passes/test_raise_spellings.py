@@ -1,0 +1,167 @@
+"""RaiseExperts on one layer in many spellings: all are raised, what only looks like them stays."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from inductor_passes.pipeline import FUSIONS, RAISES
+from tests.helpers import assert_matches_oracle, mixed
+from tests.passes.capture import computed, rewrite
+from tests.passes.spellings import (
+    SPELLINGS,
+    looped,
+    of_best,
+    of_expert,
+    of_one,
+    transposed,
+    with_biases,
+)
+from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, layer, softmax_router, swiglu
+from tests.passes.test_before_autograd import check, float32
+from tests.passes.test_raise_forms_in_training import trained
+
+PIPELINE = (*RAISES, *FUSIONS)
+SIZES = ((7, torch.float32, False), (1, torch.bfloat16, False), (9, torch.bfloat16, True))
+
+
+@pytest.mark.parametrize(("what", "sizes"), mixed(SPELLINGS, SIZES), ids=str)
+def test_every_spelling_is_raised(what, sizes):
+    inputs = layer(*sizes)
+    result, out = computed(SPELLINGS[what], *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, SPELLINGS[what](*(each.double() for each in inputs)))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "experts unbound",
+        "einsums by expert",
+        "gathered, unflattened",
+        "top-1 by max of rows",
+        "top-1 at once",
+    ],
+)
+def test_gradients(what):
+    assert not trained(SPELLINGS[what]).refused
+
+
+def seen_otherwise(x, weights, ids, w13, w2):
+    """[I, H] as [H, I], which is not its transpose."""
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        hidden = swiglu(torch.einsum("th,ih->ti", x, w13[expert]))
+        second = w2[expert].reshape(INTERMEDIATE, HIDDEN)
+        total = total + torch.einsum("ti,ih->th", hidden, second) * of_expert(weights, ids, expert)
+    return total
+
+
+def rows_in_the_gate(gate_up):
+    """Two are one on the way."""
+    return swiglu(gate_up.view(-1, 4 * INTERMEDIATE).tanh().view(-1, 2 * INTERMEDIATE))
+
+
+def columns_apart(x, dense, w13, w2):
+    """Columns of all experts lie together, not those of each."""
+    hidden = F.linear(x, w13.permute(2, 0, 1).reshape(-1, x.shape[1])).view(-1, EXPERTS, 2 * INTERMEDIATE)
+    return torch.einsum("te,teh->th", dense, torch.einsum("tei,eih->teh", swiglu(hidden), w2))
+
+
+def fed(x, dense, w13, w2):
+    """Llama 4: tokens times the weight that each expert has for them."""
+    rows = x.repeat(EXPERTS, 1) * dense.T.reshape(-1, 1)
+    return torch.bmm(swiglu(torch.bmm(rows.view(EXPERTS, -1, HIDDEN), w13)), w2).sum(0)
+
+
+def worst_of_all(x, probs, ids, w13, w2):
+    """Over tokens, which experts choose."""
+    chosen = F.linear(swiglu(F.linear(x, w13[0])), w2[0])
+    return chosen[probs.argmax(0)].sum(0, keepdim=True) + x
+
+
+OTHER = {
+    "a matrix seen in another shape": (
+        of_best(seen_otherwise),
+        "every token is multiplied with every weight[expert]",
+    ),
+    "rows meet in the gate": (of_best(looped(rows_in_the_gate)), "several as one"),
+    "columns of experts lie together": (
+        of_best(transposed(columns_apart)),
+        "rows are multiplied with all experts at once",
+    ),
+    "tokens are weighed": (of_best(transposed(fed)), "what goes into a product with all experts is weighed"),
+    "something else is added within products": (
+        of_best(with_biases(lambda biases, experts: biases[experts] + 1)),
+        "the product with experts adds aten.unsqueeze, no bias of theirs",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_looks_alike_stays(what):
+    function, reason = OTHER[what]
+    result = rewrite(function, *layer(6), passes=PIPELINE)
+    assert not result.log.raised and not result.ops()
+    assert not reason or any(reason in each for each in result.reasons)
+
+
+@pytest.mark.parametrize(
+    "function", [of_one(worst_of_all), of_one(lambda x, probs, ids, *_: x + probs[0, ids].unsqueeze(1))]
+)
+def test_the_best_of_rows_that_choose_no_experts_are_what_they_were(function):
+    result = rewrite(function, *layer(6), passes=PIPELINE)
+    assert result.after == result.before
+
+
+def test_ids_that_others_read_stay():
+    """An auxiliary loss counts them: it keeps what it read."""
+
+    def run(x, router, w13, w2):
+        probs = F.linear(x, router).float().softmax(-1)
+        weights, ids = probs.max(-1)
+        hidden = swiglu(torch.bmm(x.unsqueeze(1), w13.mT[ids]))
+        out = torch.bmm(hidden, w2.mT[ids]).squeeze(1) * weights.unsqueeze(-1)
+        return out, (F.one_hot(ids, EXPERTS).float().mean(0) * probs.mean(0)).sum()
+
+    inputs = layer(7, torch.float32)
+    result, outs = computed(run, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    for out, exact in zip(outs, run(*(each.double() for each in inputs)), strict=True):
+        assert_matches_oracle(out, exact)
+
+
+def test_einsums_that_turn_what_gradients_do_not_pass():
+    """What is turned back stays where gradients stop in between."""
+
+    def stopped(x, weights, ids, w13, w2):
+        hidden = swiglu(torch.einsum("th,tkih->tki", x, w13[ids]))
+        with torch.no_grad():
+            hidden = hidden.mT
+        return torch.einsum("tki,tkhi,tk->th", hidden.mT, w2[ids], weights)
+
+    run = check(of_best(stopped), float32(7))
+    assert not run.raised
+
+
+def test_what_is_turned_twice_stays_so():
+    """Where nothing is raised."""
+
+    def run(x, router, w13, w2):
+        turned = torch.einsum("eih,th->iet", w13, x).softmax(0)
+        return torch.einsum("iet,ehi->teh", turned[: w2.shape[2]], w2)
+
+    result = rewrite(run, *layer(6), passes=PIPELINE)
+    assert "aten.permute" in result.before and result.after == result.before
+
+
+def by_number_of_tokens(x, router, w13, w2):
+    weights, ids = softmax_router(F.linear(x, router))
+    rows = torch.einsum("th,tkih->tki", x, w13[ids])
+    out = torch.einsum("tki,tkhi->tkh", swiglu(rows), w2[ids]) * x.shape[0]
+    return (out * weights.unsqueeze(-1).to(x.dtype)).sum(1)
+
+
+def test_a_number_of_tokens_is_no_weight():
+    """Where it is a symbol."""
+    result = rewrite(by_number_of_tokens, *layer(7, dynamic=True), passes=PIPELINE)
+    assert not result.log.raised and any("is no weight for each slot" in each for each in result.reasons)
