@@ -182,8 +182,7 @@ def mixed(gpu: Gpu, size: Range) -> Iterator[Planned]:
     acts = (None, *ACTIVATIONS) if size is Range.WIDE else (SITU, GPT_OSS)
     for act, transposed, slots in itertools.product(acts, (False, True), (512, 128)):
         bias, x = _metas(torch.bfloat16, (8, 4096), (slots // 2, 2880))
-        weight = _weight(8, 4096, 2880, torch.bfloat16, transposed)
-        linear = operands("weight", PairedLinear(weight, bias))
+        linear = operands("weight", PairedLinear(_weight(8, 4096, 2880, torch.bfloat16, transposed), bias))
         gemm = Gemm(Operand("x", x), linear, "out", slots, gpu, 2, act, tail=True)
         name = f"mixed act={act} transposed={transposed} slots={slots}"
         yield from _planned(name, *grouped_gemm.plan(gemm), torch.bfloat16)
