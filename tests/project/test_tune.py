@@ -66,20 +66,20 @@ def test_products_are_those_of_the_layers_plan(transposed):
 
 
 def test_choices_that_beat_the_one_in_use(capsys):
-    choices = tune.tune(CASES, H200, prefers(64))
+    choices = tune.tune(CASES, H200, prefers(16))
     assert [(each.rows, each.product.gated, each.config.block_m) for each in choices] == [
-        (16, True, 64),
-        (16, False, 64),
+        (16, True, 16),
+        (16, False, 16),
     ]
     told = capsys.readouterr().out.splitlines()
     assert [line.partition("]")[2].split()[:3] for line in told] == [
         [f"{done}/4", "W2", side] for done, side in enumerate(("up", "down") * 2, 1)
     ]
     assert (
-        told[0].startswith("[######......") and "100.0 us by 32x128x128 w4 s3 c2 -> 50.0 us by 64x" in told[0]
+        told[0].startswith("[######......") and "100.0 us by 64x128x128 w4 s2 c2 -> 50.0 us by 16x" in told[0]
     )
     assert told[3].startswith("[########################]") and told[3].endswith(
-        "50.0 us by 64x128x64 w4 s4 c2"
+        "100.0 us by 64x128x64 w4 s4 c2"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_wrong_choice_in_use_ends_it():
 
 
 def _table():
-    return Tuning("NVIDIA H200", tuple(tune.tune(CASES, H200, prefers(32))))
+    return Tuning("NVIDIA H200", tuple(tune.tune(CASES, H200, prefers(128))))
 
 
 def test_choices_are_kept_where_the_layer_is_faster():
@@ -137,7 +137,7 @@ def test_what_is_written(monkeypatch, tmp_path, capsys, error):
     if not error:
         moe_ops.use_tuning(path)
         assert (
-            pick_config(CASES[1].products(moe_ops.kernels.gpu.gpu_of(torch.device("meta")))[0]).block_m == 32
+            pick_config(CASES[1].products(moe_ops.kernels.gpu.gpu_of(torch.device("meta")))[0]).block_m == 128
         )
         moe_ops.use_tuning(None)
 
