@@ -50,7 +50,6 @@ _SHAPES = frozenset(
         aten.select.int,
         aten.unbind.int,
         aten.clone.default,
-        aten.glu.default,
         prims.convert_element_type.default,
         operator.getitem,
     )
