@@ -22,11 +22,11 @@ def multiplied_glu(graph: Graph) -> Iterator[None]:
         yield
     finally:
         for node, product in found.items():
-            if product._erased:
-                graph.erase_node(node)
-            else:
+            if not product._erased:
                 product.replace_all_uses_with(node)
                 erase_unread(graph, product)
+            elif not node._erased:
+                graph.erase_node(node)
 
 
 def _glu(dim: int = -1) -> Callable[[Tensor], Tensor]:

@@ -40,6 +40,7 @@ def test_gradients(form):
     assert not trained(FORMS[form]).refused
 
 
+@pytest.mark.filterwarnings("error:erase_node")
 def test_a_gate_of_glu():
     """It has no name among ours, and no formula is fused in training."""
     (reason,) = trained(of_glu).refused
