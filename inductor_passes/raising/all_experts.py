@@ -122,11 +122,11 @@ def _spread(product: Node) -> Spread | None:
     if tokens is None or num_experts < 2:
         return None
     if shown is None:
-        side_by_side = Spread(product, rows, Stack(source).transposed(), product, None, 0)
-        is_so = rank(rows) == 2 or is_one(size(rows, 0))
-        return (
-            _followed(side_by_side, (num_experts * y, y)) if is_so and _are_beside(source, factor) else None
-        )
+        is_flat = rank(rows) == 2 or is_one(size(rows, 0))
+        if not is_flat or not _are_beside(source, factor):
+            return None
+        beside = Spread(product, rows, Stack(source).transposed(), product, None, 0)
+        return _followed(beside, (num_experts * y, y))
     if has_layout(shown, (num_experts, x, y), (x * y, y, 1)):
         return _followed(Spread(product, rows, Stack(source).transposed(), product, None, 0), (y, tokens * y))
     if has_layout(shown, (num_experts, y, x), (x * y, 1, y)):

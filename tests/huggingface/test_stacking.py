@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_passes import _compat
-from inductor_passes.base import PassLog
-from inductor_passes.pipeline import FUSIONS, run_passes
 from layers import huggingface
 from layers.huggingface.stacked import StackedExperts
 from moe_ops import RoutingConfig
@@ -31,6 +28,7 @@ from tests.huggingface.loops import (
     Squared,
     block,
 )
+from tests.huggingface.test_raised import Log, raised
 
 KINDS = (Loop, Shared, GatedShared)
 ROUTINGS = {
@@ -250,16 +248,10 @@ def test_a_list_of_unlike_experts_is_left_alone():
 @torch.no_grad()
 def test_compiled_it_is_one_operator():
     own, ours = block(Loop), stacked(Loop)
-    operators = []
-
-    def rewrite(graph_module, _):
-        run_passes(graph_module.graph, FUSIONS, PassLog())
-        graph_module.recompile()
-        operators.extend(str(node.target) for node in graph_module.graph.nodes if "moe." in str(node.target))
-
-    compiled = torch.compile(ours, backend=_compat.post_grad_backend(rewrite), fullgraph=True)
+    log = Log()
+    compiled = raised(ours, log)
     torch.testing.assert_close(compiled(hidden())[0], own(hidden())[0], rtol=1e-5, atol=1e-5)
-    assert operators == ["moe.fused_moe.default"]
+    assert [*map(str, log.operators)] == ["moe.fused_moe.default"]
 
 
 def test_adapters_for_stacked_experts():

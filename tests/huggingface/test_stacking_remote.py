@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from inductor_passes import _compat
-from inductor_passes.base import PassLog
-from inductor_passes.pipeline import FUSIONS, run_passes
 from layers import huggingface
 from layers.huggingface import forwards
 from layers.huggingface.stacked import StackedExperts
@@ -28,6 +25,7 @@ from tests.huggingface.remote import (
     OtherName,
     returning,
 )
+from tests.huggingface.test_raised import Log, raised
 
 CHOOSE = {
     DeepSeek: "gate",
@@ -144,16 +142,10 @@ def test_there_and_back(kind):
 @torch.no_grad()
 def test_compiled_it_is_one_graph(kind):
     own, (ours, _) = block(kind), stacked(kind)
-    operators = []
-
-    def rewrite(graph_module, _):
-        run_passes(graph_module.graph, FUSIONS, PassLog())
-        graph_module.recompile()
-        operators.extend(str(node.target) for node in graph_module.graph.nodes if "moe." in str(node.target))
-
-    compiled = torch.compile(ours, backend=_compat.post_grad_backend(rewrite), fullgraph=True)
+    log = Log()
+    compiled = raised(ours, log)
     assert_alike(compiled, own, hidden())
-    assert operators == ["moe.fused_experts.default"]
+    assert [*map(str, log.operators)] == ["moe.fused_experts.default"]
 
 
 def test_compiled_training_has_the_loss():
