@@ -198,7 +198,7 @@ class MiniMaxM2(Loop):
         self.experts = CalledExperts()
 
     def routed(self, hidden_states, logits):
-        weights, ids = self.weigh(logits.clamp(-1, 1))
+        weights, ids = self.weigh(logits.tanh())
         return self.experts(hidden_states, top_k_index=ids, top_k_weights=weights)
 
 
