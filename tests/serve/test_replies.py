@@ -8,6 +8,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from transformers.cli.serving.utils import CBWorkerDeadError
 
+from layers.serve.admission import error
 from layers.serve.replies import ended, install
 
 RAISED = {
@@ -51,9 +52,22 @@ def test_errors_are_objects_with_a_message(raised, status, told):
     assert answered(raised) == (status, {"message": told, "type": kind, "param": None, "code": status})
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (404, "not_found_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ],
+)
+def test_kinds_are_those_of_the_api(status, kind):
+    assert error(status, "no")["error"]["type"] == kind
+
+
 def test_what_is_no_request_is_told_so():
-    status, error = answered(None, b"[1]")
-    assert (status, error["message"]) == (422, "body: Input should be a valid dictionary")
+    status, told = answered(None, b"[1]")
+    assert (status, told["message"]) == (422, "body: Input should be a valid dictionary")
     assert answered(None, method="GET")[1]["message"] == "Method Not Allowed"
 
 
