@@ -232,6 +232,13 @@ def test_which_products_have_tiles_of_mixed_heights() -> None:
     assert _heights(_mixed(meta(4, 2048, 4096).mT, 256)) == 128
 
 
+def test_another_choice_for_such_a_product_has_tiles_of_one_height() -> None:
+    gemm = _mixed(meta(4, 4096, 2048), 64)
+    for config in gemm_config.alternatives(gemm):
+        kernel = grouped_gemm.plan(gemm, config)[1][-1].kernel
+        assert (kernel is grouped_gemm_mixed_kernel) == (config == gemm_config.mixed_config(gemm))
+
+
 def test_narrow_products_have_low_tiles_from_seven_rows_on() -> None:
     for depth, least in ((1024, 2), (1008, 26)):
         rows = [rows for rows in range(2, 84, 2) if _heights(_mixed(meta(4, 4096, depth), rows)) == 64]
