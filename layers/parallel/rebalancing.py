@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from layers._checks import expect_choice, expect_type
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
+from layers.carried import as_bytes, of_bytes
 from layers.fused_moe import FusedMoE
 from layers.parallel.collectives import start_all_reduce, start_all_to_all
 from layers.parallel.group import Group, expect_agreement, process_group
@@ -225,10 +226,9 @@ def move_experts(weights: Sequence[Tensor], transfers: RankTransfers, group: Gro
             torch.tensor(places, dtype=torch.int64, device=weight.device)
             for places in (transfers.sources, transfers.targets, transfers.rows)
         )
-        leaving = weight[sources]
-        as_bytes = leaving.flatten(1).view(torch.uint8)  # gloo sends few dtypes
-        arrived = start_all_to_all(as_bytes, transfers.received, transfers.sent, group)()
-        weight[targets] = arrived.view(weight.dtype).unflatten(1, weight.shape[1:])[rows]
+        leaving = as_bytes(weight[sources])  # gloo sends few dtypes
+        arrived = start_all_to_all(leaving, transfers.received, transfers.sent, group)()
+        weight[targets] = of_bytes(arrived, weight)[rows]
 
 
 def _parallel(module: nn.Module) -> RankExperts | None:

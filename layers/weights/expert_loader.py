@@ -131,7 +131,7 @@ def is_distributed(parameter: Any) -> bool:
 def part_here(parameter: Any, num_dims: int) -> Tensor:
     """The memory of a DTensor of experts that is here, gate rows followed by up rows."""
     local = parameter.detach().to_local()
-    return local if local.dim() == num_dims else local.flatten(1, 2)
+    return local if local.dim() <= num_dims else local.flatten(1, 2)  # a scale of a matrix has fewer
 
 
 def _load_single(module: Any, param: Tensor, expert_data: Tensor, weight: Tensor, shard_id: str) -> None:
