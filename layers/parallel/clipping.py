@@ -29,7 +29,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     for parameter in every:
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     grads = [[each.grad for each in group if each.grad is not None] for group in groups.values()]
-    norms = [_whole(get_total_norm(group, norm_type)) for group in grads]
+    norms = [_whole(get_total_norm(group, norm_type)) for group in grads or [[]]]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for group in groups.values():
         clip_grads_with_norm_(group, max_norm, total)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers._checks import expect_positive, expect_type
+from layers._checks import expect_choice, expect_count, expect_positive, expect_type
 from layers.parallel.all_gather import AllGatherPrepareAndFinalize
 from layers.parallel.all_reduce import AllReducePrepareAndFinalize
 from layers.parallel.exchange import Exchange
@@ -85,10 +85,12 @@ class ParallelConfig:
         """How many tokens every rank brings into an exchange, of T for each data-parallel one: a ceiling of its part.
 
         Raises:
-            ValueError: there are not `dp` numbers.
+            TypeError, ValueError: there are not `dp` numbers, or one is no int of at least 0.
         """
         if len(of_each) != self.dp:
             raise ValueError(f"of_each={list(of_each)}: expected dp={self.dp} numbers")
+        for index, tokens in enumerate(of_each):
+            expect_count(f"of_each[{index}]", tokens)
         of_groups = (-(-tokens // self.pcp) for tokens in of_each for _ in range(self.pcp))
         return tuple(-(-tokens // self.sp_size) for tokens in of_groups for _ in range(self.tp))
 
@@ -109,8 +111,11 @@ class ParallelConfig:
                 or ranks that have the same tokens, it is always an all-gather.
 
         Raises:
-            TypeError, ValueError: `mesh` has other sizes or other ranks, or as the styles do.
+            TypeError, ValueError: `mesh` is none, has other sizes or other ranks, `dispatcher` is none, or as the
+                styles do.
         """
+        expect_type("mesh", mesh, DeviceMesh)
+        expect_choice("dispatcher", dispatcher, Dispatcher)
         if tuple(mesh.shape) != (sizes := (self.num_groups, self.tp)):
             raise ValueError(f"mesh has shape {tuple(mesh.shape)}: expected {sizes} = [dp * pcp, tp]")
         if mesh.size() != dist.get_world_size():
@@ -123,7 +128,7 @@ class ParallelConfig:
         """Of tokens that some ranks share. None if all have their own."""
         if self.tp == 1 or self.sp:
             return None
-        groups, tp = (mesh[name] for name in mesh.mesh_dim_names or ())
+        groups, tp = mesh.get_all_groups()  # a mesh may have no names
         others = None if self.num_groups == 1 else AllGatherPrepareAndFinalize(groups, max_tokens=max_tokens)
         return AllReducePrepareAndFinalize(tp, others)
 

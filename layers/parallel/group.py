@@ -38,7 +38,7 @@ class Group:
 
         Raises:
             TypeError: it is something else.
-            ValueError: the mesh has more dimensions.
+            ValueError: the mesh has more dimensions, or this process is not in it.
         """
         if isinstance(group, Group):
             return group
@@ -53,6 +53,9 @@ def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
         return group
     if group.ndim != 1:
         raise ValueError(f"group is a mesh of {group.ndim} dimensions: expected one, such as mesh['ep']")
+    if group.get_coordinate() is None:
+        ranks = group.mesh.tolist()
+        raise ValueError(f"group is a mesh of ranks {ranks}: expected one with rank {dist.get_rank()}")
     return group.get_group()
 
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layers import BatchedExperts, FusedMoE, ModularKernel, RouterOutput, StandardExperts
 from layers.parallel import (
@@ -107,10 +107,13 @@ def test_groups():
         Group.of("ep")
     with pytest.raises(ValueError, match=r"owners.num_ranks=2: expected 4, the ranks of the group"):
         AllToAllPrepareAndFinalize(world_group(), ExpertRanks(E, 2))
-    pair = dist.new_group([0, 1])
+    pair, mesh_of_pair = dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1])
     if dist.get_rank() > 1:
         with pytest.raises((ValueError, TypeError), match="expected"):
             Group.of(pair)
+        expected = rf"group is a mesh of ranks \[0, 1\]: expected one with rank {dist.get_rank()}"
+        with pytest.raises(ValueError, match=expected):
+            Group.of(mesh_of_pair)
 
 
 @on_ranks(2)

@@ -50,6 +50,15 @@ def test_values(config, options):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("ep", [False, True])
+def test_a_mesh_without_names(ep):
+    block, config = make_block(**OPTIONS["plain"]), ParallelConfig(dp=2, ep=ep, tp=2)
+    twin, hidden = copy.deepcopy(block), tokens_of(dist.get_rank(), config)
+    config.parallelize(twin.experts, init_device_mesh("cpu", (2, 2)))
+    assert_matches_oracle(twin(hidden), oracle.block(block, hidden))
+
+
+@on_ranks(4)
 @combinations
 def test_experts_lie_as_configured(config):
     experts = parallel(make_block(**OPTIONS["plain"]), config).experts
@@ -87,6 +96,8 @@ def test_sizes():
     assert config.num_tokens([7, 1]) == (2,) * 6 + (1,) * 6
     with pytest.raises(ValueError, match=r"of_each=\[7\]: expected dp=2 numbers"):
         config.num_tokens([7])
+    with pytest.raises(ValueError, match=r"of_each\[1\]=-1: expected at least 0"):
+        config.num_tokens([7, -1])
 
 
 @pytest.mark.parametrize(
@@ -112,3 +123,13 @@ def test_meshes_that_do_not_fit():
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "pp"))
     with pytest.raises(ValueError, match="mesh has 2 ranks: expected all 4"):
         ParallelConfig(dp=2).parallelize(make_block().experts, cube["dp", "tp"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ep", [False, True])
+def test_arguments_that_make_no_sense(ep):
+    config, experts = ParallelConfig(dp=2, ep=ep), make_block().experts
+    with pytest.raises(TypeError, match="mesh=None: expected DeviceMesh, got NoneType"):
+        config.parallelize(experts, None)
+    with pytest.raises(ValueError, match="dispatcher='ring': expected one of 'auto', 'allgather'"):
+        config.parallelize(experts, init_device_mesh("cpu", (2, 1)), dispatcher="ring")
