@@ -81,6 +81,17 @@ def scaled(weights: Tensor, ids: Tensor, expert_scale: Tensor) -> Tensor:
     return weights * expert_scale.to(weights.dtype)[ids.long().clamp(0, expert_scale.shape[0] - 1)]
 
 
+def expect_overlap(layer: Any) -> None:
+    """Raises ValueError where a shared expert cannot run beside the experts of `layer` in one operator."""
+    layer.config.expect_overlap()
+    if layer.lora is not None or layer.quantisation is not None:
+        value_error("shared_experts.overlap=True with lora or quantised experts: expected False")
+    if layer.parallel is not None:
+        value_error(
+            "shared is a shared expert, and ranks share the others: expected its output or a function"
+        )
+
+
 def expect_none(layer: Any, *names: str) -> None:
     """Raises ValueError where a layer whose tokens must not depend on each other has something that could undo it."""
     for name in names:

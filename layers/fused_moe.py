@@ -9,7 +9,7 @@ that identical layers share one compiled graph.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from layers._checks import expect_features
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, emitted
-from layers.expert_options import expect_none, in_chunks, run_with_norm, scaled, zero_experts
+from layers.expert_options import expect_none, expect_overlap, in_chunks, run_with_norm, scaled, zero_experts
 from layers.expert_parameters import ExpertParameters
 from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
@@ -39,7 +39,6 @@ from moe_ops.arguments import (
     SharedExpert,
 )
 from moe_ops.combine import check_shared, combine
-from moe_ops.errors import value_error
 from moe_ops.fused_experts import expect_routed, run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
 from moe_ops.shared import run as run_with_shared
@@ -198,12 +197,13 @@ class FusedMoE(ExpertParameters):
         config, hidden_size = self.config, self.config.expert_hidden_size
         if config.emit == "batch_invariant":
             expect_none(self, "balancing", "lora", "parallel")
-        if isinstance(shared, SharedExpert):
-            config.expect_overlap()
-            if self.lora is not None or self.quantisation is not None:
-                value_error("shared_experts.overlap=True with lora or quantised experts: expected False")
+        if is_beside := isinstance(shared, SharedExpert):
+            expect_overlap(self)
         tokens = _rows("hidden_states", hidden_states, hidden_size)  # [T, H]
-        addend = _rows("shared", shared, hidden_size) if isinstance(shared, Tensor) else shared
+        is_later = self.parallel is not None and callable(shared)
+        addend: Any = shared
+        if shared is not None and not is_beside and not is_later:
+            addend = _rows("shared", addend, hidden_size)
         # Ranks exchange all tokens at once, as often as each other; what they get is then run in chunks.
         chunk_size = config.experts.chunk_size if self.parallel is None else None
         if isinstance(router_logits, RouterOutput):

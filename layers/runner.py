@@ -72,11 +72,11 @@ class MoERunner(nn.Module):
             a `reduction` comes behind both.
 
     Raises:
-        TypeError: `experts` is neither, another part is no module, or `router` no function.
+        TypeError: `experts` is neither, another part is no module, `router` no function, or `reduction` no `Reduction`.
         ValueError: `shared_order` is none of the three, or "beside" a `FusedMoE` that is no place for it
-            (`MoEConfig.expect_overlap`, quantised experts), other modules than `SharedExperts`, a `reduction` of
-            these alone, or transforms; a `reduction` of shared experts that there are not; one transform without the
-            other.
+            (`MoEConfig.expect_overlap`, experts that are quantised or that ranks share), other modules than
+            `SharedExperts`, a `reduction` of these alone, or transforms; a `reduction` of shared experts that there are
+            not; one transform without the other.
 
     Example:
         >>> runner = MoERunner(block.experts, block.gate, shared_experts=block.shared_experts)  # what `block` does
@@ -102,6 +102,8 @@ class MoERunner(nn.Module):
         super().__init__()
         expect_type("experts", experts, (FusedMoE, ModularKernel))
         expect_choice("shared_order", shared_order, SharedOrder)
+        if reduction is not None:
+            expect_type("reduction", reduction, Reduction)
         if shared_order == "beside" and isinstance(experts, FusedMoE):
             _expect_overlap(experts, shared_experts, reduction)
         if reduction is not None and reduction.of == "shared" and shared_experts is None:
@@ -210,6 +212,8 @@ def _expect_overlap(experts: FusedMoE, shared_experts: nn.Module | None, reducti
     experts.config.expect_overlap()
     if experts.quantisation is not None:
         raise ValueError("shared_order='beside' quantised experts: expected 'before' or 'after'")
+    if experts.parallel is not None:
+        raise ValueError("shared_order='beside' experts that ranks share: expected 'before' or 'after'")
     if not isinstance(shared_experts, SharedExperts):
         kind = type(shared_experts).__name__
         raise ValueError(

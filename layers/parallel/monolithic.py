@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layers._checks import expect_features, expect_positive, expect_type
+from layers._checks import expect_features, expect_positive, expect_type, rows_of
 from layers.fused_moe import FusedMoE
 from layers.modular_parts import Prepared
 from layers.parallel.all_gather import gathering, rows_of_each
@@ -65,7 +65,7 @@ class AllGatherMonolithic(nn.Module):
         expect_features("router_logits", router_logits, self.layer.config.router_size)
         hidden, logits = hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
         expect_shape("router_logits", logits, (hidden.shape[0], logits.shape[1]))
-        addend = None if shared is None else shared.flatten(0, -2)
+        addend = None if shared is None else rows_of("shared", shared)
         rows = start_reduce_scatter(self._run(hidden, logits), self.group)()
         return plus(rows[: hidden.shape[0]], addend).reshape(hidden_states.shape)
 

@@ -244,3 +244,12 @@ def test_a_shared_expert_beside_a_layer_that_has_no_place_for_it():
     hidden, logits = inputs(3)
     with pytest.raises(ValueError, match=r"experts.post_norm_eps=1e-05 with an overlapped shared expert"):
         module(hidden, logits, shared.operand(hidden))
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+@pytest.mark.parametrize("shared", [lambda: torch.ones(3, H), "ones"], ids=["function", "text"])
+def test_a_shared_output_that_is_no_tensor(shared, is_routed):
+    """A function is for experts that ranks share: others would leave it out."""
+    module, (hidden, logits) = FusedMoE(MoEConfig(E, K, H, I)), inputs(3)
+    with pytest.raises(TypeError, match=r"shared=.*: expected a torch.Tensor"):
+        module(hidden, module.route(logits) if is_routed else logits, shared)

@@ -296,6 +296,8 @@ def test_what_makes_no_sense(block):
         MoERunner(layer, reduction=Reduction(torch.neg, "shared"))
     with pytest.raises(ValueError, match="of='routed': expected one of 'sum', 'shared'"):
         Reduction(torch.neg, "routed")
+    with pytest.raises(TypeError, match=r"reduction=<built-in .*: expected Reduction"):
+        MoERunner(layer, reduction=torch.neg)
     with pytest.raises(TypeError, match="reduce=None: expected a function of a tensor"):
         Reduction(None)
     for name in ("gate", "shared_experts", "routed_input_transform", "routed_output_transform"):

@@ -132,6 +132,13 @@ def test_load_is_that_of_all_ranks_and_of_rows_of_no_token():
     assert state.expert_load_view.sum() == 2 * MOST * layer.config.top_k
 
 
+@on_ranks(1)
+def test_a_shared_output_that_is_no_tensor():
+    kernel, hidden = AllGatherMonolithic(dist.group.WORLD, make_layer(config())), torch.randn(5, H)
+    with pytest.raises(TypeError, match=r"shared=<function>: expected a torch.Tensor"):
+        kernel(hidden, torch.randn(5, 8), lambda: hidden)
+
+
 @on_ranks(2)
 @static
 def test_latent_experts(max_tokens):

@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import inductor_passes
+from layers import MoERunner
 from tests.helpers import assert_matches_oracle, assert_same, usually
 from tests.layers import oracle
 from tests.layers.parallel.test_styles import OPTIONS, H, make_block, parallel, tokens_of
@@ -37,6 +38,19 @@ def test_shared_experts_run_between_start_and_wait(style, collective):
     )
     assert started < shared < arrived
     assert order.names.count("gated_activation") == 1
+
+
+@on_ranks(2)
+def test_experts_that_ranks_share_are_in_no_operator_with_others():
+    block, hidden = parallel(make_block(**OPTIONS["plain"]), "allgather"), torch.randn(5, H)
+    with pytest.raises(
+        ValueError, match="shared is a shared expert, and ranks share the others: expected its"
+    ):
+        block.experts(hidden, block.gate(hidden), block.shared_experts.operand(hidden))
+    with pytest.raises(
+        ValueError, match="shared_order='beside' experts that ranks share: expected 'before' or"
+    ):
+        MoERunner(block.experts, shared_experts=block.shared_experts, shared_order="beside")
 
 
 @on_ranks(2, timeout=300)
