@@ -12,19 +12,20 @@ Letters: T tokens, R rows in expert order, E experts held here, N adapters, r ra
 
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_positive, expect_type
+from layers._checks import expect_count, expect_positive, expect_type
 from layers.adapted_experts import AdaptedExperts
 from layers.carried import expert_of_rows
 from layers.expert_parameters import ExpertParameters
 from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
 from moe_ops._checks import expect_index, expect_shape
 from moe_ops.arguments import FusedExperts
-from moe_ops.errors import value_error
+from moe_ops.errors import describe, value_error
 
 if TYPE_CHECKING:
     from layers.parallel.rank_experts import RankExperts
@@ -52,16 +53,32 @@ def join_gate_up(gate: LowRank, up: LowRank, *, interleaved: bool = False) -> Lo
     Returns:
         [E, 2r, H] and [E, 2I, 2r], in which half of `b` is zero.
 
+    Raises:
+        TypeError, ValueError: one of both is none, or shapes do not fit.
+
     Example:
         >>> lora.load_adapter(0, join_gate_up(gate, up), down, scaling=alpha / rank)
     """
-    expect_type("gate", gate, LowRank)
-    expect_type("up", up, LowRank)
-    (num_experts, size, rank), others = gate.b.shape, up.b.shape[2]
+    _expect_low_rank("gate", gate)
+    _expect_low_rank("up", up)
+    (num_experts, rank, hidden_size), size, others = gate.a.shape, gate.b.shape[1], up.a.shape[1]
+    expect_shape("gate.b", gate.b, (num_experts, size, rank))
+    expect_shape("up.a", up.a, (num_experts, others, hidden_size))
+    expect_shape("up.b", up.b, (num_experts, size, others))
     b = gate.b.new_zeros(num_experts, 2 * size, rank + others)
     gate_rows, up_rows = (b[:, ::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
     gate_rows[:, :, :rank], up_rows[:, :, rank:] = gate.b, up.b
     return LowRank(torch.cat([gate.a, up.a], dim=1), b)
+
+
+def _expect_low_rank(name: str, given: object) -> None:
+    """Raises TypeError or ValueError unless these are matrices of experts, of any sizes."""
+    if not isinstance(given, LowRank):
+        raise TypeError(f"{name}={describe(given)}: expected LowRank, got {type(given).__name__}")
+    for part, matrix, shape in zip(("a", "b"), given, ("ErA", "EBr"), strict=True):
+        expect_shape(f"{name}.{part}", matrix, tuple(shape))
+        if not matrix.dtype.is_floating_point:
+            raise TypeError(f"{name}.{part} has dtype {matrix.dtype}: expected a floating point dtype")
 
 
 class ExpertLora(nn.Module):
@@ -174,11 +191,19 @@ class ExpertLora(nn.Module):
             scaling: what the changes are multiplied by, such as alpha / r.
 
         Raises:
-            ValueError: a number or a shape does not fit.
+            TypeError, ValueError: a number or a shape does not fit, matrices are none of floating point or on the meta
+                device. Nothing has changed then.
         """
-        if not 0 <= adapter < self.num_adapters:
+        expect_count("adapter", adapter)
+        if adapter >= self.num_adapters:
             raise ValueError(f"adapter={adapter}: expected a number below num_adapters={self.num_adapters}")
-        named, count = (("gate_up", gate_up), ("down", down)), self.experts.num_given(gate_up.a.shape[0])
+        expect_type("scaling", scaling, (Real, Tensor))
+        named = ("gate_up", gate_up), ("down", down)
+        for name, given in named:
+            _expect_low_rank(name, given)
+            if given.a.is_meta or given.b.is_meta:
+                raise ValueError(f"{name} is on the meta device: expected matrices with values")
+        count = self.experts.num_given(gate_up.a.shape[0])
         for (name, given), into, (_, B, A) in zip(named, self.linears(), self.experts.shapes):
             rank, most = given.a.shape[1], into.a.shape[2]
             expect_shape(f"{name}.a", given.a, (count, "r", A))
