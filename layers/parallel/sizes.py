@@ -47,8 +47,8 @@ def _told_sizes(given: Prepared, group: Group) -> Tensor:
 
 
 def sizes_of_tokens(given: Prepared) -> list[int]:
-    """What ranks have to have alike: H, K, and how many bytes go with a token besides its weights and ids."""
-    rows = given.hidden_states, *given.extra_tensors
+    """What ranks have to have alike: H, K, and the bytes of a token, which dtypes decide about as well."""
+    rows = given.hidden_states, given.topk_weights, given.topk_ids, *given.extra_tensors
     return [given.hidden_states.shape[1], given.topk_ids.shape[1], bytes_per_token(rows)]
 
 
@@ -58,11 +58,13 @@ def expect_same_sizes(told: Tensor, alike: list[int], name: str) -> None:
         differ = (told[:, 1:] != torch.tensor(alike, device=told.device)).sum().item()
         torch._check(
             differ == 0,
-            lambda: "hidden size, top_k or extra_tensors differ between ranks: expected the same on all",
+            lambda: (
+                "hidden size, top_k, dtypes or extra_tensors differ between ranks: expected the same on all"
+            ),
         )
         return
     rows = told.tolist()
-    bytes_of_all = "bytes of a token and its extra_tensors"
+    bytes_of_all = "bytes of a token, its weights, ids and extra_tensors"
     for column, what in enumerate(("hidden size", name, bytes_of_all), start=1):
         expect_alike(what, {rank: row[column] for rank, row in enumerate(rows)})
 

@@ -163,13 +163,24 @@ def test_rows_quantised_before_or_after_the_exchange(name):
 
 @on_ranks(2)
 @pytest.mark.parametrize("make", [all_gather, variable])
-def test_other_tensors_on_each_rank_are_refused(make):
+@pytest.mark.parametrize(("what", "more"), [("extra", 1), ("ids", 4 * K), ("weights", 4 * K)])
+def test_other_tensors_on_the_first_rank_are_refused(what, more, make):
     hidden, routed, which = tokens_of("variable", sizes="even")
-    extras = (which,) if dist.get_rank() else (which, which.bool())
+    extras = (which,)
+    if dist.get_rank() == 0:
+        wide = {
+            "ids": {"topk_ids": routed.topk_ids.long()},
+            "weights": {"topk_weights": routed.topk_weights.double()},
+        }
+        routed, extras = (
+            routed._replace(**wide.get(what, {})),
+            (*extras, *([which.bool()] * (what == "extra"))),
+        )
     with pytest.raises(ValueError) as caught:
         make(make_layer(config()))(hidden, routed, None, extras)
+    usual = 4 * H + 8 * K + 8
     assert str(caught.value) == (
-        f"bytes of a token and its extra_tensors differs between ranks: {4 * H + 9} on rank 0; {4 * H + 8} on "
-        "rank 1; expected the same on all"
+        f"bytes of a token, its weights, ids and extra_tensors differs between ranks: {usual + more} on rank 0; "
+        f"{usual} on rank 1; expected the same on all"
     )
     dist.barrier()  # nothing is left on its way
