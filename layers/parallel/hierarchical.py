@@ -18,6 +18,7 @@ from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKW
 from layers.parallel.exchange import Exchange, Started, TwoSteps
 from layers.parallel.group import ExpertRanks
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
+from moe_ops._checks import expect_shape
 
 
 class _WayBack(NamedTuple):
@@ -35,7 +36,8 @@ class HierarchicalPrepareAndFinalize(TwoSteps):
             times those of `across`.
 
     Raises:
-        TypeError, ValueError: an argument is not as described; later, as the two do.
+        TypeError, ValueError: an argument is not as described, among these `within` for other experts or with too few
+            rows; later, as the two do.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (N, L), mesh_dim_names=("node", "local"))
@@ -59,12 +61,31 @@ class HierarchicalPrepareAndFinalize(TwoSteps):
         self.across, self.within = across, within
         self.num_experts = owners.num_experts
         self.experts_of_node = owners.num_experts // owners.num_ranks
+        self._expect_room()
         self.first_expert = across.group.rank * self.experts_of_node
 
+    def _expect_room(self) -> None:
+        """Raises ValueError unless the exchange within nodes has a place for their experts and for what arrives."""
+        owners: Any = getattr(self.within, "owners", None)
+        if owners is not None and owners.num_experts != self.experts_of_node:
+            raise ValueError(
+                f"within.owners={owners}: expected {self.experts_of_node} experts, those of a node"
+            )
+        given, taken = self.across.max_tokens, self.within.max_tokens
+        if given is not None and taken is not None and taken < (arriving := given * self.across.group.size):
+            raise ValueError(
+                f"within.max_tokens={taken}: expected at least {arriving}, those that nodes send"
+            )
+
     def expert_map(self, of_node: Tensor | None) -> Tensor:
-        """[E] int32 of this rank, from that of its node [E / N], None for all of them; see `ExpertRanks.expert_map`."""
+        """[E] int32 of this rank, from that of its node [E / N], None for all of them; see `ExpertRanks.expert_map`.
+
+        Raises:
+            TypeError, ValueError: it is no tensor [E / N].
+        """
         if of_node is None:
             of_node = torch.arange(self.experts_of_node, dtype=torch.int32)
+        expect_shape("of_node", of_node, (self.experts_of_node,))
         whole = torch.full((self.num_experts,), -1, dtype=torch.int32, device=of_node.device)
         whole[self.first_expert : self.first_expert + self.experts_of_node] = of_node
         return whole

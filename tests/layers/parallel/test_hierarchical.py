@@ -159,3 +159,11 @@ def test_refused():
         HierarchicalPrepareAndFinalize(scattered, within)
     with pytest.raises(TypeError, match="within=3: expected"):
         HierarchicalPrepareAndFinalize(padded(mesh["node"], 6, MOST), 3)
+    across = padded(mesh["node"], 6, MOST)
+    with pytest.raises(ValueError, match=r"within.owners=ExpertRanks\(num_experts=6.*: expected 3 experts"):
+        HierarchicalPrepareAndFinalize(across, variable(mesh["local"], 6, None))
+    for few in (padded, gathered):
+        with pytest.raises(ValueError, match=r"within.max_tokens=17: expected at least 18, those that nodes"):
+            HierarchicalPrepareAndFinalize(across, few(mesh["local"], 3, 2 * MOST - 1))
+    with pytest.raises(ValueError, match=r"of_node has shape \[6\]: expected \[3\]"):
+        HierarchicalPrepareAndFinalize(across, within).expert_map(torch.arange(6))
