@@ -19,9 +19,11 @@ from layers.carried import expect_row_per_token
 from layers.modular_parts import (
     ActivationFormat,
     AsyncPrepareAndFinalize,
+    ExpertOutput,
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
     Prepared,
+    TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
 )
 from layers.router import RouterOutput
@@ -68,12 +70,13 @@ class ModularKernel(nn.Module):
     def __init__(self, prepare_finalize: PrepareAndFinalize, experts: PermuteExpertsUnpermute) -> None:
         super().__init__()
         expect_type("experts", experts, nn.Module)
-        _expect_part("prepare_finalize", prepare_finalize, "PrepareAndFinalize", "activation_format")
-        _expect_part("experts", experts, "PermuteExpertsUnpermute", "activation_formats")
+        _expect_part("prepare_finalize", prepare_finalize, PrepareAndFinalize)
+        _expect_part("experts", experts, PermuteExpertsUnpermute)
         given, (taken, returned) = prepare_finalize.activation_format, experts.activation_formats
         reducer = experts.weigh_and_reduce
         if isinstance(reducer, TopKWeightAndReduceDelegate):
             reducer = prepare_finalize.weigh_and_reduce
+        _expect_part("weigh_and_reduce", reducer, TopKWeightAndReduce)
         _expect_same_format(prepare_finalize, given, experts, taken)
         if reducer.activation_format is not None:
             _expect_same_format(experts, returned, reducer, reducer.activation_format)
@@ -108,12 +111,15 @@ class ModularKernel(nn.Module):
             [..., H] in the dtype of `hidden_states`.
 
         Raises:
-            ValueError, TypeError: shapes or dtypes do not fit; the message names argument, value, expectation.
+            ValueError, TypeError: shapes or dtypes do not fit, or a part returned something else than it is to; the
+                message names argument, value, expectation.
         """
         tokens = rows_of("hidden_states", hidden_states)  # [T, H]
         addend = None if shared is None else rows_of("shared", shared)
         prepared = self.start(tokens, router_logits, extra_tensors).wait()
-        return self.finish(prepared, addend).wait().reshape(hidden_states.shape)
+        output = self.finish(prepared, addend).wait()
+        expect_shape("output of finalize", output, tokens.shape)
+        return output.reshape(hidden_states.shape)
 
     def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:
         """Scores the logits [..., E_global] and picks the experts of each of the T tokens; see `FusedMoE.route`."""
@@ -146,14 +152,17 @@ class ModularKernel(nn.Module):
         experts = self.experts.num_experts, self.experts.expert_map
         args = hidden_states, weights, ids, *experts, extras
         if self._is_async:
-            return Pending(*self.prepare_finalize.prepare_async(*args))  # type: ignore[attr-defined]
+            return _pending("prepare_async", self.prepare_finalize.prepare_async(*args))  # type: ignore[attr-defined]
         return _arrived(self.prepare_finalize.prepare(*args))
 
     def finish(self, prepared: Prepared, shared: Tensor | None = None) -> Pending[Tensor]:
         """The experts and the way back, to [T, H] with shared [T, H] added."""
-        args = self.experts(prepared), prepared, self.weigh_and_reduce, shared
+        _expect_value("output of prepare", prepared, Prepared)
+        output = self.experts(prepared)
+        _expect_value("output of experts", output, ExpertOutput)
+        args = output, prepared, self.weigh_and_reduce, shared
         if self._is_async:
-            return Pending(*self.prepare_finalize.finalize_async(*args))  # type: ignore[attr-defined]
+            return _pending("finalize_async", self.prepare_finalize.finalize_async(*args))  # type: ignore[attr-defined]
         return _arrived(self.prepare_finalize.finalize(*args))
 
 
@@ -161,13 +170,30 @@ def _arrived(value: Value) -> Pending[Value]:
     return Pending(_nothing_to_wait_for, lambda: value)
 
 
+def _pending(name: str, returned: Any) -> Pending[Any]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        type_error("output of {}={}: expected a hook and a receiver", name, describe(returned))
+    return Pending(*returned)
+
+
 def _nothing_to_wait_for() -> None:
     pass
 
 
-def _expect_part(name: str, part: object, kind: str, attribute: str) -> None:
-    if not hasattr(part, attribute):
-        raise TypeError(f"{name} is a {type(part).__name__}: expected a {kind}, which has {attribute}")
+def _expect_part(name: str, part: object, kind: type) -> None:
+    """Raises TypeError unless `part` has all that the protocol `kind` says; a class has it, and is none."""
+    if isinstance(part, type):
+        raise TypeError(f"{name} is the class {part.__name__}: expected an instance")
+    for attribute in vars(kind):
+        if not attribute.startswith("_") and not hasattr(part, attribute):
+            raise TypeError(
+                f"{name} is a {type(part).__name__}: expected a {kind.__name__}, which has {attribute}"
+            )
+
+
+def _expect_value(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        type_error("{}={}: expected {}", name, describe(value), kind.__name__)
 
 
 def _expect_same_format(giver: Any, given: ActivationFormat, taker: Any, taken: ActivationFormat) -> None:

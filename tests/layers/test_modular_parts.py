@@ -81,6 +81,48 @@ def test_parts_of_another_kind():
     message = "experts is a FusedMoE: expected a PermuteExpertsUnpermute, which has activation_formats"
     with pytest.raises(TypeError, match=message):
         ModularKernel(LocalPrepareAndFinalize(), layer)
+    with pytest.raises(TypeError, match="prepare_finalize is the class LocalPrepareAndFinalize: expected an"):
+        ModularKernel(LocalPrepareAndFinalize, StandardExperts(layer))
+    half = type("Half", (), {"activation_format": ActivationFormat.Standard, "weigh_and_reduce": None})
+    with pytest.raises(
+        TypeError, match="prepare_finalize is a Half: expected a PrepareAndFinalize, which has pre"
+    ):
+        ModularKernel(half(), StandardExperts(layer))
+    of_nobody = type("OfNobody", (BatchedPrepareAndFinalize,), {"weigh_and_reduce": None})
+    with pytest.raises(
+        TypeError, match="weigh_and_reduce is a NoneType: expected a TopKWeightAndReduce, which"
+    ):
+        ModularKernel(of_nobody(), BatchedExperts(layer))
+
+
+def returns(value):
+    return lambda *args: value
+
+
+WRONG = {
+    "output of prepare=<tuple>: expected Prepared": {"prepare": returns((1, 2))},
+    "output of experts=<Tensor>: expected ExpertOutput": {"experts": returns(torch.ones(5, H))},
+    "output of finalize=None: expected a torch.Tensor": {"finalize": returns(None)},
+    r"output of finalize has shape \[16, 5\]: expected \[5, 16\]": {"finalize": returns(torch.ones(H, 5))},
+    "output of prepare_async=None: expected a hook and a receiver": {
+        "prepare_async": returns(None),
+        "finalize_async": returns(None),
+    },
+    "output of finalize_async=<tuple>: expected a hook and": {
+        "prepare_async": lambda self, *args: (returns(None), lambda: self.prepare(*args)),
+        "finalize_async": returns((1, 2, 3)),
+    },
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_parts_that_return_something_else(message):
+    methods = dict(WRONG[message])
+    experts = type("Mine", (StandardExperts,), {"forward": methods.pop("experts", StandardExperts.forward)})
+    exchange = type("Exchange", (LocalPrepareAndFinalize,), methods)
+    kernel = ModularKernel(exchange(), experts(FusedMoE(config())))
+    with pytest.raises((TypeError, ValueError), match=message):
+        kernel(torch.randn(5, H), torch.randn(5, E))
 
 
 SCALAR = torch.tensor(1.0)
