@@ -45,6 +45,7 @@ def load_expert_weight(
         expect_type(name, tensor, Tensor)
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: expected memory with values, or for them")
+    expect_type("weight_name", weight_name, str)
     expect_choice("shard_id", shard_id, ShardId)
     if param.dim() == 0:
         raise ValueError("param has shape (): expected the experts in its first dimension")
@@ -97,10 +98,14 @@ def _expert_pairs(
 ) -> list[tuple[Tensor, Tensor]]:
     """(the expert's part of the parameter, its weight): one pair, or all experts of a fused checkpoint."""
     local_of, here = module.expert_map, _memory_of(module, param, kind)
+    if here.shape[0] != module.num_local_experts:
+        raise ValueError(
+            f"param has {here.shape[0]} experts: expected {module.num_local_experts}, those here"
+        )
     is_fused = loaded.dim() == _DIMS_OF_ALL.get(kind)
     if not is_fused:
         known = param.shape[0] if local_of is None else local_of.shape[0]
-        if not isinstance(expert_id, int) or not 0 <= expert_id < known:
+        if not isinstance(expert_id, int) or isinstance(expert_id, bool) or not 0 <= expert_id < known:
             raise ValueError(f"expert_id={expert_id!r}: expected an expert in [0, {known})")
         local = expert_id if local_of is None else int(local_of[expert_id])
         return [] if local < 0 else [(here[local], loaded)]

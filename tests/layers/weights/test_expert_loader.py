@@ -283,6 +283,8 @@ def test_a_loop_over_a_checkpoint_fills_replicas_too():
         ({"shard_id": "w13"}, ValueError, "shard_id='w13': expected one of 'w1', 'w2', 'w3'"),
         ({"expert_id": E}, ValueError, rf"expert_id={E}: expected an expert in \[0, {E}\)"),
         ({"expert_id": "0"}, ValueError, r"expert_id='0': expected an expert in \[0, 6\)"),
+        ({"expert_id": True}, ValueError, r"expert_id=True: expected an expert in \[0, 6\)"),
+        ({"name": None}, TypeError, "weight_name=None: expected str, got NoneType"),
         ({"weight": [1.0]}, TypeError, r"loaded_weight=\[1\.0\]: expected Tensor, got list"),
         ({"expert_id": -1}, ValueError, rf"expert_id=-1: expected an expert in \[0, {E}\)"),
         ({"weight": torch.ones(I, H + 1)}, ValueError, r"shape \(12, 11\): expected \(12, 10\)"),

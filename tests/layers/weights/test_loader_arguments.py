@@ -87,6 +87,18 @@ def test_tensors_without_room_for_a_shard_are_refused(shape, name, shard_id, loa
     assert str(caught.value) == message and not param.any()
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("expert_map", [None, torch.tensor([-1, 0, 1, -1])], ids=["all", "some"])
+def test_parameters_of_other_experts_are_refused(expert_map, stacked):
+    """A parameter of another layer, or of another rank, would take some of the experts."""
+    layer = FusedMoE(config(), expert_map)
+    param, loaded = torch.zeros(1, 2 * I, H), torch.ones(E, I, H)
+    message = f"param has 1 experts: expected {E if expert_map is None else 2}, those here"
+    with pytest.raises(ValueError, match=message):
+        layer.weight_loader(param, loaded if stacked else loaded[2], "experts.w1.weight", "w1", 2)
+    assert not param.any()
+
+
 @pytest.mark.parametrize("held", [slice(0, E), slice(1, 3)])
 def test_fused_checkpoints_have_biases_of_all_experts(held):
     expert_map = torch.full((E,), -1, dtype=torch.int32)
