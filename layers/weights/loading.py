@@ -168,7 +168,7 @@ def _on_ranks(block: Any) -> dict[str, Any]:
     return {name: each for name, each in own if is_distributed(each) and each.device_mesh.ndim == 1}
 
 
-def _tensors_here(block: Any) -> dict[str, Tensor]:
+def tensors_here(block: Any) -> dict[str, Tensor]:
     """A block's state dict; of experts shared among ranks the parts that are here, gate rows followed by up rows."""
     ours = block.state_dict(keep_vars=True)
     for name, parameter in _on_ranks(block).items():
@@ -186,7 +186,7 @@ def _plan(module: nn.Module, blocks: dict[str, Any], source: Source) -> _Plan:
     for name, block in blocks.items():
         layer = layer_of[name]
         names = resolve(block, layer, source.shapes)
-        ours, slots = _tensors_here(block), block_slots(block, names)
+        ours, slots = tensors_here(block), block_slots(block, names)
         expect_all_have_slots(ours, slots)
         for slot in slots:
             plan.add(slot, join(layer, slot.stored), ours[slot.ours].data, source)

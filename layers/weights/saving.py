@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from layers._checks import expect_type
 from layers.families import family_config
 from layers.fused_moe import FusedMoE
+from layers.weights.expert_loader import is_distributed
 from layers.weights.formats import Format, format_of
 from layers.weights.layout import join
-from layers.weights.loading import beside_layers, moe_layers
+from layers.weights.loading import beside_layers, moe_layers, tensors_here
 from layers.weights.slots import Slot, block_slots, expect_all_have_slots, same
 
 
@@ -28,7 +29,8 @@ def checkpoint_state_dict(module: nn.Module, config: Any, *, prefix: str = "") -
 
     Raises:
         TypeError, ValueError: no MoE layer in the module, one that holds a part of the experts or of each, one that
-            the family has no names for, or a `model_type` that `MoEConfig.from_hf` does not take.
+            the family has no names for, a `model_type` that `MoEConfig.from_hf` does not take, or a DTensor: of
+            `fully_shard`, say. A style of `layers.parallel` on one rank leaves experts whole.
 
     Example:
         >>> save_file(checkpoint_state_dict(model, config), folder / "model.safetensors", {"format": "pt"})
@@ -37,7 +39,8 @@ def checkpoint_state_dict(module: nn.Module, config: Any, *, prefix: str = "") -
     family = family_config(config).model_type
     names = format_of(config.model_type, family)
     blocks = moe_layers(module)
-    saved = {tied[0]: tensor.detach().contiguous() for tied, tensor in beside_layers(module, blocks).items()}
+    beside = beside_layers(module, blocks)
+    saved = {tied[0]: _plain(tied[0], tensor).contiguous() for tied, tensor in beside.items()}
     for name, block in blocks.items():
         _check(name or "module", block, names, family)
         layer = join(_decoder_layer(name, block), names.block)
@@ -73,8 +76,15 @@ def _decoder_layer(name: str, block: nn.Module) -> str:
     return ".".join(parts)
 
 
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    if is_distributed(tensor):
+        raise TypeError(f"{name} is a DTensor: expected plain tensors, of a module that is not sharded")
+    return tensor.detach()
+
+
 def _stored_tensors(block: nn.Module, names: Format) -> dict[str, Tensor]:
-    ours, slots = block.state_dict(), block_slots(block, names)
+    ours = {name: _plain(name, tensor) for name, tensor in tensors_here(block).items()}
+    slots = block_slots(block, names)
     expect_all_have_slots(ours, slots)
     return {
         slot.stored: _stored(slot, slot.of_ours(ours[slot.ours])) for slot in slots

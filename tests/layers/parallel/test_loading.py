@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import layers.vllm
-from layers import FusedMoE, MoEBlock, MoEConfig, load_checkpoint
+from layers import FusedMoE, MoEBlock, MoEConfig, checkpoint_state_dict, load_checkpoint
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from tests.helpers import assert_same
 from tests.layers.parallel.world import on_ranks
@@ -35,7 +35,7 @@ def stock(family):
 def empty_block(config, style, mesh=None):
     """As a model too large for one device is made: sharded without memory, then given what is here, of nonsense."""
     block = MoEBlock(config, device="meta")
-    mesh = init_device_mesh("cpu", (2,)) if mesh is None else mesh
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
     parallelize_module(block, mesh, {"experts": STYLES[style]})
     block.to_empty(device="cpu")
     for parameter in block.parameters():
@@ -87,6 +87,38 @@ def test_what_is_split_otherwise_is_refused(split):
     name = "gate.weight" if split == "router" else "experts.w13_weight"
     with pytest.raises(TypeError, match=rf"{name} is a DTensor: expected plain tensors"):
         load_checkpoint(block, model.state_dict(), prefix="model.layers.1", progress=False)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_one_rank_saves_what_it_has_loaded(family, style):
+    model = stock(family)
+    block, given = empty_block(MoEConfig.from_hf(model.config), style), {"prefix": "model.layers.1"}
+    load_checkpoint(block, model.state_dict(), progress=False, **given)
+    saved, expected = checkpoint_state_dict(block, model.config, **given), model.state_dict()
+    assert "model.layers.1.mlp.experts.0.up_proj.weight" in saved or family == "gpt_oss"
+    load_checkpoint(whole := MoEBlock(MoEConfig.from_hf(model.config)), saved, progress=False, **given)
+    assert_same(
+        [whole.experts.w13_weight], [block.experts.w13_weight.to_local().view_as(whole.experts.w13_weight)], 0
+    )
+    assert all(torch.equal(each, expected[name]) for name, each in saved.items() if name in expected)
+    assert not any(isinstance(each, DTensor) for each in saved.values())
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("place", ["layer", "beside"])
+def test_what_is_split_otherwise_is_not_saved(place):
+    model = stock("qwen3_moe")
+    block, norm = MoEBlock(MoEConfig.from_hf(model.config)), torch.nn.LayerNorm(4)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    fully_shard(block.experts if place == "layer" else norm, mesh=mesh)
+    name = "experts.w13_weight" if place == "layer" else "norm.weight"
+    module = torch.nn.ModuleDict({"0": torch.nn.ModuleDict({"mlp": block}), "norm": norm})
+    with pytest.raises(
+        TypeError, match=rf"{name} is a DTensor: expected plain tensors, of a module that is not"
+    ):
+        checkpoint_state_dict(module, model.config)
 
 
 def _shards(num_experts: int) -> list[tuple[str, str, torch.Tensor]]:
