@@ -1,6 +1,6 @@
 """Parameters of experts as DTensors, made of whole ones or of the parts that a loader has read."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,8 @@ def parts_of_experts(layout: ParameterLayout) -> Split:
 
 def adapter_splits(experts: AdaptedExperts) -> dict[str, Split]:
     """Of adapters' parameters [E, N, ., .], by name: those of whole experts, or of the parts of each."""
-    names = ("a13", "b13", "a2", "b2")
-    if experts.shard.size == 1:
+    names, down = ("a13", "b13", "a2", "b2"), cast(DTensor, experts.weight)
+    if down.placements == (Shard(0),):  # a single rank has parts of experts too, all of them
         return dict.fromkeys(names, WHOLE_EXPERTS)
     rows = Split(Shard(3), 2) if experts.has_blocks else Split(Shard(2))
     return dict(zip(names, (Split(Replicate()), rows, Split(Shard(3)), Split(Replicate()))))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import ExpertLora
@@ -44,6 +45,19 @@ def test_checkpoints_are_those_of_any_number_of_ranks(style, tmp_path):
         for name, tensor in each.state_dict().items():
             assert torch.equal(whole(tensor).reshape(expected[name].shape), expected[name]), name
     assert fresh.b13.to_local().numel() * 4 == expected["b13"].numel()
+
+
+@on_ranks(1)
+@styles
+def test_one_rank_has_what_several_have(style):
+    """A checkpoint of one rank is one of any number, and the other way round."""
+    part, adapters = parallel(make_layer(config()), style)
+    b13, (hidden, routed) = part.lora.b13, tokens_of(0, "padded")
+    assert b13.placements == ((Shard(3),) if style == "tensor" else (Shard(0),))
+    assert b13.shape[2:] == ((2, 24, b13.shape[-1]) if style == "tensor" else (48, b13.shape[-1]))
+    assert_matches_oracle(
+        part(hidden, routed), oracle(make_layer(config()), adapters, hidden, routed, ids_of(0))
+    )
 
 
 @on_ranks(2)
