@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layers._checks import expect_choice, expect_type
+from layers._checks import expect_choice, expect_floating_dtype, expect_type
 from layers.config import MoEConfig, RouterConfig
 from layers.fused_moe import FusedMoE
 from moe_ops import RoutingConfig
@@ -87,6 +87,7 @@ class FusedMoEArguments:
     apply_routed_scale_to_output: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name, elsewhere in _ELSEWHERE.items():
             value, expected = getattr(self, name), None if name == "quant_config" else 1
             if value is not None and value != expected:
@@ -112,6 +113,13 @@ class FusedMoEArguments:
                 raise ValueError(f"{name} with custom_routing_function: expected one of them")
         if self.e_score_correction_bias is not None:
             self._check_bias(self.e_score_correction_bias)
+
+    def _check_types(self) -> None:
+        expect_floating_dtype("params_dtype", self.params_dtype)
+        for name in ("use_grouped_topk", "enable_eplb", "reduce_results"):  # of other flags configs ask
+            expect_type(name, getattr(self, name), bool)
+        if self.custom_routing_function is not None and not callable(self.custom_routing_function):
+            raise TypeError(f"custom_routing_function={self.custom_routing_function!r}: expected a function")
 
     def _check_bias(self, bias: Tensor) -> None:
         expect_type("e_score_correction_bias", bias, Tensor)

@@ -161,6 +161,22 @@ def test_a_bias_of_another_type_is_named(bias):
         _made(e_score_correction_bias=bias)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"params_dtype": "float16"}, "params_dtype='float16': expected None or a floating"),
+        ({"params_dtype": torch.int8}, r"params_dtype=torch\.int8: expected None or a floating"),
+        ({"custom_routing_function": "sigmoid"}, "custom_routing_function='sigmoid': expected a function"),
+        ({"use_grouped_topk": "no"}, "use_grouped_topk='no': expected bool, got str"),
+        ({"enable_eplb": None}, "enable_eplb=None: expected bool"),
+        ({"reduce_results": 1}, "reduce_results=1: expected bool"),
+    ],
+)
+def test_what_is_of_another_type_is_named(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        _made(**arguments)
+
+
 def test_unknown_arguments_are_named():
     with pytest.raises(TypeError, match="num_local_experts"):
         _made(num_local_experts=4)
