@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_positive, expect_type
+from layers._checks import expect_count, expect_positive, expect_type
 from layers.placement import ExpertPlacement
 from moe_ops import map_replicas
 from moe_ops.arguments import LoadRecord, Replicas, Router
@@ -53,8 +53,7 @@ class EplbState(NamedTuple):
         """
         expect_positive("num_layers", num_layers)
         expect_positive("num_experts", num_experts)
-        if num_redundant_experts != 0:
-            expect_positive("num_redundant_experts", num_redundant_experts)
+        expect_count("num_redundant_experts", num_redundant_experts)
         made: dict[str, Any] = {"dtype": torch.int32, "device": device}
         experts = torch.full((num_layers, num_experts, num_redundant_experts + 1), -1, **made)
         experts[:, :, 0] = torch.arange(num_experts, **made)
@@ -192,10 +191,10 @@ class ExpertBalancing(nn.Module):
         return held.scatter_(0, places.flatten(), experts.flatten())[:num_places]
 
     def _source_of(self, held: Tensor) -> Tensor:
-        """[P]: where the expert that each place is to hold lies now; there, if it is one of its replicas."""
+        """[P]: where the expert that each place is to hold lies now; there, if it is one of its replicas, or none."""
         places = torch.arange(held.shape[0], device=held.device)
-        replicas = self.logical_to_physical.masked_fill(~self._in_use(), -1)[held]
-        stays = (replicas == places.unsqueeze(1)).any(1)
+        replicas = self.logical_to_physical.masked_fill(~self._in_use(), -1)[held.clamp(min=0)]
+        stays = (replicas == places.unsqueeze(1)).any(1) | (held < 0)
         return torch.where(stays, places, replicas[:, 0].long())
 
     def checked(self, placement: ExpertPlacement) -> ExpertPlacement:
@@ -215,7 +214,8 @@ class ExpertBalancing(nn.Module):
             raise ValueError(f"placement has up to {experts.shape[-1]} replicas of an expert: expected {R}")
         in_use = torch.arange(experts.shape[-1]) < counts.unsqueeze(1)
         named = held[experts.clamp(0, held.shape[0] - 1).long()] == torch.arange(E).unsqueeze(1)
-        if int(counts.min()) < 1 or int(counts.sum()) != held.shape[0] or not bool(named[in_use].all()):
+        in_places = int((held >= 0).sum())
+        if int(counts.min()) < 1 or int(counts.sum()) != in_places or not bool(named[in_use].all()):
             raise ValueError(
                 "placement contradicts itself: expected each place once, with the expert it holds"
             )

@@ -203,8 +203,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "hidden_size", "intermediate_size"):
             expect_positive(name, getattr(self, name))
-        if self.num_redundant_experts != 0:
-            expect_positive("num_redundant_experts", self.num_redundant_experts)
+        expect_count("num_redundant_experts", self.num_redundant_experts)
         expect_type("has_bias", self.has_bias, bool)
         expect_choice("emit", self.emit, Emit)
         expect_choice("save_for_backward", self.save_for_backward, SaveForBackward)

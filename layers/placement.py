@@ -18,7 +18,8 @@ class ExpertPlacement(NamedTuple):
     """Where `rebalance_experts` puts every replica; [E] loads give tensors without the dimension L.
 
     Attributes:
-        physical_to_logical: [L, P] int64: the expert that every slot holds; rank r holds the r-th P / num_ranks.
+        physical_to_logical: [L, P] int64: the expert that every slot holds, -1 for none; rank r holds the r-th
+            P / num_ranks.
         logical_to_physical: [L, E, R] int64, R the largest replica count: the slots of an expert, ascending, then -1.
         replica_count: [L, E] int64, each at least 1.
     """
@@ -29,11 +30,27 @@ class ExpertPlacement(NamedTuple):
 
     @classmethod
     def of(cls, physical_to_logical: Tensor, num_experts: int) -> "ExpertPlacement":
-        """The one that has these experts in its slots, [L, P] or [P] integers on the CPU, each of E at least once."""
-        held = physical_to_logical.long()
-        count = torch.zeros((*held.shape[:-1], num_experts), dtype=torch.int64)
-        count.scatter_add_(-1, held, torch.ones_like(held))
-        return cls(held, _slots_of_experts(held, count), count)
+        """The one that has these experts in its slots, [L, P] or [P] integers, -1 for a slot that holds none.
+
+        Raises:
+            TypeError, ValueError: they are no integers, or one is no expert.
+        """
+        held = _experts_in_slots(physical_to_logical, num_experts)
+        last = held.masked_fill(held < 0, num_experts)  # slots that hold none
+        count = torch.zeros((*held.shape[:-1], num_experts + 1), dtype=torch.int64)
+        count = count.scatter_add(-1, last, torch.ones_like(held))[..., :num_experts].contiguous()
+        return cls(held, _slots_of_experts(last, count), count)
+
+
+def _experts_in_slots(held: object, num_experts: int) -> Tensor:
+    if not isinstance(held, Tensor) or held.dtype.is_floating_point or held.dtype == torch.bool:
+        raise TypeError(f"physical_to_logical={held!r}: expected a tensor of integers")
+    held = held.cpu().long()
+    if held.numel() and (int(held.min()) < -1 or int(held.max()) >= num_experts):
+        raise ValueError(
+            f"physical_to_logical={held.tolist()}: expected experts in [0, {num_experts}), or -1"
+        )
+    return held
 
 
 def determine_expert_map(
