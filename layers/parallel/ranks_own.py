@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from layers._checks import expect_type
 from layers.fused_moe import FusedMoE
 
 
@@ -17,11 +18,15 @@ def names_of_ranks_own(model: nn.Module) -> list[str]:
         Names of all DTensors, and of the buffers of shared experts that are in no state dict: which experts are here,
         adapters of tokens, recorded load.
 
+    Raises:
+        TypeError: `model` is no module.
+
     Example:
         >>> own = names_of_ranks_own(model)
         >>> DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
         >>> replicated = DistributedDataParallel(model)
     """
+    expect_type("model", model, nn.Module)
     distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     return distributed + [name for prefix, module in _shared(model) for name in _unsaved(module, prefix)]
 

@@ -127,6 +127,8 @@ def unexpected(block: Any, layer: str, names: Format, keys: set[str], known: set
     of_any_rank = {
         name.format(e=e) for name in names.experts.all() for e in range(experts.config.num_experts)
     }
+    if experts.config.has_bias:
+        of_any_rank |= {f"{name}_bias" for name in names.experts.all()}
     return sorted(found - {join(layer, name) for name in of_any_rank})
 
 

@@ -99,10 +99,16 @@ def block_slots(block: Any, names: Format) -> list[Slot]:
     return slots
 
 
+_OF_EXPERTS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+"""A rank may have nothing but places for replicas."""
+
+
 def expect_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
     """Raises ValueError for a tensor that no checkpoint has: scales, say, which must not be left out without a word."""
     filled = {slot.ours for slot in slots}
-    if others := [name for name in ours if name not in filled]:
+    unfilled = (name for name in ours if name not in filled)
+    others = [name for name in unfilled if name.removeprefix("experts.") not in _OF_EXPERTS]
+    if others:
         raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; weight_loader loads them")
 
 
@@ -124,9 +130,11 @@ def _experts_of(experts: Any, names: MatrixNames) -> list[_Expert]:
             "experts have moved: expected a checkpoint to be loaded or saved while expert e is at place e, without "
             "replicas, as in `EplbState.initial`"
         )
+    # Places past these are for replicas, which no checkpoint has.
+    num_experts, has_replicas = experts.config.num_experts, experts.config.num_redundant_experts > 0
     if experts.expert_map is None and not names.is_per_expert:
-        return [_Expert(None, same, same)]
-    places = range(experts.config.num_experts) if experts.expert_map is None else experts.expert_map.tolist()
+        return [_Expert(None, same, _first(num_experts) if has_replicas else same)]
+    places = range(num_experts) if experts.expert_map is None else experts.expert_map.tolist()[:num_experts]
     return [
         _Expert(number, same if names.is_per_expert else _pick(number), _pick(local))
         for number, local in enumerate(places)
@@ -213,6 +221,10 @@ def _turned(tensor: Tensor) -> Tensor:
 
 def _pick(index: int) -> View:
     return lambda tensor: tensor[index]
+
+
+def _first(count: int) -> View:
+    return lambda tensor: tensor[:count]
 
 
 def _part(shard: TensorShard, dim: int) -> View:

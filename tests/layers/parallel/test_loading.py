@@ -1,5 +1,7 @@
 """Checkpoints into experts that ranks share: each rank reads its own part, and the layer is that of one device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import layers.vllm
-from layers import FusedMoE, MoEBlock, MoEConfig, checkpoint_state_dict, load_checkpoint
-from layers.parallel import ExpertParallel, ExpertTensorParallel
+from layers import EplbState, FusedMoE, MoEBlock, MoEConfig, checkpoint_state_dict, load_checkpoint
+from layers.parallel import ExpertParallel, ExpertRebalancer, ExpertTensorParallel
 from tests.helpers import assert_same
 from tests.layers.parallel.world import on_ranks
 
@@ -63,6 +65,28 @@ def test_each_rank_reads_its_part(family, style):
         assert_same([parameter.full_tensor().view(expected.shape)], [expected], tolerance=0)
         if name.endswith("weight"):
             assert parameter.to_local().numel() * 2 == expected.numel()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("num_redundant_experts", [2, 8])
+@pytest.mark.parametrize(
+    ("family", "is_saved"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True)]
+)
+def test_experts_with_places_for_replicas(family, is_saved, num_redundant_experts):
+    """Which are empty until experts are placed; with eight of them the second rank has no other."""
+    model, given = stock(family), {"prefix": "model.layers.1"}
+    config, hidden = MoEConfig.from_hf(model.config), torch.randn(9, model.config.hidden_size)
+    block, wider = MoEBlock(config), replace(config, num_redundant_experts=num_redundant_experts)
+    load_checkpoint(block, model.state_dict(), progress=False, **given)
+    sharded = empty_block(wider, "allreduce")
+    stored = checkpoint_state_dict(block, model.config, **given) if is_saved else model.state_dict()
+    for each in (sharded, whole := MoEBlock(wider)):
+        load_checkpoint(each, stored, progress=False, **given)
+    saved = checkpoint_state_dict(whole, model.config, **given)
+    assert all(torch.equal(saved[name], each) for name, each in model.state_dict().items() if name in saved)
+    ExpertRebalancer(sharded).place("linear")
+    whole.experts.set_eplb_state(0, *EplbState.initial(1, config.num_experts, num_redundant_experts))
+    assert_same([sharded(hidden), whole(hidden)], [block(hidden)] * 2, tolerance=1e-6)
 
 
 @on_ranks(2)

@@ -48,6 +48,8 @@ def test_names_of_a_block():
     expected = [*parameters, "expert_map", "lora.adapter_ids"]
     assert names_of_ranks_own(sharded.experts) == expected
     assert names_of_ranks_own(sharded) == [f"experts.{name}" for name in expected]
+    with pytest.raises(TypeError, match="model=None: expected Module, got NoneType"):
+        names_of_ranks_own(None)
 
 
 @on_ranks(2)
