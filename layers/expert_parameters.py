@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from layers._checks import expect_floating_dtype, expect_type
 from layers.config import MoEConfig
 from layers.placement import local_experts
-from layers.weights.expert_loader import ParamsMapping, expert_params_mapping, load_expert_weight
+from layers.weights.expert_loader import (
+    ParamsMapping,
+    expert_params_mapping,
+    is_distributed,
+    load_expert_weight,
+)
 from layers.weights.scales import SCALES, WEIGHTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops.scaled import STORED
@@ -247,6 +252,14 @@ class ExpertParameters(nn.Module):
         }
         usual = {"num_local_experts": config.num_experts, "shard": "0/1"}
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value != usual.get(name))
+
+
+def expect_movable(name: str, parameter: Tensor) -> None:
+    """Raises TypeError or ValueError unless rows of a parameter can be written where they lie."""
+    if is_distributed(parameter):
+        raise TypeError(f"{name} is a DTensor: expected a plain parameter, experts move before fully_shard")
+    if not parameter.is_contiguous():
+        raise ValueError(f"{name} has strides {parameter.stride()}: expected a contiguous parameter")
 
 
 def weight_shapes(

@@ -19,7 +19,7 @@ from layers._checks import expect_features
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, emitted
 from layers.expert_options import expect_none, expect_overlap, in_chunks, run_with_norm, scaled, zero_experts
-from layers.expert_parameters import ExpertParameters
+from layers.expert_parameters import ExpertParameters, expect_movable
 from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
 from layers.routed_experts import RoutedExpertsCapture
@@ -131,7 +131,7 @@ class FusedMoE(ExpertParameters):
         Weights, biases, scales, then those of `lora`. Of a layer that `ExpertParallel` sharded, the local parts.
 
         Raises:
-            ValueError: a parameter is not contiguous.
+            TypeError, ValueError: a parameter is a DTensor of nobody's here, as `fully_shard` makes, or not contiguous.
         """
         parameters: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         for name in ("expert_scale", "post_norm_weight"):  # of logical experts, and of all
@@ -141,8 +141,7 @@ class FusedMoE(ExpertParameters):
         for name, parameter in parameters.items():
             if self.parallel is not None:
                 parameters[name] = parameter = self.parallel.stored_part(parameter)
-            if not parameter.is_contiguous():
-                raise ValueError(f"{name} has strides {parameter.stride()}: expected a contiguous parameter")
+            expect_movable(name, parameter)
         return [parameter.detach().view(self.num_local_experts, -1) for parameter in parameters.values()]
 
     def route(self, router_logits: Tensor, hidden_states: Tensor | None = None) -> RouterOutput:

@@ -106,3 +106,13 @@ def test_a_dtensor_is_refused_clearly(mesh):
     module.w13_weight = torch.nn.Parameter(distribute_tensor(module.w13_weight.data, mesh, [Shard(0)]))
     with pytest.raises(TypeError, match=r"w13 is a DTensor: expected a plain tensor"):
         module(torch.randn(4, H), torch.randn(4, E))
+
+
+def test_experts_that_are_sharded_are_not_moved(mesh):
+    """Written to what a forward has gathered, they would come back."""
+    module = FusedMoE(MoEConfig(E, K, H, I))
+    fully_shard(module, mesh=mesh)
+    with pytest.raises(
+        TypeError, match="w13_weight is a DTensor: expected a plain parameter, experts move before"
+    ):
+        module.get_expert_weights()

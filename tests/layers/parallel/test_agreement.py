@@ -59,6 +59,16 @@ def test_kinds_that_differ():
 
 
 @on_ranks(2)
+def test_exchanges_with_others_that_differ():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    others = AllGatherPrepareAndFinalize(alone) if dist.get_rank() == 0 else None
+    with pytest.raises(
+        ValueError, match=r"others differs between ranks: 'AllGather.*' on rank 0; None on rank 1"
+    ):
+        AllReducePrepareAndFinalize(world_group(), others)
+
+
+@on_ranks(2)
 def test_experts_that_differ():
     ranks = ExpertRanks(E + dist.get_rank(), 2)
     with pytest.raises(

@@ -69,6 +69,15 @@ def test_experts_lie_as_configured(config):
 
 
 @on_ranks(4)
+@combinations
+def test_static_shapes_are_those_of_the_exchange(config):
+    exchange = parallel(make_block(), config, max_tokens=8).experts.parallel.exchange
+    exchange = getattr(exchange, "others", exchange)  # None: all ranks have the same tokens, nothing is sent
+    assert exchange is None or exchange.max_tokens == 8
+    assert (exchange is None) == (config.num_groups == 1 and not config.sp)
+
+
+@on_ranks(4)
 @pytest.mark.parametrize(
     "config", [each for each in COMBINATIONS if each.dp == each.tp == 2 and not each.sp], ids=str
 )

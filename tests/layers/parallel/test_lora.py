@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import MoEBlock, RouterOutput, SharedExpertConfig
 from layers.parallel import AllGatherMonolithic, ExpertParallel, ExpertTensorParallel
+from moe_ops import Activation
 from tests.helpers import assert_matches_oracle, assert_same, usually
 from tests.layers.lora import attach, draw_ids, make_adapters, oracle
 from tests.layers.parallel.exchanges import (
@@ -36,6 +37,7 @@ PORTIONS = {
     ),
 }
 styles = pytest.mark.parametrize("style", STYLES)
+INTERLEAVED = Activation("swiglu_oai", interleaved=True)
 
 
 def ids_of(rank, name="padded"):
@@ -67,9 +69,13 @@ def parallel(layer, style):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("style", [*STYLES, *PORTIONS])
-def test_sharded_layers(style):
-    layer, rank = make_layer(config(has_bias=True)), dist.get_rank()
+@pytest.mark.parametrize(
+    ("style", "activation"),
+    [*((style, "silu") for style in (*STYLES, *PORTIONS)), ("tensor", "relu2"), ("tensor", INTERLEAVED)],
+    ids=str,
+)
+def test_sharded_layers(style, activation):
+    layer, rank = make_layer(config(has_bias=True, activation=activation)), dist.get_rank()
     part, adapters = parallel(layer, style)
     hidden, routed = tokens_of(rank, "padded")
     shared = torch.randn(hidden.shape)

@@ -54,6 +54,19 @@ def test_values(style, name):
 
 @on_ranks(2)
 @styles
+def test_a_shared_output_that_is_there_already(style):
+    """Rows that fill up a rank's chunks have none of it."""
+    block, hidden = make_block(**OPTIONS["deepseek_v3"]), tokens_of(dist.get_rank(), style)
+    logits, shared = (
+        torch.randn(len(hidden), 8, generator=torch.Generator().manual_seed(0)),
+        torch.randn_like(hidden),
+    )
+    out = parallel(block, style).experts(hidden, logits, shared)
+    assert_matches_oracle(out, oracle.experts(block.experts, hidden, logits) + shared.double())
+
+
+@on_ranks(2)
+@styles
 def test_gradients(style):
     block = make_block(torch.float64, **OPTIONS["plain"])
     sharded, rank = parallel(block, style), dist.get_rank()
