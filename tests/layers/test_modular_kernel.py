@@ -132,6 +132,18 @@ def test_gradients(make, compiled):
     assert_same(ours, grads_of(lambda: oracle_of_routed(layer, hidden, routed), tensors))
 
 
+@formats
+def test_gradients_of_weights_on_the_input(make):
+    layer = make_block(OPTIONS["llama4"], torch.float64).experts
+    hidden = torch.randn(7, H, dtype=torch.float64, requires_grad=True)
+    routed = layer.route(torch.randn(7, E, dtype=torch.float64))
+    weights = routed.topk_weights.detach().requires_grad_()
+    ours = grads_of(lambda: make(layer)(hidden, routed._replace(topk_weights=weights)), [hidden, weights])
+    ones = routed._replace(topk_weights=torch.ones_like(weights))
+    expected = grads_of(lambda: oracle_of_routed(layer, hidden * weights, ones), [hidden, weights])
+    assert_same(ours, expected)
+
+
 @pytest.mark.parametrize(("max_tokens", "compiled"), mixed((1, 3), (False, True)))
 def test_slots_that_find_their_expert_full_are_dropped(max_tokens, compiled):
     """The last tokens first, exactly: the oracle gets an id of no expert for each."""

@@ -49,6 +49,10 @@ def _by_logit(hidden_states, gating_output, topk, renormalize):
             {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2},
             {"routing": RoutingConfig(2, num_groups=4, topk_groups=2)},
         ),
+        (
+            {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2, "renormalize": False},
+            {"routing": RoutingConfig(2, renormalize=False, num_groups=4, topk_groups=2)},
+        ),
         ({"num_expert_group": 4, "topk_group": 2}, {}),
         ({"top_k": 1, "apply_router_weight_on_input": True}, {"top_k": 1, "router": RouterConfig(weight_on="input")}),
         ({"activation": "relu2_no_mul"}, {"activation": "relu2"}),
