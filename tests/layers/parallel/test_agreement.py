@@ -154,7 +154,7 @@ def test_shared_output_of_another_length_is_refused(name):
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "linear", "round_robin"])
-@pytest.mark.parametrize("num_experts, num_ranks", [(8, 1), (8, 4), (7, 3), (11, 4), (5, 5)])
+@pytest.mark.parametrize("num_experts, num_ranks", [(8, 1), (8, 4), (7, 3), (11, 4), (5, 5), (13, 8)])
 def test_owners_are_those_of_the_expert_maps(strategy, num_experts, num_ranks):
     ranks = ExpertRanks(num_experts, num_ranks, strategy)
     found = ranks.of(torch.arange(-1, num_experts + 1, dtype=torch.int32))

@@ -65,9 +65,11 @@ def test_gradients(max_tokens):
     kernel = AllGatherMonolithic(dist.group.WORLD, whole_experts(layer), max_tokens=max_tokens)
     inputs = [leaves(each) for each in range(2)]
     mine = leaves(rank)
-    loss(kernel(*mine)).backward()
-    for each in inputs:
-        loss(layer(*each)).backward()
+    shared = [torch.randn_like(each[0]).requires_grad_() for each in (mine, inputs[rank])]
+    loss(kernel(*mine, shared[0])).backward()
+    for number, each in enumerate(inputs):
+        loss(layer(*each, shared[1] if number == rank else None)).backward()
+    assert_same([shared[0].grad], [shared[1].grad])
     assert_same([each.grad for each in mine], [each.grad for each in inputs[rank]])
     held = held_by(kernel.layer.expert_map)
     for name, parameter in kernel.layer.named_parameters():

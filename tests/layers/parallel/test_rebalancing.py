@@ -215,6 +215,7 @@ def test_a_plan_is_made_of_the_load_of_all():
     model = parallel(make_blocks(2))
     rebalancer, seen = ExpertRebalancer(model), []
     model(tokens_of(dist.get_rank()))
+    model[1].experts.balancing.load.mul_(2**31)  # of many forwards
     mine = torch.stack([block.experts.balancing.load_per_expert() for block in model])
     dist.all_reduce(mine)
 
@@ -226,8 +227,23 @@ def test_a_plan_is_made_of_the_load_of_all():
         rebalancer.start(), rebalancer.finish()
     if dist.get_rank() == 0:
         assert torch.equal(torch.stack(seen), mine)
-    assert mine.sum() == 2 * 33 * K * 2
+    assert mine.sum() == 2 * 33 * K * (1 + 2**31)
     assert (rebalancer.load_per_rank() == 0).all() and (rebalancer.imbalance() == 1).all()
+
+
+@on_ranks(4)
+def test_experts_of_a_node_stay_together():
+    """Though more would stay if ranks of other nodes took each other's parts."""
+    model = parallel(make_blocks())
+    rebalancer, balancing = ExpertRebalancer(model, num_groups=2, num_nodes=2), model[0].experts.balancing
+    rebalancer.place("linear")
+    first, second, third, fourth = balancing.held().chunk(4)
+    plan = ExpertPlacement.of(torch.cat([first, third, second, fourth]), E)
+    with mock.patch.object(rebalancing, "rebalance_experts", return_value=plan):
+        rebalancer.start(), rebalancer.finish()
+    nodes = [sorted(node.tolist()) for node in balancing.held().chunk(2)]
+    expected = [sorted([*first.tolist(), *third.tolist()]), sorted([*second.tolist(), *fourth.tolist()])]
+    assert sorted(nodes) == sorted(expected)
 
 
 @on_ranks(2)
