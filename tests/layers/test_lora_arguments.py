@@ -43,6 +43,7 @@ def test_an_adapter_that_cannot_be_loaded(message):
     ("gate", "up", "message"),
     [
         (None, UP, "gate=None: expected LowRank"),
+        (UP, None, "up=None: expected LowRank"),
         (UP, UP._replace(a=UP.a[0]), r"up.a has shape \[2, 6\]"),
         (UP._replace(b=matrices(I, H, 1).b), matrices(I, H, 3), r"gate.b has shape \[4, 5, 1\]: expected"),
         (UP, UP._replace(a=UP.a[1:]), r"up.a has shape \[3, 2, 6\]: expected \[4, 2, 6\]"),
