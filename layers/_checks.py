@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from moe_ops._checks import expect_tensor
+from moe_ops._checks import expect_dense, expect_tensor
 from moe_ops._library import autocasts
 from moe_ops.errors import describe, type_error, value_error
 
@@ -51,9 +51,10 @@ def expect_floating_dtype(name: str, dtype: object) -> None:
 
 
 def expect_features(name: str, value: object, size: int) -> None:
-    """Raises TypeError or ValueError unless `value` is a floating point tensor [..., size]."""
+    """Raises TypeError or ValueError unless `value` is a dense floating point tensor [..., size]."""
     if not isinstance(value, Tensor):
         type_error("{}={}: expected a torch.Tensor", name, describe(value))
+    expect_dense(name, value)
     if not value.dtype.is_floating_point:
         type_error("{} has dtype {}: expected a floating point dtype", name, value.dtype)
     if value.dim() == 0:

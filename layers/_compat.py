@@ -1,8 +1,9 @@
-"""Private PyTorch APIs that layers use: nested arguments as lists of leaves, and who wrote to a tensor."""
+"""Private PyTorch APIs that layers use: nested arguments as leaves, who wrote to a tensor, hooks of all modules."""
 
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 Structure = pytree.TreeSpec
@@ -27,3 +28,8 @@ def paths(tree: Any) -> list[str]:
 def version(tensor: Tensor) -> int:
     """A counter that each write into `tensor`, or into a view of it, moves."""
     return tensor._version
+
+
+def has_global_hooks() -> bool:
+    """Whether a call of any module runs hooks: those of `register_module_forward_hook` and the like."""
+    return bool(_has_any_global_hook())

@@ -71,6 +71,8 @@ def _fits(size: int | torch.SymInt, wanted: int | torch.SymInt | str) -> bool:
 
 def are_equal(size: int | torch.SymInt, wanted: int | torch.SymInt) -> bool:
     """Whether two sizes are equal, as far as a tracer can know; two symbols are taken for equal from here on."""
+    if isinstance(size, Tensor) or isinstance(wanted, Tensor):
+        return int(size) == int(wanted)  # in torch.jit.trace
     if torch.compiler.is_compiling():
         return _are_equal_symbols(size, wanted)  # Dynamo takes symbols for int
     if isinstance(size, int) and isinstance(wanted, int):

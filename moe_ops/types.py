@@ -118,6 +118,12 @@ def _spec_items(options: object, skip: tuple[str, ...] = ()) -> list[str]:
     return items
 
 
+def _split(spec: object) -> list[str]:
+    if not isinstance(spec, str):
+        raise TypeError(f"spec={spec!r}: expected a str, got {type(spec).__name__}")
+    return spec.split(";")
+
+
 def _parse_items(options: type[_Options], items: list[str]) -> dict[str, Any]:
     known = {option.name: option for option in fields(options) if option.init}
     parsed: dict[str, Any] = {}
@@ -199,8 +205,8 @@ class RoutingConfig:
     @staticmethod
     @lru_cache(maxsize=None)
     def from_spec(spec: str) -> "RoutingConfig":
-        """The config whose `spec` this is. Raises ValueError for an unknown option or value."""
-        return RoutingConfig(**_parse_items(RoutingConfig, spec.split(";")))
+        """The config whose `spec` this is. Raises TypeError for no str, ValueError for an unknown option or value."""
+        return RoutingConfig(**_parse_items(RoutingConfig, _split(spec)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +292,8 @@ class Activation:
     @staticmethod
     @lru_cache(maxsize=None)
     def from_spec(spec: str) -> "Activation":
-        """The activation whose `spec` (or bare name) this is. Raises ValueError for an unknown one."""
-        name, *items = spec.split(";")
+        """The activation whose `spec` (or bare name) this is. Raises TypeError, ValueError for no such text."""
+        name, *items = _split(spec)
         return Activation(name, **_parse_items(Activation, items))  # type: ignore[arg-type]
 
 

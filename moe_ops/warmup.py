@@ -57,11 +57,13 @@ def warmup(
 
     Raises:
         ValueError: a token count below 1, or an expert_map that is not [num_experts] int32 or names no expert.
-        TypeError: dtype is not floating, a token count no int, or expert_map no tensor.
+        TypeError: config is no such config, dtype is not floating, a token count no int, or expert_map no tensor.
 
     Example:
         >>> moe_ops.warmup(config, sizes=[1, 8, 64], device="cpu")
     """
+    if not isinstance(getattr(config, "routing", None), RoutingConfig):
+        raise TypeError(f"config={config!r}: expected the config of a layer, such as layers.MoEConfig")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype={dtype!r}: expected a floating point dtype")
     if expert_map is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers._compat import has_global_hooks
 from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import forwards, gates, trial
 from layers.huggingface.outside import TOKENS, are_close, run, twin_of
@@ -251,8 +252,8 @@ def install(block: Any, found: FoundBlock, emit: Emit, save_for_backward: SaveFo
 def forward(self: Any, hidden_states: Tensor) -> Any:
     """The forward of patched blocks."""
     how: BlockOptions = self.moe_ops_block
-    run = how.kind.own if has_changed(self, how.settings) else how.kind.forward
-    return run(self, hidden_states)
+    is_own = has_global_hooks() or has_changed(self, how.settings)
+    return (how.kind.own if is_own else how.kind.forward)(self, hidden_states)
 
 
 def uninstall(block: Any) -> None:

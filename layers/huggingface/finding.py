@@ -57,7 +57,7 @@ def find(model: nn.Module) -> Found:
     left: Left = _refused_experts(candidates)
     refused = {name for name, _ in left}
     experts = {name: module for name, module in candidates.items() if name not in refused}
-    found = _find_routers(experts, modules, left, recogniser)
+    found = _find_routers(experts | _names_again(modules, experts), modules, left, recogniser)
     blocks: dict[str, FoundBlock] = {}
     for name in undispatched_blocks(modules, candidates):
         block = _known_block(modules[name], recogniser)
@@ -66,6 +66,18 @@ def find(model: nn.Module) -> Found:
         else:
             left.append((name, block))
     return Found(experts, found, blocks, tuple(dict.fromkeys(left)))
+
+
+def _names_again(modules: dict[str, nn.Module], experts: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Experts that several blocks share, by the names that they have in all but the first."""
+    own = {id(module) for module in experts.values()}
+    names = {
+        f"{path}.{name}".lstrip("."): module
+        for path, parent in modules.items()
+        for name, module in parent._modules.items()
+        if module is not None and id(module) in own
+    }
+    return {name: module for name, module in names.items() if name not in modules}
 
 
 def _are_experts(module: nn.Module, recogniser: Recogniser) -> bool:
@@ -184,6 +196,7 @@ def _is_of_a_model(module: nn.Module) -> bool:
 def undispatched_blocks(modules: dict[str, nn.Module], dispatched: dict[str, nn.Module]) -> Iterator[str]:
     """The outermost MoE modules that transformers runs without its experts interface."""
     reported: list[str] = []
+    dispatched = dispatched | _names_again(modules, dispatched)
     for name, module in modules.items():
         is_inside = any(_is_inside(name, outer) for outer in [*reported, *dispatched])
         has_dispatched = any(name in (inner, "") or inner.startswith(f"{name}.") for inner in dispatched)

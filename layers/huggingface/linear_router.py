@@ -49,8 +49,10 @@ class Linear:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """Path of that module where it is not called."""
-        return (self.module,) if self.module and self.product_dtype is not None else ()
+        """Paths of the modules that have what is read, but are not called."""
+        called = self.module if self.product_dtype is None else ""
+        paths = (self.module, self.bias.rpartition(".")[0], (self.correction or "").rpartition(".")[0])
+        return tuple(dict.fromkeys(path for path in paths if path not in ("", called)))
 
 
 _ONE = repr(1.0)

@@ -78,7 +78,8 @@ def read(tokens: Tensor, returned: Any) -> Output:
         raise ValueError("it returns no expert ids")
     shape = flat[ids].shape
     floats = [place for place in range(len(flat)) if place != ids and flat[place].is_floating_point()]
-    weights = next((place for place in floats if flat[place].shape == shape), None)
+    # Where all experts are chosen, weights have the shape of logits, which transformers' routers return first.
+    weights = next((place for place in reversed(floats) if flat[place].shape == shape), None)
     logits = next((place for place in floats if place != weights and flat[place].shape[0] == shape[0]), None)
     if weights is None or logits is None:
         raise ValueError("it does not return logits and weights beside the ids")

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from layers._compat import has_global_hooks
 from layers.config import emitted
 from layers.huggingface import (
     experts,
@@ -152,6 +153,8 @@ def _shared(
 
 
 def _is_as_found(block: Any, how: Whole) -> bool:
+    if has_global_hooks():  # of modules that are not called here
+        return False
     modules = block._modules
     router, own = modules.get(how.parts.router), modules.get(how.parts.experts)
     if not (_runs(router, routers.forward) and _runs(own, experts.forward)):

@@ -4,6 +4,7 @@ import torch
 from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from layers import MoEBlock, MoEConfig, SharedExpertConfig
 from tests.passes.moe import TOKENS, inputs, layer
 
 STAGES = [
@@ -58,3 +59,15 @@ def test_aot_function_with_min_cut_runs_forward_and_backward():
     assert graphs[0][0] == "fused_moe" and len(graphs) == 2
     for ours, theirs in zip(traced, eager, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_jit_trace_sees_the_fused_operator():
+    """Its sizes are tensors, in Python."""
+    block = MoEBlock(MoEConfig(4, 2, 16, 8, shared_experts=SharedExpertConfig(8)))
+    traced = torch.jit.trace(block, (torch.randn(2, 3, 16),))
+    assert "moe::fused_experts(" in str(traced.inlined_graph)
+    ours, theirs = (torch.linspace(-1, 1, 80).view(1, 5, 16).requires_grad_() for _ in range(2))
+    torch.testing.assert_close(traced(ours), block(theirs))
+    traced(ours).square().sum().backward()
+    block(theirs).square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)

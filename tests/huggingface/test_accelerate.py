@@ -1,11 +1,14 @@
 """Models that accelerate's hooks move and load: `patch` works under them, for resident and offloaded layers alike."""
 
+import copy
+
 import pytest
 import torch
 import transformers
 
 from layers import huggingface
 from tests.counting import Calls
+from tests.coverage.cases import stock_model
 from tests.huggingface.families import CONFIGS, pair, tiny_model, tokens
 
 accelerate = pytest.importorskip("accelerate")  # this module is also collected where only GPU tests run
@@ -51,6 +54,21 @@ def test_every_layer_is_patched(family, offload, patch_first, tmp_path):
         assert calls.total == 4
         torch.testing.assert_close(logits, stock(tokens(batch, length)).logits)
     assert mlps(ours)[1].experts.down_proj.is_meta  # put back where it waits
+
+
+@pytest.mark.parametrize("patch_first", [False, True], ids=["offload_then_patch", "patch_then_offload"])
+@pytest.mark.parametrize("offload", OFFLOADS)
+@torch.no_grad()
+def test_a_selection_bias_in_a_module_of_its_own(offload, patch_first, tmp_path):
+    """It is there only while that module is called, by the router's own code."""
+    stock = stock_model("ernie4_5_moe")
+    ours = copy.deepcopy(stock)
+    steps = [huggingface.patch, lambda model: OFFLOADS[offload](model, str(tmp_path))]
+    for step in steps if patch_first else reversed(steps):
+        step(ours)
+    with Calls("moe.fused_experts") as calls:
+        torch.testing.assert_close(ours(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
+    assert calls.total >= 1
 
 
 @pytest.mark.parametrize("patch_first", [False, True], ids=["offload_then_patch", "patch_then_offload"])

@@ -269,6 +269,37 @@ def test_hooks_on_a_router_that_scores():
     assert calls.total == 1
 
 
+def halve_of(*kinds):
+    """A hook of all modules, which halves what modules of some classes return."""
+
+    def halve_some(module, args, output):
+        if not type(module).__name__.endswith(kinds):
+            return output
+        if isinstance(output, tuple):
+            return tuple(halve_some(module, args, each) for each in output)
+        is_floating = isinstance(output, torch.Tensor) and output.is_floating_point()
+        return output / 2 if is_floating else output
+
+    return halve_some
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "ernie4_5_moe", "llama4", "jetmoe", "dbrx"])
+@pytest.mark.parametrize("kinds", [("Router", "TopKGating"), ("Experts",)])
+@torch.no_grad()
+def test_hooks_of_all_modules(name, kinds):
+    stock = stock_model(name)
+    ours = copy.deepcopy(stock)
+    huggingface.patch(ours)
+    usual, hook = outputs(stock, name)[0], halve_of(*kinds)
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        actual, expected = outputs(ours, name)[0], outputs(stock, name)[0]
+    finally:
+        handle.remove()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(outputs(ours, name)[0], usual)
+
+
 def test_what_is_recorded_changes_nothing():
     """transformers hangs hooks on routers when it is first asked for hidden states."""
     stock = stock_model("llama4")

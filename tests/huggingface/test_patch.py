@@ -15,6 +15,7 @@ from layers import huggingface
 from layers.huggingface.recognise import Recogniser
 from moe_ops import RoutingConfig
 from tests.forked import run_python
+from tests.helpers import relative_error
 from tests.huggingface.families import (
     CONFIGS,
     EXPERTS,
@@ -26,6 +27,25 @@ from tests.huggingface.families import (
     tiny_model,
     tokens,
 )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_experts_that_blocks_share(family):
+    """Each block has a router of its own, and its experts under a name of its own."""
+    stock, ours = pair(family)
+    for model in (stock, ours):
+        model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    report = huggingface.patch(ours)
+    assert (report.experts, len(report.routers), report.left) == (("model.layers.0.mlp.experts",), 2, ())
+    for model in (stock, ours):
+        model(tokens(2, 6)).logits.square().sum().backward()
+    for (name, expected), actual in zip(stock.named_parameters(), ours.parameters(), strict=True):
+        assert relative_error(actual.grad, expected.grad) < 1e-4, name
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
+        stock.set_experts_implementation("moe_ops")
+        huggingface.unpatch(ours)
+        torch.testing.assert_close(ours(tokens(2, 6)).logits, stock(tokens(2, 6)).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -70,6 +70,13 @@ def test_options_are_told_apart(options, routing):
     )
 
 
+def test_a_router_that_chooses_all():
+    """Its weights have the shape of its logits, and its selection bias is of no matter."""
+    known = Recogniser().known(Router(top_k=EXPERTS, kept=4))
+    assert known.routing == RoutingConfig(EXPERTS, "sigmoid", renorm_eps=1e-20, scale=1.5)
+    assert known.details.returned == ("logits", "weights", "ids")
+
+
 class Rounding(Router):
     def logits(self, tokens):
         return F.linear(tokens, self.weight).float()

@@ -31,6 +31,16 @@ MISTAKES = {
     ),
     "numpy": (numpy.ones((5, H)), TypeError, r"^hidden_states=<ndarray>: expected a torch\.Tensor$"),
     "list": ([[1.0] * H], TypeError, r"^hidden_states=<list>: expected a torch\.Tensor$"),
+    "sparse": (
+        torch.ones(5, H).to_sparse(),
+        TypeError,
+        r"^hidden_states is torch\.sparse_coo: expected a dense tensor$",
+    ),
+    "nested": (
+        torch.nested.nested_tensor([torch.ones(2, H), torch.ones(3, H)]),
+        TypeError,
+        r"^hidden_states is nested: expected a dense tensor$",
+    ),
     "none": (None, TypeError, r"^hidden_states=None: expected a torch\.Tensor$"),
 }
 

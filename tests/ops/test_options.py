@@ -38,6 +38,8 @@ BAD_OPTIONS = {
     "ungated limit": (lambda: Activation("silu_no_mul", limit=7), ValueError, "'silu_no_mul' has no limit"),
     "interleaved": (lambda: Activation("relu2", interleaved=True), ValueError, "has no gate to interleave"),
     "no value": (lambda: RoutingConfig.from_spec("top_k"), ValueError, "option 'top_k': expected name=value"),
+    "spec": (lambda: RoutingConfig.from_spec(None), TypeError, "spec=None: expected a str, got NoneType"),
+    "spec of bytes": (lambda: Activation.from_spec(b"silu"), TypeError, "spec=b'silu': expected a str, got bytes"),
     "empty value": (lambda: Activation.from_spec("silu;limit="), ValueError, "option 'limit=': expected name=value"),
     "group of one": (
         lambda: moe_ops.topk_routing(

@@ -48,6 +48,8 @@ def test_nothing_to_load_on_the_cpu():
 def test_bad_arguments(device):
     with pytest.raises(ValueError, match="sizes has 0: expected token counts of at least 1"):
         moe_ops.warmup(_config(), [0], device=device)
+    with pytest.raises(TypeError, match=r"config=RoutingConfig.*: expected the config of a layer"):
+        moe_ops.warmup(_config().routing, [1], device=device)
     with pytest.raises(TypeError, match=r"sizes has 1\.5: expected ints"):
         moe_ops.warmup(_config(), [1.5], device=device)
     for dtype, shown in ((torch.int32, r"torch\.int32"), ("bfloat16", "'bfloat16'")):
