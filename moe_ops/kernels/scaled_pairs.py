@@ -26,7 +26,7 @@ ONE_BY_ONE = {16: LaunchConfig(16, 64, 64, 4, 3), 32: LaunchConfig(32, 64, 64, 4
 IN_32_BITS = {16: LaunchConfig(16, 64, 32, 4, 2), 32: LaunchConfig(32, 64, 32, 4, 2)}
 _GROUP = tl.constexpr(32)
 _LARGEST = tl.constexpr(191)  # exponent
-_MISSING = tl.constexpr(2.0**63)
+MISSING = tl.constexpr(2.0**63)
 # A byte's numbers to the last bits of both halves of a word; then both are of 16 bits.
 _MXFP4 = tl.constexpr("""
 {
@@ -79,7 +79,7 @@ def _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth):
 
 
 @triton.jit
-def _spread(scale, COLUMNS: tl.constexpr):
+def spread_scale(scale, COLUMNS: tl.constexpr):
     """[N, K / 32] as [N, COLUMNS]."""
     times: tl.constexpr = COLUMNS // scale.shape[1]
     spread = scale[:, :, None].broadcast_to(scale.shape[0], scale.shape[1], times)
@@ -96,7 +96,7 @@ def _in_32_bits(pairs, scale):
         odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
     else:
         even, odd = ((codes & 15) - 8).to(tl.float32), ((codes >> 4) - 8).to(tl.float32)
-    spread = _spread(scale.to(tl.float32), pairs.shape[1])
+    spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
     return even * spread, odd * spread
 
 
@@ -115,18 +115,23 @@ def _in_16_bits(pairs, scale, DTYPE: tl.constexpr):
         PRODUCT: tl.constexpr = _OF_BFLOAT16 if tl.bfloat16 == DTYPE else _OF_FLOAT16
         twice = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
         words = tl.inline_asm_elementwise(
-            PRODUCT, "=r,r,r", [words, _spread(twice, pairs.shape[1])], dtype=tl.int32, is_pure=True, pack=1
+            PRODUCT,
+            "=r,r,r",
+            [words, spread_scale(twice, pairs.shape[1])],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     even = words.to(tl.int16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     if scale.dtype != DTYPE:
-        spread = _spread(scale.to(tl.float32), pairs.shape[1])
+        spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
         even, odd = (even.to(tl.float32) * spread).to(DTYPE), (odd.to(tl.float32) * spread).to(DTYPE)
     return even, odd
 
 
 @triton.jit
-def _unpacked(pairs, scale, DTYPE: tl.constexpr):
+def unpacked(pairs, scale, DTYPE: tl.constexpr):
     """[N, K / 2] bytes and [N, K / 32] scales as [N, K] weights, of MXFP4 times 2**-63."""
     if tl.float32 == DTYPE:
         even, odd = _in_32_bits(pairs, scale)
@@ -193,9 +198,9 @@ def scaled_pairs_kernel(
             # A step ahead, as bytes are too short for copies that go on beside products.
             group = (step + 1) * BLOCK_K + groups
             coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            acc = finished(_dot(_unpacked(pairs, scale, DTYPE), x, acc))
+            acc = finished(_dot(unpacked(pairs, scale, DTYPE), x, acc))
         if IS_MXFP4:
-            acc *= _MISSING
+            acc *= MISSING
         if bias_ptr is not None:
             bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
             acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
