@@ -22,7 +22,7 @@ from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
-from moe_ops.kernels.scaled_pairs import scaled_pairs_config, scaled_pairs_kernel
+from moe_ops.kernels.scaled_pairs import PairsConfig, pairs_args, scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
 from moe_ops.pairs import PAIRS, numbers_in
@@ -174,6 +174,8 @@ def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }
+    if isinstance(config, PairsConfig):
+        given |= pairs_args(config, args.weight.depth)
     given = {name: given[name] for name in kernel.arg_names}
     grid = (tile_capacity(num_slots, num_experts, config.block_m, True) * cdiv(features, config.block_n),)
     launch = Launch(kernel, grid, given, config.num_warps, config.num_stages)
