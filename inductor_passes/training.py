@@ -56,8 +56,9 @@ def raise_layers(graph: Graph) -> PassLog | None:
         LOGGER.warning("a training graph is not looked into: %r", error)
         return None
     with as_written(image.graph):
-        products = [each.node for layer in product_layers(image.graph) for each in layer]
-        products += [node for layer in layers_of_all(image.graph) for node in layer.nodes]
+        found = [each.node for layer in product_layers(image.graph) for each in layer]
+        found += [node for layer in layers_of_all(image.graph) for node in layer.nodes]
+        products = [_traced(image, node) for node in found]
     return _raised(graph, image, products) if products else None
 
 
@@ -76,6 +77,13 @@ def _raised(graph: Graph, image: Image, products: list[Node]) -> PassLog:
     log.raised[:] = [each for each in log.raised if each.layer not in left]
     log.fused.clear()  # seen, and told, behind autograd
     return log
+
+
+def _traced(image: Image, product: Node) -> Node:
+    """A product or, where it stands for something else for now, what that is."""
+    while product not in image.sources:
+        (product,) = product.users
+    return product
 
 
 def _has_backward(graph: Graph) -> bool:

@@ -17,6 +17,7 @@ from moe_ops.activation import gated_activation
 from moe_ops.batched import batched_gemm
 from moe_ops.combine import combine
 from moe_ops.dense_gemm import dense_gemm
+from moe_ops.dequantise_weight import dequantise_weight
 from moe_ops.dispatch import build_dispatch
 from moe_ops.fused_experts import fused_experts
 from moe_ops.fused_moe import fused_moe
@@ -48,6 +49,7 @@ __all__ = [
     "build_dispatch",
     "combine",
     "dense_gemm",
+    "dequantise_weight",
     "fused_experts",
     "fused_experts_with_shared",
     "fused_moe",

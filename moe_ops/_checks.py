@@ -119,6 +119,12 @@ def expect_dtype(name: str, value: Any) -> None:
         type_error("{}={}: expected a torch.dtype", name, describe(value))
 
 
+def expect_floating_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError unless results can be in `dtype`."""
+    if dtype not in FLOATING_DTYPES:
+        type_error("{}={}: expected a floating point dtype of 16 bits or more", name, dtype)
+
+
 def expect_result_dtype(name: str, dtype: torch.dtype, given: torch.dtype) -> None:
     """Raises TypeError unless a result of `given` can be in `dtype`: the same, or what sums are in."""
     expect_dtype(name, dtype)

@@ -28,6 +28,21 @@ class QuantiseRows(NamedTuple):
     dtype: torch.dtype
 
 
+class DequantiseWeight(NamedTuple):
+    """Of `dequantise_weight`; see `ScaledLinear`."""
+
+    weight: Annotated[Tensor, Role.CONSTANT]
+    scale: Annotated[Tensor, Role.CONSTANT]
+    block_rows: int
+    block_columns: int
+    dtype: torch.dtype
+
+    @property
+    def linear(self) -> ScaledLinear:
+        """Its product, without a bias."""
+        return ScaledLinear(self.weight, self.scale, None, self.block_rows, self.block_columns)
+
+
 class ScaledGroupedGemm(NamedTuple):
     """Of `scaled_grouped_gemm`: rows [S, A], or tokens [T, A] whose slots are given; result in `dtype`."""
 
@@ -57,6 +72,11 @@ class ScaledFusedExperts(NamedTuple):
     def experts(self) -> ExpertWeights:
         """As those of other layers, without scales."""
         return without_scales(self.w13, self.w2)
+
+
+def dequantising(linear: ScaledLinear, dtype: torch.dtype) -> DequantiseWeight:
+    """What `dequantise_weight` takes of a product's weight."""
+    return DequantiseWeight(linear.weight, linear.scale, linear.block_rows, linear.block_columns, dtype)
 
 
 def without_scales(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:

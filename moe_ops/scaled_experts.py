@@ -15,14 +15,14 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops.activation import activation_spec, gated_activation, out_features
-from moe_ops.arguments import FusedExperts
+from moe_ops.arguments import FusedExperts, GatherGemmAct, GemmCombine, PairedLinear
 from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed, expect_routed, fake, weigh_input
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
-from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
+from moe_ops.scaled import check_scaled, copied, expect_stored, expect_unpacked, scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
 from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
 from moe_ops.values import Placement, ScaledLinear
@@ -45,7 +45,10 @@ def scaled_fused_experts(
     shared: Tensor | None = None,
     rows: Rows | None = None,
 ) -> Tensor:
-    """`fused_experts` with quantised weights, which are read as they are stored and never copied.
+    """`fused_experts` with quantised weights, which are read as they are stored.
+
+    But with exact rows a copy of one after the other is there in their dtype for a while where that is faster: on a
+    GPU, from 448 rows an expert on (4 bits: 256), if none takes more than 2 GiB.
 
     Args:
         hidden_states: [T, H], any floating dtype.
@@ -218,7 +221,26 @@ def run_stages(args: ScaledFusedExperts) -> Tensor:
 def _cuda(args: ScaledFusedExperts) -> Tensor:
     if args.hidden_states.shape[0] == 0:
         return fake(args)
-    return _library.launch(args) if _library.has_launches(args) else run_stages(args)
+    if _library.has_launches(args):
+        return _library.launch(args)
+    parts = args.topk_ids, args.w13.weight, args.w2.weight
+    return (
+        _of_copies(args) if args.rows == "exact" and all(part.numel() for part in parts) else run_stages(args)
+    )
+
+
+def _of_copies(args: ScaledFusedExperts) -> Tensor:
+    """With weights in the dtype of tokens, of which one is there at a time."""
+    x, up, down = args[:3]
+    num_experts, expert_map = up.weight.shape[0], args.placement.expert_map
+    slots, inverse, offsets = build_dispatch(args.topk_ids, num_experts, expert_map)
+    activated = _library.call(
+        GatherGemmAct(x, PairedLinear(*copied(up, x.dtype)), slots, offsets, args.activation)
+    )
+    summed = GemmCombine(
+        activated, copied(down, x.dtype), offsets, args.topk_weights, inverse, args.shared, args.epilogue
+    )
+    return _library.call(summed)
 
 
 def _flops(shapes: Any) -> int:

@@ -1,22 +1,27 @@
 """Graphs as models wrote them, for as long as passes look for layers: Inductor has rewritten products by then."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch.fx import Graph
 
 from inductor_passes.raising.best_of_row import best_kept
 from inductor_passes.raising.glu import multiplied_glu
 from inductor_passes.raising.padding import unpadded
+from inductor_passes.raising.summed import multiplied_sums
 from inductor_passes.raising.turned import turned_once
 from inductor_passes.raising.written_out import multiplied
 
 
 @contextmanager
 def as_written(graph: Graph) -> Iterator[None]:
-    """Products are products, without padding, `glu` is one of halves, a maximum a top-1, and what is turned is so once.
+    """Products are products, of padded or summed ones too, `glu` is one of halves, a maximum a top-1, turns are single.
 
     What is left gets back what it was.
     """
-    with multiplied(graph), unpadded(graph), multiplied_glu(graph), best_kept(graph), turned_once(graph):
+    products = multiplied(graph), multiplied_sums(graph), unpadded(graph)
+    others = multiplied_glu(graph), best_kept(graph), turned_once(graph)
+    with ExitStack() as until_then:
+        for seen in (*products, *others):
+            until_then.enter_context(seen)
         yield

@@ -41,6 +41,8 @@ _REASONS = {
     "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
     "fed": "what goes into a product with all experts is weighed by what was chosen: such a layer is raised where what "
     "they give is weighed, or where rows are those of what was chosen",
+    "placed": "a product with what was chosen places tokens (a dispatch tensor) and may drop some over a capacity: "
+    "raised are layers that gather tokens by ids, or multiply all with all experts",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
     "(autocast), or there are no two such products with a gate between",
 }
@@ -60,6 +62,8 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
                 yield Refusal(product, _REASONS[_kind(product) or ""])
             elif (fed := next(_fed_by(node, before), None)) is not None:
                 yield Refusal(fed, _REASONS["fed"])
+            elif (placed := next(_placed_by(node, before), None)) is not None:
+                yield Refusal(placed, _REASONS["placed"])
 
 
 def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
@@ -122,6 +126,32 @@ def _fed_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
             rows = (unseen(each) for each in product.all_input_nodes if each is not weight)
             if any(each.target is aten.mul.Tensor for each in rows):
                 yield product
+
+
+def _placed_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
+    """The first products with weights of several experts behind one of tokens with what is made of the choice alone."""
+    made, known = {choice}, {choice}
+    for node in choice.graph.nodes:
+        inputs = [each for each in node.all_input_nodes if each is choice or rank(each) >= 0]
+        if node.op == "call_function" and known.issuperset(inputs):
+            known.add(node)  # or made of nothing at all
+            if not made.isdisjoint(inputs):
+                made.add(node)
+        elif node.target in _PRODUCTS and not made.isdisjoint(inputs) and _kind(node) in (None, "own"):
+            yield from (each for each in _next_products(node) if each not in before)
+
+
+def _next_products(node: Node) -> Iterator[Node]:
+    """Those with weights of several experts behind `node`, with no other product in between."""
+    pending, seen = [*node.users], set()
+    while pending:
+        user = pending.pop()
+        if user not in seen and user.op == "call_function":
+            seen.add(user)
+            if user.target not in _PRODUCTS:
+                pending.extend(user.users)
+            elif _kind(user) in ("stacked", "looped"):
+                yield user
 
 
 def _ends_here(node: Node) -> bool:

@@ -19,16 +19,23 @@ from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.pairs_decode import multiplies_pairs, pairs_gemv_launch
 from moe_ops.kernels.program import Argument, Buffer, Descriptor, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
-from moe_ops.kernels.scaled import expect_converted, scaled_grouped_gemm_program
+from moe_ops.kernels.scaled import copies, expect_converted, scaled_grouped_gemm_program
 from moe_ops.kernels.scaled_decode import multiplies_rows, scaled_gemv_launch
 from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
 from moe_ops.types import Activation
 
 
 def takes(args: Any, gpu: Gpu) -> bool:
-    """Whether the launches are for such arguments: not in float64, see `scaled.takes`, nor of nothing."""
+    """Whether the launches are for such arguments: not in float64, see `scaled.takes`, nor of nothing or of copies."""
     sizes = *args.w13.weight.shape, *args.w2.weight.shape, *args.topk_ids.shape
-    return args.hidden_states.dtype != torch.float64 and all(sizes)
+    return args.hidden_states.dtype != torch.float64 and all(sizes) and not _copies(args)
+
+
+def _copies(args: Any) -> bool:
+    """Whether both weights are copied first, by the rows of an expert if all are chosen alike."""
+    rows = math.prod(args.topk_ids.shape) / args.placement.num_ids(args.w13.weight.shape[0])
+    both = (copies(linear, args.hidden_states.dtype, rows) for linear in (args.w13, args.w2))
+    return args.rows == "exact" and all(both)
 
 
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:

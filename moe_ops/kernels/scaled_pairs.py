@@ -7,6 +7,9 @@ The code of an integer becomes the end of the fraction of 128 or, in float16, of
 its scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights of it would be.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +19,26 @@ from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.tiles import tile_at
 from moe_ops.pairs import PAIRS
 
-IN_16_BITS = {
-    16: LaunchConfig(16, 128, 128, 4, 3),
-    32: LaunchConfig(32, 128, 64, 4, 4),
-    64: LaunchConfig(64, 128, 64, 4, 3),
-    128: LaunchConfig(128, 128, 64, 8, 3),
-}
-ONE_BY_ONE = {16: LaunchConfig(16, 64, 64, 4, 3), 32: LaunchConfig(32, 64, 64, 4, 3)}
-IN_32_BITS = {16: LaunchConfig(16, 64, 32, 4, 2), 32: LaunchConfig(32, 64, 32, 4, 2)}
+
+@dataclass(frozen=True, slots=True)
+class PairsConfig(LaunchConfig):
+    """turn: steps in one of the loop. is_mixed: whether tiles of 32 and 16 rows take what is left of an expert's."""
+
+    turn: int = 1
+    is_mixed: bool = False
+
+
+IN_16_BITS = {16: PairsConfig(16, 128, 64, 4, 3, turn=2), 128: PairsConfig(128, 128, 64, 8, 3)}
+MIXED_OF_POWERS = PairsConfig(64, 128, 64, 4, 2, turn=2, is_mixed=True)
+MIXED = PairsConfig(64, 128, 64, 4, 3, is_mixed=True)
+ONE_BY_ONE = {16: PairsConfig(16, 64, 64, 4, 3), 32: PairsConfig(32, 64, 64, 4, 3)}
+IN_32_BITS = {16: PairsConfig(16, 64, 32, 4, 2), 32: PairsConfig(32, 64, 32, 4, 2)}
+SHORTEST = tl.constexpr(16)
+"""Rows of the lowest of mixed tiles; those in the middle have half the rows of the highest."""
+
 _GROUP = tl.constexpr(32)
 _LARGEST = tl.constexpr(191)  # exponent
-_MISSING = tl.constexpr(2.0**63)
+MISSING = tl.constexpr(2.0**63)
 # A byte's numbers to the last bits of both halves of a word; then both are of 16 bits.
 _MXFP4 = tl.constexpr("""
 {
@@ -79,7 +91,7 @@ def _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth):
 
 
 @triton.jit
-def _spread(scale, COLUMNS: tl.constexpr):
+def spread_scale(scale, COLUMNS: tl.constexpr):
     """[N, K / 32] as [N, COLUMNS]."""
     times: tl.constexpr = COLUMNS // scale.shape[1]
     spread = scale[:, :, None].broadcast_to(scale.shape[0], scale.shape[1], times)
@@ -96,7 +108,7 @@ def _in_32_bits(pairs, scale):
         odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
     else:
         even, odd = ((codes & 15) - 8).to(tl.float32), ((codes >> 4) - 8).to(tl.float32)
-    spread = _spread(scale.to(tl.float32), pairs.shape[1])
+    spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
     return even * spread, odd * spread
 
 
@@ -115,18 +127,23 @@ def _in_16_bits(pairs, scale, DTYPE: tl.constexpr):
         PRODUCT: tl.constexpr = _OF_BFLOAT16 if tl.bfloat16 == DTYPE else _OF_FLOAT16
         twice = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
         words = tl.inline_asm_elementwise(
-            PRODUCT, "=r,r,r", [words, _spread(twice, pairs.shape[1])], dtype=tl.int32, is_pure=True, pack=1
+            PRODUCT,
+            "=r,r,r",
+            [words, spread_scale(twice, pairs.shape[1])],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     even = words.to(tl.int16).to(DTYPE, bitcast=True)
     odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     if scale.dtype != DTYPE:
-        spread = _spread(scale.to(tl.float32), pairs.shape[1])
+        spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
         even, odd = (even.to(tl.float32) * spread).to(DTYPE), (odd.to(tl.float32) * spread).to(DTYPE)
     return even, odd
 
 
 @triton.jit
-def _unpacked(pairs, scale, DTYPE: tl.constexpr):
+def unpacked(pairs, scale, DTYPE: tl.constexpr):
     """[N, K / 2] bytes and [N, K / 32] scales as [N, K] weights, of MXFP4 times 2**-63."""
     if tl.float32 == DTYPE:
         even, odd = _in_32_bits(pairs, scale)
@@ -145,36 +162,35 @@ def _dot(weight, x, acc):
     return product
 
 
-@triton.jit(do_not_specialize=["top_k", "num_tokens"])
-def scaled_pairs_kernel(
-    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, num_experts, features, depth, block_rows, block_columns, steps,
+@triton.jit
+def _multiply_tile(
+    expert, row, end, feature_block,
+    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+    top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TURN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows by BLOCK_N features a tile, BLOCK_K of the depth a step."""
+    """BLOCK_M rows of an expert from `row` on by BLOCK_N features; TURN steps, one or two, in a turn of the loop."""
     IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
     DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
-    feature_blocks = tl.cdiv(features, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile < tl.load(tiles_ptr) * feature_blocks:
-        expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
-        rows = row + tl.arange(0, BLOCK_M)
-        source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
-        columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        known = columns < tl.where(expert < num_experts, features, 0)
-        x_row_ptr = x_ptr + offset(source, x_stride_m)[None, :]
-        weight_row_ptr = (
-            weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
-        )
-        scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
-        scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
-        groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
-        coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for step in range(steps):
+    rows = row + tl.arange(0, BLOCK_M)
+    source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
+    columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    known = columns < tl.where(expert < num_experts, features, 0)
+    x_row_ptr = x_ptr + offset(source, x_stride_m)[None, :]
+    weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
+    scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
+    scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
+    groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
+    coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
+    second = _scales(scale_row_ptr, BLOCK_K + groups, block_columns, scale_stride_k, known, depth)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for turn in tl.range(0, tl.cdiv(depth, TURN * BLOCK_K), num_stages=STAGES):
+        for part in tl.static_range(TURN):
+            step = turn * TURN + part
             inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
             pair = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
             x_mask, pair_mask = present[None, :], known[:, None]
@@ -183,29 +199,90 @@ def scaled_pairs_kernel(
                 pair_mask &= (2 * pair < depth)[None, :]
             x = tl.load(x_row_ptr + offset(inner, x_stride_k)[:, None], mask=x_mask, other=0.0)
             if weight_desc is None:
-                pairs = tl.load(
-                    weight_row_ptr + offset(pair, weight_stride_k)[None, :], mask=pair_mask, other=0
-                )
+                pair_ptrs = weight_row_ptr + offset(pair, weight_stride_k)[None, :]
+                pairs = tl.load(pair_ptrs, mask=pair_mask, other=0)
             else:
                 box = weight_desc.load([expert, feature_block * BLOCK_N, step * (BLOCK_K // 2)])
                 pairs = box.reshape(BLOCK_N, BLOCK_K // 2)
-            scale = coming
-            # A step ahead, as bytes are too short for copies that go on beside products.
-            group = (step + 1) * BLOCK_K + groups
-            coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            acc = finished(_dot(_unpacked(pairs, scale, DTYPE), x, acc))
-        if IS_MXFP4:
-            acc *= _MISSING
-        if bias_ptr is not None:
-            bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
-            acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
-        out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * out_stride_m + columns[:, None]
-        out_mask = (rows < end)[None, :] & (columns < features)[:, None]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+            # A turn ahead, as bytes are too short for copies that go on beside products.
+            group = (step + TURN) * BLOCK_K + groups
+            if part == 0:
+                scale = coming
+                coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
+            else:
+                scale = second
+                second = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
+            acc = finished(_dot(unpacked(pairs, scale, DTYPE), x, acc))
+    if IS_MXFP4:
+        acc *= MISSING
+    if bias_ptr is not None:
+        bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
+        acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * out_stride_m + columns[:, None]
+    out_mask = (rows < end)[None, :] & (columns < features)[:, None]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def scaled_pairs_config(rows: torch.dtype, scale: torch.dtype, wanted: int, is_boxed: bool) -> LaunchConfig:
+@triton.jit(do_not_specialize=["top_k", "num_tokens"])
+def scaled_pairs_kernel(
+    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, tiles_ptr,
+    top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+    x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TURN: tl.constexpr, STAGES: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows by BLOCK_N features a tile. With MIXED what is left of an expert's rows has lower ones."""
+    feature_blocks = tl.cdiv(features, BLOCK_N)
+    SHORT: tl.constexpr = BLOCK_M // 2
+    tile = tl.program_id(0)
+    if tile < tl.load(tiles_ptr) * feature_blocks:
+        expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
+        if not MIXED or end - row > SHORT:
+            _multiply_tile(
+                expert, row, end, feature_block,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+                top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+                x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+                scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+                EVEN, BLOCK_M, BLOCK_N, BLOCK_K, TURN, STAGES,
+            )  # fmt: skip
+        elif end - row > SHORTEST:
+            _multiply_tile(
+                expert, row, end, feature_block,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+                top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+                x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+                scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+                EVEN, SHORT, BLOCK_N, BLOCK_K, TURN, STAGES + 1,
+            )  # fmt: skip
+        else:
+            _multiply_tile(
+                expert, row, end, feature_block,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+                top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+                x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+                scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+                EVEN, SHORTEST, BLOCK_N, BLOCK_K, TURN, STAGES + 2,
+            )  # fmt: skip
+
+
+def scaled_pairs_config(rows: torch.dtype, scale: torch.dtype, wanted: int, is_boxed: bool) -> PairsConfig:
     """For tiles of `wanted` rows, by measurement on an H200. Weights that come in no boxes take registers."""
     in_16_bits = rows == torch.bfloat16 or (rows == torch.float16 and scale != PAIRS)
-    table = (IN_16_BITS if is_boxed else ONE_BY_ONE) if in_16_bits else IN_32_BITS
-    return table[min(wanted, max(table))]
+    if not in_16_bits or not is_boxed:
+        table = ONE_BY_ONE if in_16_bits else IN_32_BITS
+        return table[min(wanted, max(table))]
+    if min(IN_16_BITS) < wanted < max(IN_16_BITS):
+        return MIXED_OF_POWERS if scale == PAIRS else MIXED
+    return IN_16_BITS[wanted]
+
+
+def pairs_args(config: PairsConfig, depth: int) -> dict[str, Any]:
+    """How the kernel goes through a depth."""
+    return {
+        "EVEN": depth % (config.turn * config.block_k) == 0,
+        "TURN": config.turn,
+        "STAGES": config.num_stages,
+        "MIXED": config.is_mixed,
+    }

@@ -9,6 +9,7 @@ from moe_ops.kernels import (
     batched,
     combine,
     dense,
+    dequantise_weight,
     dispatch,
     exchange_planning,
     fused,
@@ -38,6 +39,7 @@ PROGRAMS: dict[type, Callable[[Any, Gpu], Program]] = {
     of.GroupedGemm: grouped_gemm.grouped_gemm_program,
     of.GroupedGemmWeightBackward: weight_gradient.grouped_gemm_weight_backward_program,
     scaled_arguments.QuantiseRows: quantise_rows.quantise_rows_program,
+    scaled_arguments.DequantiseWeight: dequantise_weight.dequantise_weight_program,
     scaled_arguments.ScaledGroupedGemm: scaled.scaled_grouped_gemm_program,
     scaled_arguments.ScaledFusedExperts: scaled_fused.scaled_fused_experts_program,
     of.BatchedGemm: batched.batched_gemm_program,
@@ -68,6 +70,7 @@ TAKES: dict[type, Callable[[Any, Gpu], bool]] = {
     SharedAlone: dense.takes,
     of.FusedExpertsWithShared: fused.has_shared_inside,
     of.DenseGemm: dense.takes_product,
+    scaled_arguments.DequantiseWeight: dequantise_weight.takes,
     scaled_arguments.ScaledGroupedGemm: scaled.takes,
     scaled_arguments.ScaledFusedExperts: scaled_fused.takes,
 }

@@ -163,6 +163,7 @@ def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:
     )
     linear, hidden = ScaledLinear(weight, scale, bias, *block), layer.of(tokens, depth)
     yield scaled.QuantiseRows(hidden, block[1], torch.int8)
+    yield scaled.dequantising(linear, layer.dtype)
     yield scaled.ScaledGroupedGemm(
         hidden, None, linear, offsets, layer.of(tokens * layer.top_k, dtype=INT), layer.dtype
     )

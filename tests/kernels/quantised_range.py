@@ -26,6 +26,11 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, columns in itertools.product(stored, (5, 128, 2048, 16384) if wide else (128, 16384)):
         program = program_of("quantise_rows", meta(8, max(columns, 512)), columns, dtype, gpu=gpu)
         yield from _programs(f"{dtype} rows of {columns}", torch.bfloat16, program)
+    for of, dtype, block in itertools.product(
+        (*stored, *SCALES), (torch.bfloat16, torch.float16), ((1, 128), (7, 96))
+    ):
+        if wide or (dtype == torch.bfloat16 and of in (stored[0], *SCALES[:2])):
+            yield from _dequantised(gpu, of, dtype, block)
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
@@ -40,6 +45,16 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for scale, sizes in itertools.product(SCALES, ((2880, 2880), (7168, 2048), (264, 1000))):
         if wide or (scale, sizes[0]) in usual:
             yield from _token_in_pairs(gpu, scale, *sizes)
+
+
+def _dequantised(gpu, of, dtype, block) -> Iterator[Planned]:
+    """Of weights of 8 bits, or of 4 with scales of a dtype."""
+    stored, scale = (torch.uint8, of) if of in SCALES else (of, torch.float32)
+    weight = meta(8, 768, 2880 // 2 if stored == torch.uint8 else 2880, dtype=stored)
+    scales = meta(8, -(-768 // block[0]), -(-2880 // block[1]), dtype=scale)
+    program = program_of("dequantise_weight", weight, scales, *block, dtype, gpu=gpu)
+    for each in _planned(f"{of} in {dtype}, block={block}", program.buffers, program.launches, dtype):
+        yield replace(each, dtypes=each.dtypes | {"weight": stored, "scale": scale})
 
 
 def _token_in_pairs(gpu, scale_dtype, hidden, features) -> Iterator[Planned]:

@@ -195,14 +195,14 @@ def test_steps_divide_blocks_and_depth():
 
 
 def test_rows_in_8_bits_have_tiles_of_their_own():
-    for table, block, dtype, most in (
-        (IN_8_BITS, (64, 128), torch.float8_e4m3fn, 64),
-        (IN_8_BITS, (1, 256), torch.float8_e4m3fn, 128),
-        (IN_16_BITS, (128, 128), torch.bfloat16, 128),
+    for table, block, dtype, low, most in (
+        (IN_8_BITS, (64, 128), torch.float8_e4m3fn, 32, 64),
+        (IN_8_BITS, (1, 256), torch.float8_e4m3fn, 64, 128),
+        (IN_16_BITS, (128, 128), torch.bfloat16, 32, 128),
     ):
         found = [_planned(256, 256, block, 8 * rows, dtype) for rows in (4, 16, 60, 300)]
         assert [(each.args["BLOCK_M"], each.args["BLOCK_N"]) for each in found] == [
-            (height, table[height].block_n) for height in (16, 32, 64, most)
+            (height, table[height].block_n) for height in (16, low, 64, most)
         ]
     odd = _planned(64, 51, (7, 10), 8 * 300, torch.int8, torch.int8)
     assert odd.args["BLOCK_M"] == 16

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.scaled_pairs import IN_16_BITS, IN_32_BITS, scaled_pairs_config
+from moe_ops.kernels.scaled_pairs import (
+    IN_16_BITS,
+    IN_32_BITS,
+    MIXED,
+    MIXED_OF_POWERS,
+    scaled_pairs_config,
+)
 from tests.helpers import mixed
 from tests.kernels import oracles, test_scaled_exact as of_layers
 from tests.kernels.by_name import launch, program_of
@@ -96,7 +102,9 @@ def test_every_number(dtype, scale_dtype, device):
         assert torch.equal(out, exact.to(dtype))
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(40, torch.float16), (200, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(17, torch.bfloat16), (40, torch.float16), (200, torch.bfloat16)], ids=str
+)
 def test_tiles_that_are_higher(rows, dtype, device):
     features, depth, block = SIZES["blocks"]
     pairs, scale = made(EXPERTS, features, depth, block, dtype)
@@ -126,6 +134,8 @@ def test_float16_is_multiplied_in_16_bits():
         (torch.float32, torch.float32, IN_32_BITS),
     ):
         assert scaled_pairs_config(dtype, scale, 16, True) == table[16]
+    for scale, config in ((torch.uint8, MIXED_OF_POWERS), (torch.float16, MIXED), (torch.float32, MIXED)):
+        assert {scaled_pairs_config(torch.bfloat16, scale, rows, True) for rows in (32, 64)} == {config}
 
 
 def _layer(size, dtype, activation, scales):

@@ -5,7 +5,13 @@ import torch
 
 from moe_ops.kernels.gemm_config import rows_per_tile
 from moe_ops.kernels.gpu import H200, Gpu
-from moe_ops.kernels.scaled_pairs import IN_16_BITS, IN_32_BITS, ONE_BY_ONE, scaled_pairs_kernel
+from moe_ops.kernels.scaled_pairs import (
+    IN_16_BITS,
+    IN_32_BITS,
+    MIXED_OF_POWERS,
+    ONE_BY_ONE,
+    scaled_pairs_kernel,
+)
 from tests.helpers import mixed
 from tests.kernels import oracles
 from tests.kernels.by_name import launch, program_of
@@ -132,10 +138,11 @@ def test_every_power(dtype, device):
     assert ((out[0, :65] == exact[:65] / 2) | (out[0, :65] == 0)).all()
 
 
-@pytest.mark.parametrize("rows", [16, 17, 40, 200])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_of_every_height(rows, dtype, device):
-    product, slots = Product("blocks"), rows * EXPERTS
+@pytest.mark.parametrize(
+    ("rows", "dtype", "size"), mixed((7, 17, 40, 200), DTYPES, ("blocks", "as published"), rounds=3), ids=str
+)
+def test_tiles_of_every_height(rows, dtype, size, device):
+    product, slots = Product(size), rows * EXPERTS
     offsets = torch.tensor([0, rows - 1, rows, 3 * rows + 5, slots - 2], dtype=torch.int32)
     x = torch.randn(slots, product.depth).to(dtype)
     assert_close(product.launch(x, offsets, device), oracles.grouped_gemm(x, product.dense, offsets, None))
@@ -156,24 +163,33 @@ def _planned(features=256, depth=256, rows=64, dtype=torch.bfloat16, gpu=H200):
 
 
 def test_weights_come_in_boxes_where_they_can():
-    assert _planned().args["weight_desc"].block == (1, 128, 64)
+    assert _planned().args["weight_desc"].block == (1, 128, 32)
     assert _planned(depth=2880).args["weight_desc"] is not None
     assert _planned(depth=48).args["weight_desc"] is None  # rows of 24 bytes
     assert _planned(gpu=Gpu(89, 142, H200.shared_memory)).args["weight_desc"] is None
 
 
 def test_tiles_are_as_high_as_experts_have_rows():
+    in_16_bits = {16: IN_16_BITS[16], 32: MIXED_OF_POWERS, 64: MIXED_OF_POWERS, 128: IN_16_BITS[128]}
+    in_32_bits = IN_32_BITS | dict.fromkeys((64, 128), IN_32_BITS[32])
     for dtype, table in (
-        (torch.bfloat16, IN_16_BITS),
-        (torch.float16, IN_32_BITS),
-        (torch.float32, IN_32_BITS),
+        (torch.bfloat16, in_16_bits),
+        (torch.float16, in_32_bits),
+        (torch.float32, in_32_bits),
     ):
         for rows in (1, 8 * 20, 8 * 40, 8 * 80, 8 * 500):
-            planned = _planned(rows=rows, dtype=dtype)
-            config = table[min(rows_per_tile(rows / 8), max(table))]
-            assert planned.kernel is scaled_pairs_kernel
-            assert (planned.args["BLOCK_M"], planned.args["BLOCK_N"]) == (config.block_m, config.block_n)
-            assert planned.args["EVEN"] and planned.args["steps"] == 256 // planned.args["BLOCK_K"]
-    assert not _planned(depth=2880).args["EVEN"]
+            planned, config = _planned(rows=rows, dtype=dtype), table[rows_per_tile(rows / 8)]
+            assert planned.kernel is scaled_pairs_kernel and planned.num_warps == config.num_warps
+            for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TURN"):
+                assert planned.args[name] == getattr(config, name.lower())
+            assert (planned.args["STAGES"], planned.args["MIXED"]) == (config.num_stages, config.is_mixed)
+
+
+def test_a_turn_is_even_where_it_divides_the_depth():
+    for depth, rows, even in ((256, 8, True), (192, 8, False), (192, 8 * 200, True), (2880, 8 * 200, True)):
+        assert _planned(depth=depth, rows=rows).args["EVEN"] is even, (depth, rows)
+
+
+def test_rows_that_come_one_by_one():
     one_by_one = _planned(depth=2034, rows=8 * 80).args
     assert (one_by_one["BLOCK_M"], one_by_one["BLOCK_N"]) == (32, ONE_BY_ONE[32].block_n)

@@ -109,6 +109,11 @@ def samples():
             (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), COUNTS, None),
         ],
         "quantise_rows": [(t(3, 4), 3, torch.int8), (t(3, 4), 4, torch.float8_e4m3fn)],
+        "dequantise_weight": [
+            (whole(3, 5, 4), torch.rand(3, 3, 2), 2, 3, torch.float32),
+            (PAIRS, EXPONENTS, 1, 32, torch.bfloat16),
+            (PAIRS, torch.rand(3, 5, 1), 1, 8, torch.float64),
+        ],
         "scaled_grouped_gemm": [
             (
                 whole(3, 4),
@@ -242,6 +247,7 @@ def empty_samples():
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
         "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
         "quantise_rows": (none, 3, torch.int8),
+        "dequantise_weight": (whole(0, 5, 4), torch.rand(0, 3, 2), 2, 3, torch.float32),
         "scaled_grouped_gemm": (none, whole(3, 5, 4), torch.rand(3, 5, 1), offsets, None, t(3, 5), None, 1, 4)
         + (torch.float32,),
         "scaled_fused_experts": (

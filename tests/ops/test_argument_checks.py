@@ -32,6 +32,7 @@ FREE_SIZES = {
     ("batched_gemm", "x", 1),
     ("dense_gemm", "x", 0),
     *itertools.product(("quantise_rows",), ("x",), (0, 1)),
+    *itertools.product(("dequantise_weight",), ("weight",), (1, 2)),  # with as many blocks
     *itertools.product(("plan_exchange",), ("topk_ids",), (0, 1)),
     ("plan_exchange", "owners", 0),
     *itertools.product(("push_rows",), ("hidden_states", "tokens", "extra"), (1,)),

@@ -150,6 +150,21 @@ def one_by_max(x, router, w13, w2):
     return torch.bmm(hidden, w2.mT[ids]).squeeze(1) * weights.unsqueeze(-1).to(x.dtype)
 
 
+def summed(x, weights, ids, w13, w2):
+    """Number by number."""
+    hidden = swiglu((w13[ids] * x[:, None, None]).sum(-1))
+    return ((w2[ids] * hidden.unsqueeze(2)).sum(-1) * weights.unsqueeze(-1)).sum(1)
+
+
+def summed_by_slots(x, weights, ids, w13, w2):
+    """The same of flat ids, rows first, of which one product is a product."""
+    flat = ids.reshape(-1)
+    rows = x.repeat_interleave(TOP_K, 0).unsqueeze(1)
+    hidden = swiglu((rows * w13.index_select(0, flat)).sum(2))
+    out = torch.bmm(w2.index_select(0, flat), hidden.unsqueeze(-1)).view(-1, TOP_K, HIDDEN)
+    return (out * weights.unsqueeze(-1)).sum(1)
+
+
 SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "experts unbound": of_best(unbound),
     "einsums by expert": of_best(einsum_by_expert),
@@ -175,6 +190,8 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
             )
         )
     ),
+    "summed number by number": of_best(summed),
+    "summed by slots": of_best(summed_by_slots),
     "sigmoid of scattered logits": sigmoid_of_the_best,
     "top-1, gathered": of_one(one_gathered),
     "top-1 by mask": of_one(one_by_mask),

@@ -16,7 +16,7 @@ from tests.passes.spellings import (
     transposed,
     with_biases,
 )
-from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, layer, softmax_router, swiglu
+from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, layer, softmax_router, swiglu
 from tests.passes.test_before_autograd import check, float32
 from tests.passes.test_raise_forms_in_training import trained
 
@@ -38,6 +38,7 @@ def test_every_spelling_is_raised(what, sizes):
         "experts unbound",
         "einsums by expert",
         "gathered, unflattened",
+        "summed number by number",
         "top-1 by max of rows",
         "top-1 at once",
     ],
@@ -73,6 +74,16 @@ def fed(x, dense, w13, w2):
     return torch.bmm(swiglu(torch.bmm(rows.view(EXPERTS, -1, HIDDEN), w13)), w2).sum(0)
 
 
+def placed(x, weights, ids, w13, w2):
+    """GShard's dispatch tensor [T, E, C], with room for all."""
+    chosen = F.one_hot(ids, EXPERTS).to(x.dtype)
+    places = ((chosen.view(-1, EXPERTS).cumsum(0) - 1).view_as(chosen) * chosen).sum(-1).long()
+    slots = F.one_hot(places, ids.numel()).to(x.dtype)
+    rows = torch.einsum("tec,th->ech", torch.einsum("tke,tkc->tec", chosen, slots), x)
+    out = torch.einsum("eci,ehi->ech", swiglu(torch.einsum("ech,eih->eci", rows, w13)), w2)
+    return torch.einsum("tec,ech->th", torch.einsum("tke,tkc,tk->tec", chosen, slots, weights), out)
+
+
 def worst_of_all(x, probs, ids, w13, w2):
     """Over tokens, which experts choose."""
     chosen = F.linear(swiglu(F.linear(x, w13[0])), w2[0])
@@ -90,6 +101,7 @@ OTHER = {
         "rows are multiplied with all experts at once",
     ),
     "tokens are weighed": (of_best(transposed(fed)), "what goes into a product with all experts is weighed"),
+    "tokens are placed by a product": (of_best(placed), "a product with what was chosen places tokens"),
     "something else is added within products": (
         of_best(with_biases(lambda biases, experts: biases[experts] + 1)),
         "the product with experts adds aten.unsqueeze, no bias of theirs",
@@ -111,6 +123,23 @@ def test_what_looks_alike_stays(what):
 def test_the_best_of_rows_that_choose_no_experts_are_what_they_were(function):
     result = rewrite(function, *layer(6), passes=PIPELINE)
     assert result.after == result.before
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda x, weights, ids, w13, w2: (w2[ids] * weights[:, :, None, None]).sum(2).sum(1).mT @ x,
+        lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum((1, -1)),
+        lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum(-1, True),
+        lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum(-1),
+        lambda x, weights, ids, w13, w2: (w13[ids] * x[:TOP_K, None]).sum(-1),
+    ],
+)  # fmt: skip
+def test_sums_in_no_layer_are_what_they_were(combine):
+    result = rewrite(of_best(combine), *layer(6), passes=RAISES)
+    assert "aten.sum.dim_IntList" in result.after and result.after.count("aten.bmm") == result.before.count(
+        "aten.bmm"
+    )
 
 
 def test_ids_that_others_read_stay():
