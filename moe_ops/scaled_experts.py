@@ -230,7 +230,10 @@ def _cuda(args: ScaledFusedExperts) -> Tensor:
 
 
 def _of_copies(args: ScaledFusedExperts) -> Tensor:
-    """With weights in the dtype of tokens, of which one is there at a time."""
+    """With weights in the dtype of tokens, of which one is there at a time.
+
+    The gate reads sums that are not rounded, as in `fused_experts`, where stages round them.
+    """
     x, up, down = args[:3]
     num_experts, expert_map = up.weight.shape[0], args.placement.expert_map
     slots, inverse, offsets = build_dispatch(args.topk_ids, num_experts, expert_map)

@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 from moe_ops import _library
 from moe_ops.arguments import BuildDispatch, Combine, GatedActivation
 from moe_ops.kernels import plans
-from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm
+from moe_ops.scaled_arguments import DequantiseWeight, QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm
 from tests.fuzz import worker
 from tests.fuzz.cases import Case
 from tests.fuzz.check import Verdict
@@ -32,6 +32,7 @@ from tests.kernels.brisk import brisk
 
 OPERATORS = {
     QuantiseRows: "quantise_rows",
+    DequantiseWeight: "dequantise_weight",
     ScaledGroupedGemm: "scaled",
     ScaledFusedExperts: "scaled_experts",
     BuildDispatch: "dispatch",
