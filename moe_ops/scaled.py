@@ -9,7 +9,8 @@ scale (`quantise_rows`), or in 16 and more, in which all weights of 8 bits are e
 block of columns, in int32 or the compute dtype, and that times both scales is added. Blocks may be DeepSeek-V3's, 128 x
 128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Weights of 4 bits take rows of 16 and more only:
 in them `mxfp4` is exact with its scales, powers of two; `int4` times its scales may be rounded to the dtype of rows, as
-weights of that dtype are. Static shapes, no host sync on CUDA.
+weights of that dtype are. In a copy that is multiplied with (`dequantise_weight`) all are. Static shapes, no host sync
+on CUDA.
 """
 
 from itertools import pairwise
