@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_ops import ScaledWeight
+from moe_ops.kernels import plans
 from moe_ops.kernels.dequantise_weight import takes
 from moe_ops.kernels.gpu import H200
 from moe_ops.kernels.scaled import copies
@@ -115,6 +116,48 @@ def test_when_products_are_of_a_copy():
     assert not copies(in_8_bits, torch.float32, 448)
     assert copies(_linear(PAIRS, PAIRS, 1024), torch.bfloat16, 448)
     assert not copies(_linear(PAIRS, PAIRS, 1025), torch.bfloat16, 448)
+
+
+def _product(rows, x_scale=None, x=torch.bfloat16, dtype=torch.bfloat16, gathers=True):
+    weight, scale, *_ = _linear(torch.int8, torch.float32)
+    slots = meta(8 * rows, dtype=torch.int32) if gathers else None
+    given = meta(4 * rows if gathers else 8 * rows, 1024, dtype=x), weight, scale, meta(9, dtype=torch.int32)
+    return record("scaled_grouped_gemm", *given, x_scale, None, slots, 1, 32, dtype)
+
+
+def test_products_that_are_of_a_copy():
+    """Of exact rows in the dtype of the result; they may be gathered from fewer tokens."""
+    assert plans.is_taken(_product(447)) and not plans.is_taken(_product(448))
+    assert not plans.is_taken(_product(448, gathers=False))
+    assert plans.is_taken(_product(448, dtype=torch.float32))
+    assert plans.is_taken(_product(448, meta(8 * 448, 32, dtype=torch.float32), torch.int8))
+
+
+def _layer(tokens=2048, rows="exact", expert_map=None, features=1024):
+    """Of eight experts, two for each token."""
+    named = {
+        "hidden_states": meta(tokens, 1024),
+        "topk_weights": meta(tokens, 2),
+        "activation": "silu",
+        "rows": rows,
+    }
+    for name, linear in (
+        ("w13", _linear(torch.int8, torch.float32, rows=2 * features)),
+        ("w2", _linear(torch.int8, torch.float32, columns=features)),
+    ):
+        named |= {name: linear.weight, f"{name}_scale": linear.scale, f"{name}_block_rows": 1}
+        named[f"{name}_block_columns"] = 32
+    ids = meta(tokens, 2, dtype=torch.int32)
+    return record("scaled_fused_experts", topk_ids=ids, expert_map=expert_map, **named)
+
+
+def test_layers_that_are_of_copies():
+    """Of exact rows, by how many an expert has, those elsewhere among them, and if both weights are small enough."""
+    assert not plans.is_taken(_layer()) and plans.is_taken(_layer(tokens=1700))
+    assert plans.is_taken(_layer(rows="quantised"))
+    assert plans.is_taken(_layer(expert_map=meta(10, dtype=torch.int32)))
+    assert not plans.is_taken(_layer(expert_map=meta(9, dtype=torch.int32)))
+    assert not plans.is_taken(_layer(features=65536)) and plans.is_taken(_layer(features=65536 + 32))
 
 
 def test_what_the_kernel_is_for():
