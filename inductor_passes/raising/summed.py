@@ -41,12 +41,12 @@ def multiplied_sums(graph: Graph) -> Iterator[None]:
 
 
 def _factors(total: Node) -> tuple[Node, Node] | None:
-    """Gathered weights [..., B, A] and rows [..., 1, A], where `total` [..., B] is the sum of their products."""
+    """Gathered weights [..., B, A] and rows [..., 1, A], where `total` is the sum of their products."""
     if total.target is not aten.sum.dim_IntList or total.kwargs or not total.users:
         return None
-    scaled, dims, *kept = args(total)
+    scaled, dims, *_ = args(total)
     last = rank(scaled) - 1
-    if scaled.target is not aten.mul.Tensor or any(kept) or list(dims or ()) not in ([-1], [last]):
+    if scaled.target is not aten.mul.Tensor or list(dims or ()) not in ([-1], [last]):
         return None
     pairs = (args(scaled), args(scaled)[::-1])
     return next(((weights, rows) for weights, rows in pairs if _meet(weights, rows, scaled)), None)
@@ -70,7 +70,10 @@ def _with_product(graph: Graph, total: Node, factors: tuple[Node, Node]) -> _Sum
     with graph.inserting_before(total):
         (product,) = write_out(graph, multiply, factors, total)
     found = _Summed(total, product, total.args)
-    total.target, total.args = aten.squeeze.dim, (product, -1)
+    if rank(total) == rank(product):  # keepdim
+        total.target, total.args = aten.permute.default, (product, [*range(rank(product))])
+    else:
+        total.target, total.args = aten.squeeze.dim, (product, -1)
     return found
 
 

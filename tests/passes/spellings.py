@@ -156,6 +156,13 @@ def summed(x, weights, ids, w13, w2):
     return ((w2[ids] * hidden.unsqueeze(2)).sum(-1) * weights.unsqueeze(-1)).sum(1)
 
 
+def summed_and_kept(x, weights, ids, w13, w2):
+    """Sums that keep their dimension."""
+    hidden = swiglu((w13[ids] * x[:, None, None]).sum(-1, True).squeeze(-1))
+    out = (w2[ids] * hidden.unsqueeze(2)).sum(-1, keepdim=True).squeeze(-1)
+    return (out * weights.unsqueeze(-1)).sum(1)
+
+
 def summed_by_slots(x, weights, ids, w13, w2):
     """The same of flat ids, rows first, of which one product is a product."""
     flat = ids.reshape(-1)
@@ -191,6 +198,7 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
         )
     ),
     "summed number by number": of_best(summed),
+    "summed, dimensions kept": of_best(summed_and_kept),
     "summed by slots": of_best(summed_by_slots),
     "sigmoid of scattered logits": sigmoid_of_the_best,
     "top-1, gathered": of_one(one_gathered),
