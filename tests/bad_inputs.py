@@ -330,6 +330,9 @@ BAD_VALUES = {
         "dtype='float32': expected a torch.dtype"),
     "smaller dtype": (lambda: moe_ops.dense_gemm(X, ROWS, dtype=torch.float16), TypeError,
         "dtype=torch.float16: expected torch.float32$"),
+    "a weight that is not quantised": (
+        lambda: moe_ops.dequantise_weight(X), TypeError, "expected a ScaledWeight",
+    ),
     "columns of a block": (lambda: moe_ops.quantise_rows(X, 0), ValueError, "columns=0: expected at least 1"),
     "no scales": (lambda: moe_ops.scaled_grouped_gemm(ROWS, W13, index(*range(7))), TypeError,
         "weight=<Tensor>: expected a ScaledWeight"),
