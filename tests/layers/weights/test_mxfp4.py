@@ -140,6 +140,9 @@ REFUSED = {
         {"rows": "quantised"},
         "rows='quantised' with weights of 4 bits: expected 'exact'",
     ),
+    "no block": ((WeightScale.GROUP, None), {}, r"block=None: expected \(rows, columns\)"),
+    "rows alone": ((WeightScale.GROUP, (1,)), {}, r"block=\(1,\): expected \(rows, columns\)"),
+    "empty rows": (GROUP, {"rows": ""}, "rows='': expected 'quantised' or 'exact'"),
 }
 
 
