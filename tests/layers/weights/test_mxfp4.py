@@ -113,7 +113,11 @@ def test_weights_of_16_bits_are_not_loaded_as_if_they_were_numbers_of_4():
 def test_exponents_begin_as_one():
     experts = _layer()
     add_weight_scales(experts, *GROUP, dtype=PAIRS)
-    assert (experts.w13_weight_scale == 127).all() and (experts.w2_weight_scale == 127).all()
+    for reset in (False, True):
+        if reset:
+            experts.w13_weight_scale.zero_(), experts.w2_weight_scale.zero_()
+            experts.reset_parameters()
+        assert (experts.w13_weight_scale == 127).all() and (experts.w2_weight_scale == 127).all(), reset
 
 
 def test_scales_beside_weights_in_4_bits():
