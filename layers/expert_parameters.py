@@ -18,6 +18,8 @@ from layers.weights.expert_loader import (
 )
 from layers.weights.scales import SCALES, WEIGHTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
+from moe_ops.mxfp4 import ONE
+from moe_ops.pairs import PAIRS
 from moe_ops.scaled import STORED
 
 
@@ -103,7 +105,7 @@ class ExpertParameters(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if name in ("expert_scale", "post_norm_weight") or name.endswith("weight_scale"):
-                    parameter.fill_(1)
+                    parameter.fill_(ONE if parameter.dtype == PAIRS else 1)
                     continue
                 if parameter.dtype.itemsize == 1:
                     raise ValueError(

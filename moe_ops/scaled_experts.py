@@ -79,7 +79,7 @@ def scaled_fused_experts(
     args = FusedExperts(
         hidden_states, without_scales(up, down), topk_weights, topk_ids, Placement(expert_map), shared, spec
     )
-    rows = rows or rows_for(up.weight.dtype)
+    rows = rows_for(up.weight.dtype) if rows is None else rows
     return run(weigh_input(args) if apply_router_weight_on_input else args, up, down, rows)
 
 

@@ -61,14 +61,15 @@ def why_not(experts: Any) -> str | None:
 def run(experts: Any, args: FusedExperts) -> Tensor:
     """The experts, for tokens, weights and routing in `args`.
 
-    Tokens are quantised as stock's are, by blocks of as many columns, except where they have a gradient.
+    Tokens are quantised as stock's are, by blocks of as many columns, but where they or the first bias have a gradient.
     """
     made: Format | None = getattr(experts, "moe_ops_format", None)
     linear = _linear if made is None else _made
     w13, w2 = (
         linear(experts, name, each.weight, each.bias) for name, each in zip(names(experts), args.experts)
     )
-    rows = "exact" if is_differentiated(args.hidden_states) else "quantised" if made is None else made.rows
+    before = (each for each in (args.hidden_states, w13.bias) if each is not None)
+    rows = "exact" if any(map(is_differentiated, before)) else "quantised" if made is None else made.rows
     if args.activation:
         return run_scaled(args, w13, w2, rows)
     return run_around(gates.gate_of(experts), args, w13, w2, rows)

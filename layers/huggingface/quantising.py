@@ -15,7 +15,7 @@ from layers.huggingface import experts, quantised
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.quantised import SCALE, Format
 from layers.huggingface.settled import settings_of
-from layers.weights.scales import WeightScale, blocks_of_kind, expect_block, expect_even, expect_format
+from layers.weights.scales import WeightScale, blocks_of_kind, expect_even, expect_format
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import quantised_weight
@@ -28,8 +28,7 @@ def quantise_experts(
     """See `layers.huggingface.quantise_experts`."""
     expect_type("model", model, nn.Module)
     expect_type("kind", kind, WeightScale)
-    expect_block(block)
-    rows = rows or rows_for(dtype)
+    rows = rows_for(dtype) if rows is None else rows
     expect_format(kind, block, dtype, rows)
     found: dict[str, Any] = {n: m for n, m in model.named_modules() if "moe_ops_options" in vars(m)}
     if not found:

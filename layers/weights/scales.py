@@ -179,7 +179,7 @@ def quantise_experts(
             has gate rows and up rows, a weight is no plain parameter (`fully_shard`, a parametrisation), or the module
             has what quantised experts have not: an `emit` of its own, a norm of the experts' output, adapters.
     """
-    rows = rows or rows_for(dtype)
+    rows = rows_for(dtype) if rows is None else rows
     expect_format(kind, block, dtype, rows)
     _expect_quantisable(module, kind, block)
     if dtype == INTEGERS:
@@ -192,7 +192,8 @@ def quantise_experts(
 
 
 def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
-    """Raises TypeError, ValueError for rows and a dtype that are none, and what is not for weights of 4 bits."""
+    """Raises TypeError, ValueError for rows, block and dtype that are none, and what is not for weights of 4 bits."""
+    expect_block(block)
     if rows not in get_args(Rows):
         raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
     if dtype not in (PAIRS, INTEGERS):

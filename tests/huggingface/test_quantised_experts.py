@@ -239,6 +239,25 @@ def test_biases_count():
         torch.testing.assert_close(ours(hidden, ids, weights), expected)
 
 
+def test_a_bias_alone_has_a_gradient():
+    """Of the first product: tokens are exact then, as where they have one."""
+    _, ours = _pair()
+    up, down = (
+        moe_ops.dequantise_weight(moe_ops.ScaledWeight(*each, (16, 32)), torch.float64)
+        for each in _stored(ours)
+    )
+    bias = torch.randn(EXPERTS, 64, dtype=torch.float64, requires_grad=True)
+    ours.has_bias = True
+    ours.gate_up_proj_bias = nn.Parameter(bias.detach().float())
+    ours.down_proj_bias = nn.Parameter(torch.zeros(EXPERTS, HIDDEN), requires_grad=False)
+    hidden, ids, weights = _routed(7)
+    expected = moe_ops.fused_experts(hidden.double(), up, down, weights.double(), ids, w13_bias=bias)
+    actual = ours(hidden, ids, weights)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+    actual.square().sum().backward(), expected.square().sum().backward()
+    assert relative_error(ours.gate_up_proj_bias.grad, bias.grad) < 1e-5
+
+
 def test_compiled_whole(plain_kernels):
     stock, ours = _pair()
     given = _routed(7)

@@ -113,7 +113,11 @@ def test_weights_of_16_bits_are_not_loaded_as_if_they_were_numbers_of_4():
 def test_exponents_begin_as_one():
     experts = _layer()
     add_weight_scales(experts, *GROUP, dtype=PAIRS)
-    assert (experts.w13_weight_scale == 127).all() and (experts.w2_weight_scale == 127).all()
+    for reset in (False, True):
+        if reset:
+            experts.w13_weight_scale.zero_(), experts.w2_weight_scale.zero_()
+            experts.reset_parameters()
+        assert (experts.w13_weight_scale == 127).all() and (experts.w2_weight_scale == 127).all(), reset
 
 
 def test_scales_beside_weights_in_4_bits():
@@ -140,6 +144,9 @@ REFUSED = {
         {"rows": "quantised"},
         "rows='quantised' with weights of 4 bits: expected 'exact'",
     ),
+    "no block": ((WeightScale.GROUP, None), {}, r"block=None: expected \(rows, columns\)"),
+    "rows alone": ((WeightScale.GROUP, (1,)), {}, r"block=\(1,\): expected \(rows, columns\)"),
+    "empty rows": (GROUP, {"rows": ""}, "rows='': expected 'quantised' or 'exact'"),
 }
 
 
