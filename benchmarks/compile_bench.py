@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import known_device, listed, one_of, to_write, whole
 from benchmarks.compile_run import WAYS
 from benchmarks.report import machine, table
 
@@ -36,15 +37,17 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks compile-time`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--layers", default="16,48", help="comma list of layer counts")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"from {', '.join(WAYS)}")
-    parser.add_argument("--tokens", type=int, default=64, help="length of the one prompt")
-    parser.add_argument("--device", default=device, help=f"cpu or cuda, default {device}")
+    parser.add_argument("--layers", type=listed(whole), default="16,48", help="comma list of layer counts")
     parser.add_argument(
-        "--rounds", type=int, default=1, help="how often each way has its turn; the least counts"
+        "--ways", type=listed(one_of(WAYS)), default=",".join(WAYS), help=f"from {', '.join(WAYS)}"
+    )
+    parser.add_argument("--tokens", type=whole, default=64, help="length of the one prompt")
+    parser.add_argument("--device", type=known_device, metavar="cpu|cuda", default=device)
+    parser.add_argument(
+        "--rounds", type=whole, default=1, help="how often each way has its turn; the least counts"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/compile-time.json"), help="where the figures go"
+        "--out", type=to_write, default=Path("build/compile-time.json"), help="where the figures go"
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.arguments import listed, number, one_of, to_write, whole
 from benchmarks.report import machine, table
 
 TOKEN_COUNTS = (1, 16, 256)
@@ -84,13 +85,22 @@ def read_results(path: Path) -> list[CpuResult]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks cpu`."""
-    parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
-    parser.add_argument("--seconds", type=float, default=3.0, help="per cell, all ways together")
+    parser.add_argument(
+        "--ts",
+        type=listed(whole),
+        default=",".join(map(str, TOKEN_COUNTS)),
+        help="comma list of token counts",
+    )
+    parser.add_argument("--seconds", type=number, default=3.0, help="per cell, all ways together")
     all_cores = torch.get_num_threads()
     threads = ",".join(map(str, dict.fromkeys((1, all_cores))))
-    parser.add_argument("--threads", default=threads, help=f"comma list, default {threads}")
-    parser.add_argument("--loads", default=",".join(LOADS), help="idle, loaded or both")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument(
+        "--threads", type=listed(whole), default=threads, help=f"comma list, default {threads}"
+    )
+    parser.add_argument(
+        "--loads", type=listed(one_of(LOADS)), default=",".join(LOADS), help="idle, loaded or both"
+    )
+    parser.add_argument("--json", type=to_write, help="also write the figures there")
 
 
 def main(arguments: argparse.Namespace) -> int:

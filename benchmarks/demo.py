@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks import demo_graph
+from benchmarks.arguments import to_write, whole
 from benchmarks.checkpoints import (
     SMALL_MODELS,
     UnsupportedCheckpoint,
@@ -82,8 +83,8 @@ class Demo:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks demo`."""
     parser.add_argument("--model", type=Path, help="a local checkpoint instead of the two small ones")
-    parser.add_argument("--steps", type=int, default=32, help="tokens to generate and compare (default 32)")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--steps", type=whole, default=32, help="tokens to generate and compare (default 32)")
+    parser.add_argument("--json", type=to_write, help="also write the figures there")
 
 
 def main(arguments: argparse.Namespace) -> int:

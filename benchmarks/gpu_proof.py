@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import peers
+from benchmarks.arguments import listed, number, one_of, whole
 from benchmarks.report import machine
 from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, cells_of
 
@@ -32,10 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results", type=Path, default=Path("benchmarks/results"), help="where that folder goes"
     )
-    parser.add_argument("--steps", default=",".join(STEPS), help=f"comma list from {', '.join(STEPS)}")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of the moe step")
-    parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="of the moe step")
-    parser.add_argument("--budget", type=float, default=3600, help="seconds for the moe step")
+    parser.add_argument(
+        "--steps",
+        type=listed(one_of(STEPS)),
+        default=",".join(STEPS),
+        help=f"comma list from {', '.join(STEPS)}",
+    )
+    parser.add_argument(
+        "--workloads", type=listed(one_of(WORKLOADS)), default=",".join(WORKLOADS), help="of the moe step"
+    )
+    parser.add_argument(
+        "--ts", type=listed(whole), default=",".join(map(str, TOKEN_COUNTS)), help="of the moe step"
+    )
+    parser.add_argument("--budget", type=number, default=3600, help="seconds for the moe step")
     parser.add_argument("--commit", help="what to record where the tree has no git history to ask")
 
 

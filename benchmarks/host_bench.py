@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import inductor_passes
 import moe_ops
+from benchmarks.arguments import listed, one_of, to_write
 from benchmarks.report import machine, table
 from benchmarks.stock_bench import (
     BLOCKS,
@@ -62,9 +63,12 @@ class Figure:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks host`."""
     parser.add_argument(
-        "--only", default="operators," + ",".join(NAMES), help="operators, and names of blocks"
+        "--only",
+        type=listed(one_of(("operators", *NAMES))),
+        default="operators," + ",".join(NAMES),
+        help="operators, and names of blocks",
     )
-    parser.add_argument("--out", type=Path, default=Path("build/host.json"), help="where the figures go")
+    parser.add_argument("--out", type=to_write, default=Path("build/host.json"), help="where the figures go")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
+from benchmarks.arguments import known_device, number, to_write
 from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import WORKLOADS, Weights, Workload, make_weights
@@ -53,10 +54,10 @@ class Batch:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks invariance`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--cell-ms", type=float, default=60.0, help="milliseconds of replays on a GPU")
+    parser.add_argument("--device", type=known_device, metavar="cpu|cuda", default=device)
+    parser.add_argument("--cell-ms", type=number, default=60.0, help="milliseconds of replays on a GPU")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/invariance.json"), help="where the figures go"
+        "--out", type=to_write, default=Path("build/invariance.json"), help="where the figures go"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import moe_bench, peers, speeds
+from benchmarks.arguments import number, to_read, to_write
 from benchmarks.report import machine, table
 from benchmarks.speeds import Speed
 
@@ -27,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers", action="store_true", help="torch.compile over grouped_mm too, in the same turns"
     )
-    parser.add_argument("--out", type=Path, default=Path("build/kernels.csv"), help="CSV to append to")
-    parser.add_argument("--png", type=Path, default=Path("build/kernels.png"), help="where the plot goes")
+    parser.add_argument("--out", type=to_write, default=Path("build/kernels.csv"), help="CSV to append to")
+    parser.add_argument("--png", type=to_write, default=Path("build/kernels.png"), help="where the plot goes")
     parser.add_argument(
-        "--draw", type=Path, nargs="+", help="measure nothing, take the figures of these CSVs"
+        "--draw", type=to_read, nargs="+", help="measure nothing, take the figures of these CSVs"
     )
     parser.add_argument(
         "--speed",
-        type=float,
+        type=number,
         nargs=2,
         metavar=("TB", "TFLOP"),
         help="a second, of the GPU, instead of measuring",

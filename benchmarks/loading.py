@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.arguments import whole
 from benchmarks.report import machine, table
 from layers import MoEBlock, MoEConfig, load_checkpoint
 
@@ -25,8 +26,8 @@ LEAST = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks loading`."""
-    parser.add_argument("--layers", type=int, default=3, help="of 1.2 GB each, in memory and on disk")
-    parser.add_argument("--rounds", type=int, default=7, help="each way once in every round")
+    parser.add_argument("--layers", type=whole, default=3, help="of 1.2 GB each, in memory and on disk")
+    parser.add_argument("--rounds", type=whole, default=7, help="each way once in every round")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import peers
+from benchmarks.arguments import listed, number, one_of, to_read, to_write, whole
 from benchmarks.implementations import IMPLEMENTATIONS, Implementation
 from benchmarks.report import machine
 from benchmarks.timing import capture, time_in_turns
@@ -55,20 +56,36 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks moe`."""
     add_cell_arguments(parser)
-    parser.add_argument("--impls", default="fused_moe,gmm_compile", help=f"from {', '.join(IMPLEMENTATIONS)}")
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="seconds after which no cell starts"
+        "--impls",
+        type=listed(one_of(IMPLEMENTATIONS)),
+        default="fused_moe,gmm_compile",
+        help=f"from {', '.join(IMPLEMENTATIONS)}",
     )
-    parser.add_argument("--out", type=Path, default=Path("build/moe.csv"), help="CSV to append to")
-    parser.add_argument("--compare", type=Path, nargs="+", help="measure nothing, put these CSVs together")
+    parser.add_argument(
+        "--budget", type=number, default=float("inf"), help="seconds after which no cell starts"
+    )
+    parser.add_argument("--out", type=to_write, default=Path("build/moe.csv"), help="CSV to append to")
+    parser.add_argument("--compare", type=to_read, nargs="+", help="measure nothing, put these CSVs together")
 
 
 def add_cell_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cells to measure, and how long."""
-    parser.add_argument("--workloads", help="comma list, default all five, or none beside --sizes")
+    parser.add_argument(
+        "--workloads",
+        type=listed(one_of(WORKLOADS)),
+        help="comma list, default all five, or none beside --sizes",
+    )
     add_sizes_argument(parser)
-    parser.add_argument("--ts", default=",".join(map(str, TOKEN_COUNTS)), help="comma list of token counts")
-    parser.add_argument("--cell-ms", type=float, default=40.0, help="milliseconds of replays per measurement")
+    parser.add_argument(
+        "--ts",
+        type=listed(whole),
+        default=",".join(map(str, TOKEN_COUNTS)),
+        help="comma list of token counts",
+    )
+    parser.add_argument(
+        "--cell-ms", type=number, default=40.0, help="milliseconds of replays per measurement"
+    )
 
 
 def add_sizes_argument(parser: argparse.ArgumentParser) -> None:

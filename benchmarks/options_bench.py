@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import inductor_passes
 import moe_ops
+from benchmarks.arguments import listed, number, one_of, to_write
 from benchmarks.report import machine
 from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import WORKLOADS, Cell, Inputs, Weights, make_inputs, make_weights
@@ -29,9 +30,18 @@ MAX_RELATIVE_ERROR = 8e-3  # bfloat16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks options`."""
-    parser.add_argument("--only", default=",".join(MEASUREMENTS), help=f"from {', '.join(MEASUREMENTS)}")
-    parser.add_argument("--cell-ms", type=float, default=60.0, help="milliseconds of replays per measurement")
-    parser.add_argument("--out", type=Path, default=Path("build/options.json"), help="where the figures go")
+    parser.add_argument(
+        "--only",
+        type=listed(one_of(MEASUREMENTS)),
+        default=",".join(MEASUREMENTS),
+        help=f"from {', '.join(MEASUREMENTS)}",
+    )
+    parser.add_argument(
+        "--cell-ms", type=number, default=60.0, help="milliseconds of replays per measurement"
+    )
+    parser.add_argument(
+        "--out", type=to_write, default=Path("build/options.json"), help="where the figures go"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import number, to_write, whole
 from benchmarks.parallel_killed import in_time, killed
 from benchmarks.parallel_parts import PARTS, PARTS_ON_CPU
 from benchmarks.ranks import Job, run_parts
@@ -22,13 +23,15 @@ NAMES = (*PARTS, "killed")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks parallel`."""
     parser.add_argument("--only", default="", help=f"from {', '.join(NAMES)}; all that apply")
-    parser.add_argument("--ranks", type=int, default=0, help="processes, one for each GPU unless given")
+    parser.add_argument("--ranks", type=whole, default=0, help="processes, one for each GPU unless given")
     parser.add_argument(
-        "--replays", type=int, default=100_000, help="of a captured layer, each routed otherwise"
+        "--replays", type=whole, default=100_000, help="of a captured layer, each routed otherwise"
     )
-    parser.add_argument("--problems", type=int, default=2000, help="random ones, through every dispatcher")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds that a part may take")
-    parser.add_argument("--out", type=Path, default=Path("build/parallel.json"), help="where the figures go")
+    parser.add_argument("--problems", type=whole, default=2000, help="random ones, through every dispatcher")
+    parser.add_argument("--limit", type=number, default=240.0, help="seconds that a part may take")
+    parser.add_argument(
+        "--out", type=to_write, default=Path("build/parallel.json"), help="where the figures go"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from benchmarks.arguments import whole
 from benchmarks.checkpoints import check_checkpoint, load, write_small_checkpoint
 from benchmarks.generation import (
     Agreement,
@@ -76,7 +77,7 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks demo-parallel`."""
     parser.add_argument("--model", type=Path, help="a local checkpoint instead of the small Qwen3-MoE")
-    parser.add_argument("--steps", type=int, default=32, help="tokens to generate and compare (default 32)")
+    parser.add_argument("--steps", type=whole, default=32, help="tokens to generate and compare (default 32)")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
+from benchmarks.arguments import number, to_write, whole
 from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
@@ -58,9 +59,11 @@ Layer = Callable[[Routed], Tensor]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks quantised`."""
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKEN_COUNTS))
-    parser.add_argument("--cell-ms", type=float, default=60.0, help="milliseconds of replays on a GPU")
-    parser.add_argument("--out", type=Path, default=Path("build/quantised.csv"), help="where the figures go")
+    parser.add_argument("--tokens", nargs="+", type=whole, default=list(TOKEN_COUNTS))
+    parser.add_argument("--cell-ms", type=number, default=60.0, help="milliseconds of replays on a GPU")
+    parser.add_argument(
+        "--out", type=to_write, default=Path("build/quantised.csv"), help="where the figures go"
+    )
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.arguments import known_device, listed, number, to_read, to_write, whole
 from benchmarks.report import machine, progress, table
 from benchmarks.serving_attention import use_torch_flash
 from benchmarks.serving_gate import Agreement, agreement
@@ -80,24 +81,29 @@ WAYS = {"stock": "inductor", "ours": "moe_inductor"}  # and how they are compile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks serving`."""
     has_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_gpu else "cpu")
-    parser.add_argument("--model", choices=SETTINGS, default="qwen3-30b-a3b" if has_gpu else "small")
-    parser.add_argument("--layers", type=int, default=2, help="of the model, as many as there is time for")
-    parser.add_argument("--requests", type=int, default=64, help="of the trace")
     parser.add_argument(
-        "--loads", default="0.5,0.8,1.2,inf", help="times what stock can answer; inf is all at once"
+        "--device", type=known_device, metavar="cpu|cuda", default="cuda" if has_gpu else "cpu"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="measured replays of each")
+    parser.add_argument("--model", choices=SETTINGS, default="qwen3-30b-a3b" if has_gpu else "small")
+    parser.add_argument("--layers", type=whole, default=2, help="of the model, as many as there is time for")
+    parser.add_argument("--requests", type=whole, default=64, help="of the trace")
+    parser.add_argument(
+        "--loads",
+        type=listed(number),
+        default="0.5,0.8,1.2,inf",
+        help="times what stock can answer; inf is all at once",
+    )
+    parser.add_argument("--rounds", type=whole, default=2, help="measured replays of each")
     parser.add_argument(
         "--attention", choices=("sdpa", "flash"), default="sdpa", help="of both; flash is PyTorch's, on a GPU"
     )
     parser.add_argument("--eager", action="store_true", help="compile neither")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="capture neither on a GPU")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/serving.json"), help="the plot lies beside it"
+        "--out", type=to_write, default=Path("build/serving.json"), help="the plot lies beside it"
     )
     parser.add_argument(
-        "--draw", type=Path, metavar="FILE", help="only draw what FILE has, as --out was written"
+        "--draw", type=to_read, metavar="FILE", help="only draw what FILE has, as --out was written"
     )
 
 

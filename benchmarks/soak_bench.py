@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
+from benchmarks.arguments import known_device, to_write, whole
 from benchmarks.report import machine, progress
 from benchmarks.workloads import Cell, Inputs, Workload, make_inputs, make_weights, reference
 from layers import CudaGraphRunner
@@ -61,10 +62,10 @@ class Soaked:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks soak`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--replays", type=int, default=1_000_000, help="of graphs, on a GPU")
-    parser.add_argument("--calls", type=int, default=100_000, help="of the eager operator")
-    parser.add_argument("--out", type=Path, default=Path("build/soak.json"), help="where the figures go")
+    parser.add_argument("--device", type=known_device, metavar="cpu|cuda", default=device)
+    parser.add_argument("--replays", type=whole, default=1_000_000, help="of graphs, on a GPU")
+    parser.add_argument("--calls", type=whole, default=100_000, help="of the eager operator")
+    parser.add_argument("--out", type=to_write, default=Path("build/soak.json"), help="where the figures go")
 
 
 @torch.inference_mode()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import inductor_passes
+from benchmarks.arguments import listed, number, one_of, to_write, whole
 from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
 from layers import huggingface
@@ -79,10 +80,19 @@ MORE_BLOCKS = {  # whose shared experts differ in width
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks stock`."""
-    parser.add_argument("--only", default=",".join(BLOCKS), help=f"from {', '.join(BLOCKS | MORE_BLOCKS)}")
-    parser.add_argument("--tokens", default=",".join(map(str, TOKEN_COUNTS)), help="token counts")
-    parser.add_argument("--cell-ms", type=float, default=60.0, help="milliseconds of replays per measurement")
-    parser.add_argument("--out", type=Path, default=Path("build/stock.json"), help="where the figures go")
+    parser.add_argument(
+        "--only",
+        type=listed(one_of(BLOCKS | MORE_BLOCKS)),
+        default=",".join(BLOCKS),
+        help=f"from {', '.join(BLOCKS | MORE_BLOCKS)}",
+    )
+    parser.add_argument(
+        "--tokens", type=listed(whole), default=",".join(map(str, TOKEN_COUNTS)), help="token counts"
+    )
+    parser.add_argument(
+        "--cell-ms", type=number, default=60.0, help="milliseconds of replays per measurement"
+    )
+    parser.add_argument("--out", type=to_write, default=Path("build/stock.json"), help="where the figures go")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import listed, number, one_of, whole
 from benchmarks.implementations import gmm
 from benchmarks.report import machine
 from benchmarks.timing import capture, time_in_turns
@@ -32,9 +33,14 @@ Layer = Callable[..., Tensor]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks training`."""
-    parser.add_argument("--workloads", default="W1,W2", help=f"comma list from {', '.join(WORKLOADS)}")
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--cell-ms", type=float, default=1000.0, help="milliseconds of steps per workload")
+    parser.add_argument(
+        "--workloads",
+        type=listed(one_of(WORKLOADS)),
+        default="W1,W2",
+        help=f"comma list from {', '.join(WORKLOADS)}",
+    )
+    parser.add_argument("--tokens", type=whole, default=16384)
+    parser.add_argument("--cell-ms", type=number, default=1000.0, help="milliseconds of steps per workload")
     parser.add_argument("--small", action="store_true", help="a tiny layer, on the CPU too")
 
 

@@ -20,6 +20,7 @@ import torch
 
 import moe_ops
 from benchmarks import moe_bench
+from benchmarks.arguments import number, to_write
 from benchmarks.report import machine, table
 from benchmarks.timing import time_in_turns
 from benchmarks.workloads import WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
@@ -38,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=_rows, nargs="+", default=ROWS, help="mean rows of an expert, powers of two"
     )
-    parser.add_argument("--cell-ms", type=float, default=60, help="time for a layer's replays")
-    parser.add_argument("--out", type=Path, default=Path("build/tuning.json"), help="where the table goes")
+    parser.add_argument("--cell-ms", type=number, default=60, help="time for a layer's replays")
+    parser.add_argument(
+        "--out", type=to_write, default=Path("build/tuning.json"), help="where the table goes"
+    )
 
 
 def _rows(text: str) -> int:

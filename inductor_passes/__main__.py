@@ -32,13 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         model = _model(arguments).train(arguments.train)
-    except (ValueError, OSError, ImportError) as error:
-        parser.error(str(error))
-    report = _explain(model, arguments)
+        inputs = _inputs(model, arguments)
+    except Exception as error:  # as various as what can be wrong with a folder
+        parser.error(_in_a_line(error, arguments))
+    report = _explain(model, inputs, arguments)
     sys.stdout.write(f"{report}\n")
     if arguments.html:
-        sys.stdout.write(f"page: {report.to_html(arguments.html)}\n")
+        try:
+            sys.stdout.write(f"page: {report.to_html(arguments.html)}\n")
+        except OSError as error:
+            parser.error(f"--html {arguments.html}: {error.strerror}")
     return int(arguments.check and not _is_clean(report))
+
+
+def _in_a_line(error: Exception, arguments: argparse.Namespace) -> str:
+    told = " ".join(str(error).split())
+    if isinstance(error, (ValueError, OSError, ImportError)):
+        return told
+    return f"--model {arguments.model}: {type(error).__name__}: {told}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,12 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     option("--batch", type=_positive, default=1, help="sequences (1)")
     option("--layers", type=_positive, help="only so many layers of the model")
     option("--dtype", choices=_DTYPES, help="of weights; that of the config where it is not given")
-    option("--device", type=torch.device, default=torch.device("cpu"), help="cpu, cuda, cuda:1, ...")
+    option("--device", type=_device, default=torch.device("cpu"), help="cpu, cuda, cuda:1, ...")
     option("--experts", metavar="NAME", help="transformers' experts_implementation: eager, grouped_mm, ...")
     option("--patch", action="store_true", help=f"call {_PATCH.replace(':', '.')} on the model first")
     option("--dynamic", action="store_true", help="the graph for any number of tokens")
     option("--train", action="store_true", help="the training graph")
-    option("--html", type=Path, metavar="FILE", help="write a page as well")
+    option("--html", type=_page, metavar="FILE", help="write a page as well")
     option("--check", action="store_true", help="exit with 1 unless all is fused, without break or hazard")
     return parser
 
@@ -68,20 +79,39 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _explain(model: nn.Module, arguments: argparse.Namespace) -> Report:
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as error:  # the second where PyTorch is built without CUDA
+        expected = "expected one that PyTorch finds here, such as cpu"
+        raise argparse.ArgumentTypeError(f"{text!r}: {expected}") from error
+
+
+def _page(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a file in a folder that is there")
+    return path
+
+
+def _explain(model: nn.Module, inputs: dict[str, Tensor], arguments: argparse.Namespace) -> Report:
     if arguments.patch:
         sys.stdout.write(f"{pkgutil.resolve_name(_PATCH)(model)}\n")
     with torch.set_grad_enabled(arguments.train):
-        return explain(model, _tokens(model, arguments))
+        return explain(model, **inputs)
 
 
-def _tokens(model: Any, arguments: argparse.Namespace) -> Tensor:
-    text_config = model.config.get_text_config(decoder=True)
+def _inputs(model: Any, arguments: argparse.Namespace) -> dict[str, Tensor]:
+    vocab_size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    if vocab_size is None:
+        raise ValueError(f"--model {arguments.model} has no vocab_size: expected a model of text")
+    names = ["input_ids"] + ["decoder_input_ids"] * bool(model.config.is_encoder_decoder)
     shape = (arguments.batch, arguments.tokens)
-    ids = torch.randint(text_config.vocab_size, shape, device=arguments.device)
+    inputs = {name: torch.randint(vocab_size, shape, device=arguments.device) for name in names}
     if arguments.dynamic:
-        _compat.maybe_mark_dynamic(ids, 1)
-    return ids
+        for ids in inputs.values():
+            _compat.maybe_mark_dynamic(ids, 1)
+    return inputs
 
 
 def _model(arguments: argparse.Namespace) -> nn.Module:

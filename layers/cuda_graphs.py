@@ -67,7 +67,7 @@ class CudaGraphRunner(Generic[Output]):
         graphs: what captures; CUDA graphs.
 
     Raises:
-        TypeError, ValueError: `fn` cannot be called; `capture_sizes` is empty or not of positive integers.
+        TypeError, ValueError: `fn` or `explain` cannot be called; `capture_sizes` is empty or not of positive integers.
 
     Example:
         >>> with layers.CudaGraphRunner(block, [1, 2, 4, 8]) as run:
@@ -84,6 +84,8 @@ class CudaGraphRunner(Generic[Output]):
     ) -> None:
         if not callable(fn):
             raise TypeError(f"fn={fn!r}: expected a function or a module")
+        if explain is not None and not callable(explain):
+            raise TypeError(f"explain={explain!r}: expected a function, such as inductor_passes.explain")
         if not isinstance(capture_sizes, Iterable):
             raise TypeError(f"capture_sizes={capture_sizes!r}: expected numbers of rows")
         sizes = tuple(capture_sizes)

@@ -27,13 +27,15 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
         device: the GPU; elsewhere there is nothing to load, and `step` does not run.
 
     Raises:
-        TypeError: `max_tokens` is no int.
+        TypeError: `step` cannot be called, or `max_tokens` is no int.
         ValueError: `max_tokens` below 1, or `step(T)` and `step(T + 1)` call other operators than each other.
 
     Example:
         >>> moe_ops.warmup_step(lambda tokens: layer(torch.zeros(tokens, 64)), max_tokens=512, device="cpu")
     """
-    if not isinstance(max_tokens, int):
+    if not callable(step):
+        raise TypeError(f"step={step!r}: expected a function of a token count")
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool):
         raise TypeError(f"max_tokens={max_tokens!r}: expected an int")
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: expected at least 1")

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
@@ -30,10 +31,15 @@ class PatchedModels(ModelManager):
         self._options = options
         if options.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device={options.device!r}: PyTorch finds no GPU here")
+        if options.cuda_graphs and not torch.cuda.is_available():
+            raise ValueError("cuda_graphs=True: PyTorch finds no GPU here, and only its steps are captured")
         super().__init__(device=options.device, dtype=options.dtype, force_model=options.model)
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-        model = super()._load_model(*args, **kwargs).eval().requires_grad_(False)
+        try:
+            model = super()._load_model(*args, **kwargs).eval().requires_grad_(False)
+        except SafetensorError as error:  # of a file that was not copied to its end, say
+            raise ValueError(f"the weights of {self._options.model!r} cannot be read: {error}") from error
         expect_no_collision(model, self._options)
         report = patch(model)
         print(report, flush=True)

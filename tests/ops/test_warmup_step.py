@@ -256,3 +256,9 @@ def test_each_variant_is_loaded_once(monkeypatch):
     assert (
         len({launch.kernel for launch in loads}) < first < sum(len(each.program().launches) for each in seen)
     )
+
+
+@pytest.mark.parametrize(("step", "tokens", "told"), [(3, 8, "step=3"), (print, True, "max_tokens=True")])
+def test_a_step_is_a_function_and_a_count_an_int(step, tokens, told):
+    with pytest.raises(TypeError, match=f"{told}: expected"):
+        moe_ops.warmup_step(step, tokens, device="cpu")

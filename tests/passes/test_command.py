@@ -1,5 +1,6 @@
 """`python -m inductor_passes explain`: what a shell sees."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,9 @@ def test_weights_that_are_there_are_loaded(tmp_path, capsys, monkeypatch):
     model = tiny_model("mixtral")
     model.save_pretrained(tmp_path)
     seen = []
-    monkeypatch.setattr(command, "explain", lambda model, ids: seen.append((model, ids)) or "told")
+    monkeypatch.setattr(
+        command, "explain", lambda model, input_ids: seen.append((model, input_ids)) or "told"
+    )
     told(capsys, "--model", tmp_path, "--batch", 2, "--tokens", 5, "--dtype", "bfloat16")
     ((loaded, ids),) = seen
     assert ids.shape == (2, 5) and not loaded.training and loaded.dtype == torch.bfloat16
@@ -74,7 +77,7 @@ def test_weights_that_are_there_are_loaded(tmp_path, capsys, monkeypatch):
 
 def test_options_reach_the_model(configured, capsys, monkeypatch):
     seen = []
-    monkeypatch.setattr(command, "explain", lambda model, ids: seen.append(model) or "told")
+    monkeypatch.setattr(command, "explain", lambda model, input_ids: seen.append(model) or "told")
     folder = configured(num_hidden_layers=6)
     told(capsys, "--model", folder, "--layers", 3, "--experts", "batched_mm", "--train")
     (model,) = seen
@@ -92,8 +95,8 @@ def test_training_and_dynamic_graphs(configured, capsys):
 def test_check_fails_where_something_is_not_fused(configured, capsys, monkeypatch):
     explain, reports = command.explain, []
 
-    def once(*given):
-        reports.extend([] if reports else [explain(*given)])
+    def once(model, **inputs):
+        reports.extend([] if reports else [explain(model, **inputs)])
         return reports[0]
 
     monkeypatch.setattr(command, "explain", once)
@@ -109,12 +112,65 @@ def test_check_fails_where_something_is_not_fused(configured, capsys, monkeypatc
         (["--model", ".", "--tokens", "0"], "'0': expected a whole number from 1 on"),
         (["--model", ".", "--batch", "two"], "'two': expected a whole number from 1 on"),
         (["--model", ".", "--dtype", "int4"], "invalid choice: 'int4'"),
+        (
+            ["--model", ".", "--html", "no/folder/page.html"],
+            "'no/folder/page.html': expected a file in a folder",
+        ),
+        (["--model", ".", "--html", "."], "'.': expected a file in a folder that is there"),
+        (
+            ["--model", ".", "--device", "cuda:99"],
+            "'cuda:99': expected one that PyTorch finds here, such as cpu",
+        ),
+        (["--model", ".", "--device", "gpu"], "'gpu': expected one that PyTorch finds here, such as cpu"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, error, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["explain", *arguments])
     assert stopped.value.code == 2 and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "error"),
+    [
+        (
+            {"model_type": "mixtral", "dtype": "floaty"},
+            None,
+            "AttributeError: module 'torch' has no attribute",
+        ),
+        ({"model_type": "mixtral"}, b"cut off", "SafetensorError: Error while deserializing header"),
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            None,
+            "has no vocab_size: expected a model of text",
+        ),
+    ],
+    ids=["dtype", "weights", "images"],
+)
+def test_a_folder_that_is_no_model_of_text_is_said_in_a_line(config, weights, error, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    if weights:
+        (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["explain", "--model", str(tmp_path)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and f"--model {tmp_path}" in last and error in last
+
+
+def test_a_page_that_cannot_be_written_is_said_in_a_line(configured, capsys, monkeypatch, tmp_path):
+    page, report = tmp_path / "page.html", inductor_passes.explain(torch.sin, torch.ones(1))
+    monkeypatch.setattr(command, "explain", lambda model, input_ids: page.mkdir() or report)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["explain", "--model", str(configured()), "--html", str(page)])
+    assert stopped.value.code == 2 and f"--html {page}: Is a directory" in capsys.readouterr().err
+
+
+def test_a_decoder_behind_an_encoder_has_tokens_too(tmp_path, capsys):
+    sizes = {"num_layers": 1, "d_model": 32, "d_ff": 32, "num_heads": 2, "d_kv": 16, "vocab_size": 50}
+    config = transformers.T5Config(**sizes, architectures=["T5ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    status, out = told(capsys, "--model", tmp_path, "--tokens", 3)
+    assert status == 0 and "nothing to do for us" in out
 
 
 def test_a_model_that_does_not_fit_names_the_way_out(configured, capsys, monkeypatch):

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import uvicorn
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.cli.serving.model_manager import ModelManager
@@ -62,12 +63,26 @@ def test_a_port_is_one():
             "device='cuda:0': PyTorch finds no GPU here",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
         ),
+        pytest.param(
+            ["/no/such/folder", "--cuda-graphs"],
+            "cuda_graphs=True: PyTorch finds no GPU here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
     ],
 )
 def test_what_is_not_there_is_told_in_one_line(arguments, told, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["serve", *arguments])
     assert command.main() == 2
     assert told in capsys.readouterr().err
+
+
+def test_weights_that_are_cut_off_are_told(monkeypatch):
+    cut_off = mock.Mock(side_effect=SafetensorError("header too large"))
+    monkeypatch.setattr(ModelManager, "_load_model", cut_off)
+    models = object.__new__(PatchedModels)
+    models._options = ServeOptions("model")
+    with pytest.raises(ValueError, match="the weights of 'model' cannot be read: header too large"):
+        models._load_model("model")
 
 
 @pytest.mark.parametrize("free", [True, False])
