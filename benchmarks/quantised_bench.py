@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @torch.no_grad()
 def main(arguments: argparse.Namespace) -> int:
     """Measures; raises ValueError where a result is farther from bfloat16's than rounding explains."""
+    if not torch.cuda.is_available():
+        print("python -m benchmarks quantised needs a CUDA GPU")
+        return 2
     print("  ".join(f"{name} {fact}" for name, fact in machine().items()), flush=True)
     rows: list[list[object]] = []
     for name in arguments.workloads:

@@ -42,3 +42,11 @@ def test_a_folder_for_figures_is_made(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cpu_bench, "tables", lambda results: "")
     monkeypatch.setattr("sys.argv", ["benchmarks", "cpu", "--json", str(tmp_path / "new" / "cpu.json")])
     assert command.main() == 0 and json.loads((tmp_path / "new" / "cpu.json").read_text())["cells"] == []
+
+
+@NO_GPU
+@pytest.mark.parametrize("name", ["gpu", "host", "kernels", "moe", "options", "quantised", "stock", "tune"])
+def test_what_needs_a_gpu_says_so(name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["benchmarks", name])
+    assert command.main() == 2 and "CUDA GPU" in capsys.readouterr().out
