@@ -1,7 +1,7 @@
 """Graphs as models wrote them, for as long as passes look for layers: Inductor has rewritten products by then."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from torch.fx import Graph
 
@@ -19,9 +19,12 @@ def as_written(graph: Graph) -> Iterator[None]:
 
     What is left gets back what it was.
     """
-    products = multiplied(graph), multiplied_sums(graph), unpadded(graph)
-    others = multiplied_glu(graph), best_kept(graph), turned_once(graph)
-    with ExitStack() as until_then:
-        for seen in (*products, *others):
-            until_then.enter_context(seen)
+    with (
+        multiplied(graph),
+        multiplied_sums(graph),
+        unpadded(graph),
+        multiplied_glu(graph),
+        best_kept(graph),
+        turned_once(graph),
+    ):
         yield

@@ -49,18 +49,17 @@ def _factors(total: Node) -> tuple[Node, Node] | None:
     if scaled.target is not aten.mul.Tensor or list(dims or ()) not in ([-1], [last]):
         return None
     pairs = (args(scaled), args(scaled)[::-1])
-    return next(((weights, rows) for weights, rows in pairs if _meet(weights, rows, scaled)), None)
+    return next(((weights, rows) for weights, rows in pairs if _meet(weights, rows)), None)
 
 
-def _meet(weights: object, rows: object, scaled: Node) -> bool:
+def _meet(weights: object, rows: object) -> bool:
     if not isinstance(weights, Node) or not isinstance(rows, Node) or rank(weights) != rank(rows):
         return False
     are_rows = is_one(size(rows, -2)) and same_shape(
         rows.meta["val"].shape[-1:], weights.meta["val"].shape[-1:]
     )
     source = indexed(unseen(weights))
-    are_gathered = source is not None and rank(source[0]) == 3 and is_integral(source[1])
-    return are_rows and are_gathered and same_shape(weights.meta["val"].shape, scaled.meta["val"].shape)
+    return are_rows and source is not None and rank(source[0]) == 3 and is_integral(source[1])
 
 
 def _with_product(graph: Graph, total: Node, factors: tuple[Node, Node]) -> _Summed:

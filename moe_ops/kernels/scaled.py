@@ -199,7 +199,7 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
     """What a kernel needs of weights, scales and bias, and how it goes through the depth."""
     weight, bias, depth = linear.weight, linear.bias, linear.depth
     block_columns = min(linear.block_columns, depth)
-    shared = block_columns % block_k != 0 and weight.dtype != PAIRS
+    shared = block_columns % block_k != 0
     in_block = cdiv(block_columns, block_k)
     return {
         "weight_ptr": Ref("weight"),

@@ -238,6 +238,27 @@ def test_bad_steps(loaded, launched):
         moe_ops.warmup_step(others, 6)
 
 
+def test_another_form_from_the_last_count_on(loaded, launched):
+    """As of quantised experts, whose weights are copied from some count on."""
+
+    def step(tokens):
+        STEPS["views" if tokens >= 12 else "rows"](tokens)
+
+    moe_ops.warmup_step(step, 12)
+    launched.clear()
+    for tokens in range(1, 13):
+        step(tokens)
+    assert launched and launched <= loaded
+
+    def odd(tokens):
+        STEPS["views" if tokens % 2 else "rows"](tokens)
+
+    with pytest.raises(
+        ValueError, match=re.escape("step(10) calls FusedMoe and step(11) calls FusedExperts")
+    ):
+        moe_ops.warmup_step(odd, 12)
+
+
 def test_each_variant_is_loaded_once(monkeypatch):
     loads = []
     monkeypatch.setattr(Loader, "_load", lambda self, launch, dtypes: loads.append(launch))
