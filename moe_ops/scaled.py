@@ -31,6 +31,7 @@ from moe_ops.records import leaf_name, partial
 from moe_ops.scaled_arguments import ScaledGroupedGemm, dequantising
 from moe_ops.types import ScaledWeight
 from moe_ops.values import GroupedLinear, PairedLinear, ScaledLinear
+from moe_ops.weight_copies import by_slabs
 
 STORED = (*DTYPES, PAIRS)
 """Dtypes of quantised weights."""
@@ -52,7 +53,8 @@ def scaled_grouped_gemm(
         x: [S, A] rows in expert order, such as `permute` gives, or [T, A] tokens where `sorted_slots` is given: of any
             floating dtype, or with `x_scale` of the weight's.
         weight: of [E, B, A], and its scales. With exact rows a copy in their dtype is there for a while where that is
-            faster: on a GPU, from 448 rows an expert on (4 bits: 256), if it takes 2 GiB at the most.
+            faster: on a GPU, from 448 rows an expert on (4 bits: 256), of so many features at a time that it takes 2
+            GiB at the most.
         expert_offsets: [E+1] int32 exclusive prefix, from `build_dispatch`.
         bias: [E, B], any floating dtype.
         x_scale: [S, ceil(A / columns)], or for each token, with the columns of the weight's blocks, any floating dtype.
@@ -255,18 +257,19 @@ def _cuda(args: ScaledGroupedGemm) -> Tensor:
 
 
 def _copied(args: ScaledGroupedGemm) -> Tensor:
-    """With the whole weight in x's dtype: for many rows, and for float64, whose tensor cores convert no operand."""
-    weight = copied(args.weight, args.dtype)
-    if args.x_scale is None and args.sorted_slots is not None:
+    """With the weight in x's dtype: for many rows, and for float64, whose tensor cores convert no operand."""
+    offsets, slots = args.expert_offsets, args.sorted_slots
+    if args.x_scale is None and slots is not None:
         x = args.x.to(args.dtype)
-        return _library.call(GatherGemm(x, PairedLinear(*weight), args.sorted_slots, args.expert_offsets))
-    return product(_rows(args, args.dtype), weight, args.expert_offsets)
+        return by_slabs(
+            args.weight, args.dtype, 1, lambda slab, _: _library.call(GatherGemm(x, slab, slots, offsets))
+        )
+    rows = _rows(args, args.dtype)
 
+    def multiply(slab: PairedLinear, _: slice) -> Tensor:
+        return product(rows, GroupedLinear(slab.weight, slab.bias), offsets)
 
-def copied(linear: ScaledLinear, dtype: torch.dtype) -> GroupedLinear:
-    """A copy of the weight, and the bias, in `dtype`."""
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    return GroupedLinear(_library.call(dequantising(linear, dtype)), bias)
+    return by_slabs(args.weight, args.dtype, 1, multiply)
 
 
 def _fake(args: ScaledGroupedGemm) -> Tensor:

@@ -15,17 +15,19 @@ from torch import Tensor
 
 from moe_ops import _autograd, _checks, _compat, _library
 from moe_ops.activation import activation_spec, gated_activation, out_features
-from moe_ops.arguments import FusedExperts, GatherGemmAct, GemmCombine, PairedLinear
+from moe_ops.arguments import FusedExperts, GatherGemmAct, GemmCombine
 from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed, expect_routed, fake, weigh_input
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
-from moe_ops.scaled import check_scaled, copied, expect_stored, expect_unpacked, scaled_linear
+from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
+from moe_ops.slabs import halves_in
 from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
-from moe_ops.values import Placement, ScaledLinear
+from moe_ops.values import Epilogue, GroupedLinear, PairedLinear, Placement, ScaledLinear
+from moe_ops.weight_copies import by_slabs
 
 Rows = Literal["quantised", "exact"]
 
@@ -48,7 +50,7 @@ def scaled_fused_experts(
     """`fused_experts` with quantised weights, which are read as they are stored.
 
     But with exact rows a copy of one after the other is there in their dtype for a while where that is faster: on a
-    GPU, from 448 rows an expert on (4 bits: 256), if none takes more than 2 GiB.
+    GPU, from 448 rows an expert on (4 bits: 256), of so many features at a time that none takes more than 2 GiB.
 
     Args:
         hidden_states: [T, H], any floating dtype.
@@ -230,20 +232,29 @@ def _cuda(args: ScaledFusedExperts) -> Tensor:
 
 
 def _of_copies(args: ScaledFusedExperts) -> Tensor:
-    """With weights in the dtype of tokens, of which one is there at a time.
+    """With weights in the dtype of tokens, of which one is there at a time, or a slab of one.
 
     The gate reads sums that are not rounded, as in `fused_experts`, where stages round them.
     """
     x, up, down = args[:3]
     num_experts, expert_map = up.weight.shape[0], args.placement.expert_map
     slots, inverse, offsets = build_dispatch(args.topk_ids, num_experts, expert_map)
-    activated = _library.call(
-        GatherGemmAct(x, PairedLinear(*copied(up, x.dtype)), slots, offsets, args.activation)
-    )
-    summed = GemmCombine(
-        activated, copied(down, x.dtype), offsets, args.topk_weights, inverse, args.shared, args.epilogue
-    )
-    return _library.call(summed)
+
+    def first(slab: PairedLinear, _: slice) -> Tensor:
+        return _library.call(GatherGemmAct(x, slab, slots, offsets, args.activation))
+
+    activated = by_slabs(up, x.dtype, halves_in(args.activation), first)
+
+    def second(slab: PairedLinear, part: slice) -> Tensor:
+        shared, (gate, residual) = args.shared, args.epilogue
+        joined = Epilogue(gate, None if residual is None else residual[:, part])
+        shared = None if shared is None else shared[:, part]
+        linear = GroupedLinear(slab.weight, slab.bias)
+        return _library.call(
+            GemmCombine(activated, linear, offsets, args.topk_weights, inverse, shared, joined)
+        )
+
+    return by_slabs(down, x.dtype, 1, second)
 
 
 def _flops(shapes: Any) -> int:

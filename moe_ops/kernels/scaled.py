@@ -7,7 +7,6 @@ in 8 bits there is `scaled_rows`, for weights of 4 bits `scaled_pairs`. Products
 H200; converting takes longer than it saves beyond 32 rows an expert, and with many rows weights are copied instead.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from moe_ops.kernels.scaled_pairs import PairsConfig, pairs_args, scaled_pairs_c
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
 from moe_ops.pairs import PAIRS, numbers_in
+from moe_ops.slabs import features_at_once
 
 IN_8_BITS = {
     16: LaunchConfig(16, 64, 128, 4, 4),
@@ -45,7 +45,6 @@ _CONVERTS_E4M3 = 89  # compute capability, times ten
 _SHORTEST_STEP = {1: 32, 2: 16, 4: 16}  # of depth in a product, by the bytes of a row's element
 _SHORT_STEP = 64  # costs little
 _COPIED_ROWS = {1: 448, 2: 256}  # of an expert, by the numbers in an element of its weight
-_MOST_BYTES_OF_COPY = 2 << 30
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def takes(args: Any, gpu: Gpu) -> bool:
     return not (is_exact and copies(args.weight, args.dtype, rows / max(args.weight.weight.shape[0], 1)))
 
 
-def copies(linear: Any, dtype: torch.dtype, rows: float) -> bool:
+def copies(linear: Any, dtype: torch.dtype, rows: float, halves: int = 1) -> bool:
     """Whether a weight had better be there in the dtype of exact rows for a while, with so many rows an expert.
 
     On an H200 layers of Mixtral, Qwen3-30B-A3B, OLMoE and gpt-oss-20b then take 0.93 to 0.97 of the time with 256 rows
@@ -146,9 +145,8 @@ def copies(linear: Any, dtype: torch.dtype, rows: float) -> bool:
     """
     is_rounded = linear.weight.dtype == PAIRS and linear.scale.dtype != PAIRS
     fits = dtype == torch.bfloat16 or (dtype == torch.float16 and is_rounded)
-    num_bytes = math.prod(linear.weight.shape[:2]) * linear.depth * dtype.itemsize
     least = _COPIED_ROWS[numbers_in(linear.weight.dtype)]
-    return fits and rows >= least and num_bytes <= _MOST_BYTES_OF_COPY
+    return fits and rows >= least and features_at_once(linear, dtype, halves) > 0
 
 
 def _num_slots(args: Any) -> int:

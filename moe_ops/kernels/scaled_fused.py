@@ -22,6 +22,7 @@ from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
 from moe_ops.kernels.scaled import copies, expect_converted, scaled_grouped_gemm_program
 from moe_ops.kernels.scaled_decode import multiplies_rows, scaled_gemv_launch
 from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
+from moe_ops.slabs import halves_in
 from moe_ops.types import Activation
 
 
@@ -34,8 +35,9 @@ def takes(args: Any, gpu: Gpu) -> bool:
 def _copies(args: Any) -> bool:
     """Whether both weights are copied first, by the rows of an expert if all are chosen alike."""
     rows = math.prod(args.topk_ids.shape) / args.placement.num_ids(args.w13.weight.shape[0])
-    both = (copies(linear, args.hidden_states.dtype, rows) for linear in (args.w13, args.w2))
-    return args.rows == "exact" and all(both)
+    both = ((args.w13, halves_in(args.activation)), (args.w2, 1))
+    dtype = args.hidden_states.dtype
+    return args.rows == "exact" and all(copies(linear, dtype, rows, halves) for linear, halves in both)
 
 
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:

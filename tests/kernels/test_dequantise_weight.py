@@ -105,7 +105,7 @@ def _linear(stored, scale, experts=8, rows=1024, columns=1024):
 
 
 def test_when_products_are_of_a_copy():
-    """With many rows, of weights that the dtype of rows holds, and that are not too large."""
+    """With many rows, of weights that the dtype of rows holds, and of which slabs are not too large."""
     in_8_bits, mxfp4 = _linear(torch.int8, torch.float32), _linear(PAIRS, PAIRS)
     integers = _linear(PAIRS, torch.float16)
     assert copies(in_8_bits, torch.bfloat16, 448) and not copies(in_8_bits, torch.bfloat16, 447)
@@ -114,8 +114,11 @@ def test_when_products_are_of_a_copy():
     in_float16 = [copies(linear, torch.float16, 448) for linear in (in_8_bits, mxfp4, integers)]
     assert in_float16 == [False, False, True]
     assert not copies(in_8_bits, torch.float32, 448)
-    assert copies(_linear(PAIRS, PAIRS, 1024), torch.bfloat16, 448)
-    assert not copies(_linear(PAIRS, PAIRS, 1025), torch.bfloat16, 448)
+    large = _linear(PAIRS, PAIRS, 1025)
+    assert copies(large, torch.bfloat16, 448)
+    assert not copies(large._replace(block_rows=1023), torch.bfloat16, 448)
+    halves = large._replace(block_rows=24)
+    assert copies(halves, torch.bfloat16, 448) and not copies(halves, torch.bfloat16, 448, 2)
 
 
 def _product(rows, x_scale=None, x=torch.bfloat16, dtype=torch.bfloat16, gathers=True):
@@ -133,31 +136,36 @@ def test_products_that_are_of_a_copy():
     assert plans.is_taken(_product(448, meta(8 * 448, 32, dtype=torch.float32), torch.int8))
 
 
-def _layer(tokens=2048, rows="exact", expert_map=None, features=1024):
+def _layer(tokens=2048, rows="exact", expert_map=None, features=1024, block_rows=1, activation="silu"):
     """Of eight experts, two for each token."""
     named = {
         "hidden_states": meta(tokens, 1024),
         "topk_weights": meta(tokens, 2),
-        "activation": "silu",
+        "activation": activation,
         "rows": rows,
     }
     for name, linear in (
         ("w13", _linear(torch.int8, torch.float32, rows=2 * features)),
         ("w2", _linear(torch.int8, torch.float32, columns=features)),
     ):
-        named |= {name: linear.weight, f"{name}_scale": linear.scale, f"{name}_block_rows": 1}
+        named |= {name: linear.weight, f"{name}_scale": linear.scale, f"{name}_block_rows": block_rows}
         named[f"{name}_block_columns"] = 32
     ids = meta(tokens, 2, dtype=torch.int32)
     return record("scaled_fused_experts", topk_ids=ids, expert_map=expert_map, **named)
 
 
 def test_layers_that_are_of_copies():
-    """Of exact rows, by how many an expert has, those elsewhere among them, and if both weights are small enough."""
+    """Of exact rows, by how many an expert has, those elsewhere among them, and if slabs of both weights can be."""
     assert not plans.is_taken(_layer()) and plans.is_taken(_layer(tokens=1700))
     assert plans.is_taken(_layer(rows="quantised"))
     assert plans.is_taken(_layer(expert_map=meta(10, dtype=torch.int32)))
     assert not plans.is_taken(_layer(expert_map=meta(9, dtype=torch.int32)))
-    assert not plans.is_taken(_layer(features=65536)) and plans.is_taken(_layer(features=65536 + 32))
+    large = {"features": 2**17, "block_rows": 2**18}
+    assert not plans.is_taken(_layer(**large | {"block_rows": 2**17}))
+    assert not plans.is_taken(_layer(**large))
+    assert plans.is_taken(_layer(**large | {"block_rows": 2**16 + 1}))
+    assert not plans.is_taken(_layer(**large | {"block_rows": 100, "activation": "relu2"}))
+    assert plans.is_taken(_layer(**large | {"block_rows": 100}))
 
 
 def test_what_the_kernel_is_for():

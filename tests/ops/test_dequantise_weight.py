@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import ScaledWeight, _library, records, scaled, scaled_experts
+from moe_ops import ScaledWeight, _library, records, scaled, scaled_experts, slabs, weight_copies
 from moe_ops.arguments import Epilogue
 from moe_ops.kernels import scaled as kernels
 from moe_ops.scaled_arguments import ScaledFusedExperts, ScaledGroupedGemm
@@ -151,11 +151,34 @@ def test_many_rows_are_multiplied_with_copies(name, tokens, monkeypatch):
         topk_weights=torch.rand(tokens, K), shared=torch.randn(tokens, A).bfloat16(),
     )  # fmt: skip
     called = []
-    monkeypatch.setattr(scaled_experts, "copied", lambda *args: called.append(args) or scaled.copied(*args))
+    copied = weight_copies.copied
+    monkeypatch.setattr(weight_copies, "copied", lambda *args: called.append(args) or copied(*args))
     found = [_library.call(_moved(args)) for _ in range(2)]
     assert len(called) == (4 if tokens * K >= 4 * E else 0)
     expected = scaled_experts.run_stages(args)
     assert torch.equal(*found) and relative_error(found[0].cpu(), expected) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.usefixtures("copied_from_few_rows")
+def test_copies_of_some_features_at_a_time(name, interleaved, monkeypatch):
+    """Give what whole ones give, bit by bit."""
+    ids = torch.randint(-1, E, (200, K), dtype=torch.int32)
+    w13, w2 = (linear(quantised(name, *sizes, torch.bfloat16)) for sizes in ((1024, A), (A, 512)))
+    args = layer_of(
+        name, torch.bfloat16, hidden_states=torch.randn(200, A).bfloat16(), topk_ids=ids, w13=w13, w2=w2,
+        topk_weights=torch.rand(200, K), shared=torch.randn(200, A).bfloat16(),
+        activation=Activation("swiglu_oai", interleaved=interleaved).spec,
+    )  # fmt: skip
+    called, copied = [], weight_copies.copied
+    monkeypatch.setattr(weight_copies, "copied", lambda *args: called.append(args) or copied(*args))
+    whole = _library.call(_moved(args))
+    assert len(called) == 2
+    monkeypatch.setattr(slabs, "_MOST_BYTES", 300 * E * A * 2)
+    _library.forget_launches()
+    assert torch.equal(_library.call(_moved(args)), whole) and len(called) > 6
 
 
 @pytest.mark.gpu
