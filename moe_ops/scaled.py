@@ -53,8 +53,7 @@ def scaled_grouped_gemm(
         x: [S, A] rows in expert order, such as `permute` gives, or [T, A] tokens where `sorted_slots` is given: of any
             floating dtype, or with `x_scale` of the weight's.
         weight: of [E, B, A], and its scales. With exact rows a copy in their dtype is there for a while where that is
-            faster: on a GPU, from 448 rows an expert on (4 bits: 256), of so many features at a time that it takes 2
-            GiB at the most.
+            faster; see `scaled_fused_experts`.
         expert_offsets: [E+1] int32 exclusive prefix, from `build_dispatch`.
         bias: [E, B], any floating dtype.
         x_scale: [S, ceil(A / columns)], or for each token, with the columns of the weight's blocks, any floating dtype.

@@ -50,7 +50,8 @@ def scaled_fused_experts(
     """`fused_experts` with quantised weights, which are read as they are stored.
 
     But with exact rows a copy of one after the other is there in their dtype for a while where that is faster: on a
-    GPU, from 448 rows an expert on (4 bits: 256), of so many features at a time that none takes more than 2 GiB.
+    GPU, from 448 rows an expert on (4 bits: 256). None takes more than 2 GiB: of larger weights there is one of some
+    features at a time, from 512 rows on (4 bits: 384).
 
     Args:
         hidden_states: [T, H], any floating dtype.

@@ -115,10 +115,13 @@ def test_when_products_are_of_a_copy():
     assert in_float16 == [False, False, True]
     assert not copies(in_8_bits, torch.float32, 448)
     large = _linear(PAIRS, PAIRS, 1025)
-    assert copies(large, torch.bfloat16, 448)
-    assert not copies(large._replace(block_rows=1023), torch.bfloat16, 448)
+    assert copies(large, torch.bfloat16, 384) and not copies(large, torch.bfloat16, 383)
+    assert copies(_linear(PAIRS, PAIRS, 1024), torch.bfloat16, 256, 2)
+    in_8_bits = _linear(torch.int8, torch.float32, 1025)
+    assert copies(in_8_bits, torch.bfloat16, 512, 2) and not copies(in_8_bits, torch.bfloat16, 511, 2)
+    assert not copies(large._replace(block_rows=1023), torch.bfloat16, 1000)
     halves = large._replace(block_rows=24)
-    assert copies(halves, torch.bfloat16, 448) and not copies(halves, torch.bfloat16, 448, 2)
+    assert copies(halves, torch.bfloat16, 384) and not copies(halves, torch.bfloat16, 384, 2)
 
 
 def _product(rows, x_scale=None, x=torch.bfloat16, dtype=torch.bfloat16, gathers=True):
@@ -161,6 +164,7 @@ def test_layers_that_are_of_copies():
     assert plans.is_taken(_layer(expert_map=meta(10, dtype=torch.int32)))
     assert not plans.is_taken(_layer(expert_map=meta(9, dtype=torch.int32)))
     large = {"features": 2**17, "block_rows": 2**18}
+    assert plans.is_taken(_layer(2000, **large))
     assert not plans.is_taken(_layer(**large | {"block_rows": 2**17}))
     assert not plans.is_taken(_layer(**large))
     assert plans.is_taken(_layer(**large | {"block_rows": 2**16 + 1}))
