@@ -50,7 +50,7 @@ def test_features_at_once(case):
     assert features_at_once(_weight(*sizes, stored=PAIRS), torch.bfloat16, halves) == expected
 
 
-@pytest.fixture(params=[6, 16, 10_000])
+@pytest.fixture(params=[12, 16, 10_000])
 def most_features(request, monkeypatch):
     """Of a weight as deep as `A`; the first two are fewer than each weight of these tests has."""
     most = request.param * E * A * torch.float64.itemsize
