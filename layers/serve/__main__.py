@@ -46,7 +46,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # until it listens: threads that compile would go on, and say why not
+    # Until it listens: threads that compile would go on, and say what they miss.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())
