@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layers._checks import expect_choice, expect_positive
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ExpertMapStrategy = Literal["balanced", "linear", "round_robin"]
 
 
@@ -44,12 +45,7 @@ class ExpertPlacement(NamedTuple):
 
 
 def _experts_in_slots(held: object, num_experts: int) -> Tensor:
-    if (
-        not isinstance(held, Tensor)
-        or held.is_complex()
-        or held.dtype.is_floating_point
-        or held.dtype == torch.bool
-    ):
+    if not isinstance(held, Tensor) or held.dtype not in _INTEGERS:
         raise TypeError(f"physical_to_logical={held!r}: expected a tensor of integers")
     held = held.cpu().long()
     if held.numel() and (int(held.min()) < -1 or int(held.max()) >= num_experts):

@@ -86,6 +86,13 @@ def test_what_is_not_there_is_told_in_one_line(arguments, told, monkeypatch, cap
     assert told in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "weights").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="model='weights': expected a folder that save_pretrained wrote"):
+        PatchedModels(ServeOptions("weights"))
+
+
 def test_weights_that_are_cut_off_are_told(monkeypatch):
     cut_off = mock.Mock(side_effect=SafetensorError("header too large"))
     monkeypatch.setattr(ModelManager, "_load_model", cut_off)
