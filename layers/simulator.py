@@ -62,6 +62,7 @@ class SimulatedRouting(nn.Module):
         self, strategy: str, top_k: int, seed: int = 0, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        expect_type("strategy", strategy, str)
         if strategy not in _STRATEGIES:
             raise ValueError(f"strategy={strategy!r}: expected one of {', '.join(map(repr, _STRATEGIES))}")
         expect_positive("top_k", top_k)
@@ -93,6 +94,7 @@ def sample_experts(
         TypeError, ValueError: an argument is not as described, or there are fewer than K experts.
     """
     expect_shape("router_logits", router_logits, ("T", "E"))
+    expect_positive("top_k", top_k)
     num_tokens, num_experts = router_logits.shape
     expect_shape("log_popularity", log_popularity, (num_experts,))
     expect_shape("seed", seed, ())

@@ -74,7 +74,7 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
         topk_weights [T, K] float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: wrong rank, another number of tokens.
+        ValueError: wrong rank, another number of tokens, different devices.
         TypeError: logits not floating, ids not integers, routing not a RoutingConfig.
 
     Plain PyTorch, differentiable as such.
@@ -87,6 +87,7 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     _checks.expect_shape("router_logits", router_logits, ("T", "E"))
     _checks.expect_index("topk_ids", topk_ids)
     _checks.expect_shape("topk_ids", topk_ids, (router_logits.shape[0], "K"))
+    _checks.expect_same_device(router_logits.device, "router_logits", topk_ids=topk_ids)
     scores, ids = _scores(_computed(router_logits), routing), topk_ids.long()
     known = (ids >= 0) & (ids < scores.shape[1])
     picked = scores.gather(1, ids.masked_fill(~known, 0))

@@ -260,6 +260,8 @@ BAD_VALUES = {
         lambda: moe_ops.combine(ROWS, WEIGHTS, PLAN.inverse, residual=X[:2]), ValueError,
         r"residual has shape \[2, 8\]: expected \[4, 8\]",
     ),
+    "ids elsewhere": (lambda: moe_ops.routing_weights(LOGITS, IDS.to("meta"), ROUTING), ValueError,
+        "topk_ids is on meta: expected cpu, the device of router_logits"),
     "no emit": (lambda: experts(emit=None), ValueError,
         "emit=None: expected 'auto', 'stages', 'halves', 'fused' or 'batch_invariant'"),
     "emit of routing": (lambda: moe_ops.topk_routing(LOGITS, ROUTING, emit="fused"), ValueError,

@@ -186,7 +186,9 @@ def test_what_is_known_of_tokens_of_one_rank():
 
 @on_ranks(1)
 def test_bits_that_no_sum_over_ranks_promises():
-    with pytest.raises(ValueError, match=r"layer\.config\.emit='batch_invariant': expected another among ranks"):
+    with pytest.raises(
+        ValueError, match=r"layer\.config\.emit='batch_invariant': expected another among ranks"
+    ):
         AllGatherMonolithic(dist.group.WORLD, FusedMoE(config(emit="batch_invariant")))
 
 
