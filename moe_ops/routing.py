@@ -63,7 +63,7 @@ def topk_routing(
 
 
 def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingConfig) -> Tensor:
-    """Weighs experts that are chosen already, as `topk_routing` would had it chosen them.
+    """Weighs experts that are chosen already, as `topk_routing` would had it chosen them. Plain PyTorch.
 
     Args:
         router_logits: [T, E], any floating dtype; computed in float32 (float64 for float64).
@@ -76,8 +76,6 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     Raises:
         ValueError: wrong rank, another number of tokens, different devices.
         TypeError: logits not floating, ids not integers, routing not a RoutingConfig.
-
-    Plain PyTorch, differentiable as such.
 
     Example:
         >>> weights = moe_ops.routing_weights(logits, ids_of_an_earlier_run, moe_ops.RoutingConfig(top_k=8))

@@ -314,19 +314,6 @@ def test_placements_that_contradict_themselves_change_nothing(placement, message
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (None, "expert_weights=None: expected Iterable"),
-        ([3], r"expert_weights\[0\]=3: expected a torch.Tensor"),
-    ],
-)
-def test_weights_that_are_none_cannot_be_placed(weights, message):
-    _, (module,), _ = balanced()
-    with pytest.raises(TypeError, match=message):
-        module.balancing.place(GOOD, weights)
-
-
 def test_weights_of_some_experts_cannot_be_placed():
     _, (module,), _ = balanced()
     with pytest.raises(ValueError, match="expert_weights has 4 experts: expected 9"):
