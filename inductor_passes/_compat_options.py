@@ -1,6 +1,6 @@
 """What is private of Inductor's options, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
 
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 import torch._inductor.config as inductor_config
@@ -14,6 +14,12 @@ def mode_table() -> dict[str, dict[str, Any]]:
 def inductor_option_names() -> frozenset[str]:
     """Names that `torch.compile(options=...)` takes."""
     return frozenset(torch._inductor.list_options())
+
+
+def inductor_option_type(name: str) -> type:
+    """What the value of an option has to be, as far as `torch.compile` checks it."""
+    wanted = inductor_config.get_type(name)  # type: ignore[attr-defined]
+    return wanted if get_origin(wanted) is None else object
 
 
 def times_products() -> bool:

@@ -34,12 +34,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         A frozen `Report`; print it, or write it out with `.to_html(path)`.
 
     Raises:
-        Whatever `fn` raises.
+        TypeError: `fn` cannot be called. And whatever `fn` raises.
 
     Example:
         >>> with torch.no_grad():
         ...     print(inductor_passes.explain(model, input_ids))
     """
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r}: expected a function or a module")
     target = _compat.uncompiled(fn)
     modules = modules_of(target, args, kwargs)
     recorder = Recorder(modules)

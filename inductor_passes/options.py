@@ -1,11 +1,11 @@
 """options(): what to hand to `torch.compile(options=...)` so that our passes run."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from inductor_passes import _compat, _compat_options
 from inductor_passes.guards import trust_library
-from inductor_passes.pipeline import MoEPasses
+from inductor_passes.pipeline import MoEPasses, passes_in
 from inductor_passes.together import CompileTogether
 from inductor_passes.training import RaiseForTraining
 
@@ -27,20 +27,14 @@ def options(mode: str | None = None, **inductor_options: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: an unknown mode or option.
+        TypeError: a mode that is no string, an option of another type than Inductor's, or a pass that cannot be called.
 
     Example:
         >>> compiled = torch.compile(model, options=inductor_passes.options())
     """
     given = {name.replace("-", "_"): value for name, value in inductor_options.items()}
     _expect_known(given)
-    ours = {
-        slot: kind.around(given[slot]) if slot in given else kind()
-        for slot, kind in (
-            (_compat.POST_GRAD_SLOT, MoEPasses),
-            (_compat.PRE_GRAD_SLOT, RaiseForTraining),
-            (_compat.POST_FUSION_SLOT, CompileTogether),
-        )
-    }
+    ours = {slot: kind.around(given[slot]) if slot in given else kind() for slot, kind in _SLOTS.items()}
     return _Options({**_expand(mode), **given, **ours})
 
 
@@ -56,14 +50,32 @@ class _Options(dict[str, Any]):
 def _expand(mode: str | None) -> dict[str, Any]:
     if mode is None:
         return {}
+    if not isinstance(mode, str):
+        raise TypeError(f"mode={mode!r}: expected None or a string")
     table = _compat_options.mode_table()
     if mode not in table:
         raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, table))}")
     return dict(table[mode])
 
 
-def _expect_known(patches: Iterable[str]) -> None:
+def _expect_known(given: Mapping[str, Any]) -> None:
     known = _compat_options.inductor_option_names()
-    for name in patches:
+    for name, value in given.items():
         if name not in known:
             raise ValueError(f"option {name!r}: expected an option of torch._inductor.config")
+        _expect_type(name, value)
+
+
+def _expect_type(name: str, value: Any) -> None:
+    wanted = _compat_options.inductor_option_type(name)
+    if not isinstance(value, wanted):
+        raise TypeError(f"option {name}={value!r}: expected {wanted.__name__}, got {type(value).__name__}")
+    if name in _SLOTS and not all(map(callable, passes_in(value))):
+        raise TypeError(f"option {name}={value!r}: expected a pass, which can be called")
+
+
+_SLOTS = {
+    _compat.POST_GRAD_SLOT: MoEPasses,
+    _compat.PRE_GRAD_SLOT: RaiseForTraining,
+    _compat.POST_FUSION_SLOT: CompileTogether,
+}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from layers._checks import expect_count, expect_positive, expect_type
 from layers.placement import ExpertPlacement
 from moe_ops import map_replicas
+from moe_ops._checks import expect_tensor
 from moe_ops.arguments import LoadRecord, Replicas, Router
 from moe_ops.route_and_record import route_and_record
 
@@ -154,12 +155,15 @@ class ExpertBalancing(nn.Module):
             expert_weights: [P, ...] each, what an expert consists of: `FusedMoE.get_expert_weights()`.
 
         Raises:
+            TypeError: the placement is none, or the weights are no tensors.
             ValueError: the placement has other sizes, more replicas of an expert than R, or contradicts itself; the
                 weights are not those of P experts: a layer that holds only some cannot move the others. Nothing has
                 changed then.
         """
+        expect_type("expert_weights", expert_weights, Iterable)
         weights = list(expert_weights)
-        for weight in weights:
+        for index, weight in enumerate(weights):
+            expect_tensor(f"expert_weights[{index}]", weight)
             if weight.shape[0] != self.load.shape[0]:
                 raise ValueError(
                     f"expert_weights has {weight.shape[0]} experts: expected {self.load.shape[0]}"

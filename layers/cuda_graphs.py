@@ -12,6 +12,7 @@ import torch
 from layers._checks import expect_positive
 from layers.graph_buffers import Bucket, Inputs
 from layers.graph_capture import CaptureError, CudaGraphs, Graphs, causes_named
+from moe_ops.errors import describe
 
 Output = TypeVar("Output")
 
@@ -67,7 +68,8 @@ class CudaGraphRunner(Generic[Output]):
         graphs: what captures; CUDA graphs.
 
     Raises:
-        TypeError, ValueError: `fn` or `explain` cannot be called; `capture_sizes` is empty or not of positive integers.
+        TypeError, ValueError: `fn` or `explain` cannot be called, `graphs` captures nothing; `capture_sizes` is empty
+            or not of positive integers.
 
     Example:
         >>> with layers.CudaGraphRunner(block, [1, 2, 4, 8]) as run:
@@ -86,6 +88,8 @@ class CudaGraphRunner(Generic[Output]):
             raise TypeError(f"fn={fn!r}: expected a function or a module")
         if explain is not None and not callable(explain):
             raise TypeError(f"explain={explain!r}: expected a function, such as inductor_passes.explain")
+        if graphs is not None and not callable(getattr(graphs, "capture", None)):
+            raise TypeError(f"graphs={graphs!r}: expected what captures steps, or None for CUDA graphs")
         if not isinstance(capture_sizes, Iterable):
             raise TypeError(f"capture_sizes={capture_sizes!r}: expected numbers of rows")
         sizes = tuple(capture_sizes)
@@ -179,7 +183,11 @@ class CudaGraphRunner(Generic[Output]):
             return
         size = self.capture_sizes[-1]
         args, kwargs = inputs.arguments(size)
-        hazards = self._explain(self._fn, *args, **kwargs).capture_hazards
+        report = self._explain(self._fn, *args, **kwargs)
+        hazards = getattr(report, "capture_hazards", None)
+        if hazards is None:
+            found = describe(report)
+            raise TypeError(f"explain returned {found}: expected a report that has capture_hazards")
         if hazards:
             raise CaptureError(size, "; ".join(f"{each.target}: {each.reason}" for each in hazards))
 

@@ -18,13 +18,17 @@ class Inputs:
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], rows: int, device_type: str) -> None:
         self._leaves, self._structure = _compat.flatten((args, kwargs))
+        self._keywords = tuple(kwargs)
         self._paths = [_named(path) for path in _compat.paths((args, kwargs))]
         places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         if not places:
             raise TypeError("the arguments hold no tensor: expected tensors of T rows")
         self.names = [self._paths[place] for place in places]
-        for name, place in zip(self.names, places):
-            _expect_rows(name, self._leaves[place], device_type)
+        for path, leaf in zip(self._paths, self._leaves):
+            if isinstance(leaf, Tensor):
+                _expect_rows(path, leaf, device_type)
+            else:
+                _expect_constant(path, leaf)
         self.device = self._leaves[places[0]].device
         with torch.inference_mode(False):  # they are written to outside of it as well
             for place in places:
@@ -45,6 +49,8 @@ class Inputs:
 
     def checked(self, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, or the error that it raises."""
+        if kwargs.keys() == set(self._keywords):
+            kwargs = {name: kwargs[name] for name in self._keywords}  # in the order of the capture
         leaves, structure = _compat.flatten((args, kwargs))
         if structure != self._structure:
             raise TypeError(f"arguments are {structure}: expected {self._structure}, as captured")
@@ -115,10 +121,21 @@ def _expect_rows(name: str, tensor: Tensor, device_type: str) -> None:
         raise ValueError(f"{name} has 0 rows: expected an example of at least 1 to capture")
 
 
+def _expect_constant(path: str, value: Any) -> None:
+    if hasattr(value, "__array__") and getattr(value, "shape", ()):  # whose contents may change unseen
+        raise TypeError(f"{path} is {describe(value)}: expected a tensor of T rows, or a constant")
+
+
+def _is_constant(given: Any, held: Any) -> bool:
+    """Whether a graph of the one is one of the other. Of 1 it is none of 1.0 or True, whose results differ in dtype."""
+    if given is held or type(given) is not type(held):
+        return given is held
+    return bool(given == held or (given != given and held != held))  # two NaN are one constant
+
+
 def _expect_like(path: str, given: Any, held: Any) -> None:
     if not isinstance(held, Tensor) or not isinstance(given, Tensor):
-        # A graph of 1 is none of 1.0 or True, whose results have other dtypes.
-        if given is not held and (type(given) is not type(held) or given != held):
+        if not _is_constant(given, held):
             raise ValueError(f"{path} is {describe(given)}: expected {describe(held)}, as captured")
         return
     if (given.dtype, given.device, given.shape[1:]) != (held.dtype, held.device, held.shape[1:]):

@@ -81,6 +81,14 @@ def _expect_low_rank(name: str, given: object) -> None:
             raise TypeError(f"{name}.{part} has dtype {matrix.dtype}: expected a floating point dtype")
 
 
+def _expect_number(name: str, value: object) -> None:
+    expect_type(name, value, (Real, Tensor))
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta):
+        raise ValueError(
+            f"{name} has shape {list(value.shape)} on {value.device}: expected one number with a value"
+        )
+
+
 class ExpertLora(nn.Module):
     """Adapters of one layer: `layer.lora = ExpertLora(layer, ...)`, None to do without.
 
@@ -197,7 +205,7 @@ class ExpertLora(nn.Module):
         expect_count("adapter", adapter)
         if adapter >= self.num_adapters:
             raise ValueError(f"adapter={adapter}: expected a number below num_adapters={self.num_adapters}")
-        expect_type("scaling", scaling, (Real, Tensor))
+        _expect_number("scaling", scaling)
         named = ("gate_up", gate_up), ("down", down)
         for name, given in named:
             _expect_low_rank(name, given)
@@ -257,10 +265,12 @@ class ExpertLora(nn.Module):
         return AdapterRows(plan, torch.zeros_like(rows).scatter(0, slots, rows), scaling)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertLora":
-        scaling = self.scaling
+        scaling, adapter_ids = self.scaling, self.adapter_ids
         super()._apply(fn, recurse)
         if self.scaling.dtype != scaling.dtype:
             self.scaling = scaling.to(self.scaling.device)
+        if not adapter_ids.is_meta:  # `to_empty` would part them from those of other layers
+            self.adapter_ids = adapter_ids.to(self.adapter_ids.device)
         return self
 
     def extra_repr(self) -> str:

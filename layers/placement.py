@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layers._checks import expect_choice, expect_positive
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 ExpertMapStrategy = Literal["balanced", "linear", "round_robin"]
 
 
@@ -33,8 +34,9 @@ class ExpertPlacement(NamedTuple):
         """The one that has these experts in its slots, [L, P] or [P] integers, -1 for a slot that holds none.
 
         Raises:
-            TypeError, ValueError: they are no integers, or one is no expert.
+            TypeError, ValueError: they are no integers, or one is no expert; `num_experts` is no positive int.
         """
+        expect_positive("num_experts", num_experts)
         held = _experts_in_slots(physical_to_logical, num_experts)
         last = held.masked_fill(held < 0, num_experts)  # slots that hold none
         count = torch.zeros((*held.shape[:-1], num_experts + 1), dtype=torch.int64)
@@ -43,7 +45,7 @@ class ExpertPlacement(NamedTuple):
 
 
 def _experts_in_slots(held: object, num_experts: int) -> Tensor:
-    if not isinstance(held, Tensor) or held.dtype.is_floating_point or held.dtype == torch.bool:
+    if not isinstance(held, Tensor) or held.dtype not in _INTEGERS:
         raise TypeError(f"physical_to_logical={held!r}: expected a tensor of integers")
     held = held.cpu().long()
     if held.numel() and (int(held.min()) < -1 or int(held.max()) >= num_experts):
@@ -172,6 +174,8 @@ def _check_counts(load: Tensor, num_replicas: int, num_groups: int, num_nodes: i
         raise TypeError(f"load={load!r}: expected a tensor of numbers")
     if load.dim() not in (1, 2) or 0 in load.shape:
         raise ValueError(f"load has shape {tuple(load.shape)}: expected [E] or [L, E]")
+    if load.is_meta:
+        raise ValueError("load is on the meta device: expected work per expert")
     if not load.isfinite().all() or (load < 0).any():
         raise ValueError("load has entries that are negative or not finite: expected work per expert")
     counts = {

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_positive
-from moe_ops._checks import compute_dtype
+from layers._checks import expect_positive, expect_type
+from moe_ops._checks import compute_dtype, expect_int, expect_shape
 from moe_ops.errors import value_error
 from moe_ops.placement import mix_bits, token_hash
 
@@ -27,7 +27,7 @@ def register_routing_strategy(name: str, strategy: Strategy) -> None:
     """Makes `SimulatedRouting(name, ...)` route by `strategy`.
 
     Raises:
-        TypeError: `strategy` is not callable.
+        TypeError: `name` is no string, or `strategy` is not callable.
         ValueError: the name is taken.
 
     Example:
@@ -35,6 +35,7 @@ def register_routing_strategy(name: str, strategy: Strategy) -> None:
         ...     return sample_experts(-torch.arange(router_logits.shape[1]), router_logits, top_k, seed)
         >>> register_routing_strategy("first", first)
     """
+    expect_type("name", name, str)
     if not callable(strategy):
         raise TypeError(f"strategy={strategy!r}: expected a function")
     if name in _STRATEGIES:
@@ -52,7 +53,7 @@ class SimulatedRouting(nn.Module):
         seed: of the draws. It becomes the buffer `seed`, [] int64; `routing.seed.add_(1)` between forwards draws anew.
 
     Raises:
-        TypeError, ValueError: the strategy is not registered, or `top_k` is no positive int.
+        TypeError, ValueError: the strategy is not registered, `top_k` is no positive int, or `seed` no int.
     """
 
     seed: Tensor
@@ -61,9 +62,11 @@ class SimulatedRouting(nn.Module):
         self, strategy: str, top_k: int, seed: int = 0, *, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
+        expect_type("strategy", strategy, str)
         if strategy not in _STRATEGIES:
             raise ValueError(f"strategy={strategy!r}: expected one of {', '.join(map(repr, _STRATEGIES))}")
         expect_positive("top_k", top_k)
+        expect_int("seed", seed)
         self.strategy, self.top_k = _STRATEGIES[strategy], top_k
         self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
 
@@ -88,9 +91,13 @@ def sample_experts(
         topk_weights [T, K] float32 (float64 for float64 logits), 1 / K each, and topk_ids [T, K] int32.
 
     Raises:
-        ValueError: there are fewer than K experts.
+        TypeError, ValueError: an argument is not as described, or there are fewer than K experts.
     """
+    expect_shape("router_logits", router_logits, ("T", "E"))
+    expect_positive("top_k", top_k)
     num_tokens, num_experts = router_logits.shape
+    expect_shape("log_popularity", log_popularity, (num_experts,))
+    expect_shape("seed", seed, ())
     if top_k > num_experts:
         value_error("top_k={}: expected at most {}, the experts that have logits", top_k, num_experts)
     of_token = token_hash(num_tokens, seed, router_logits.device).unsqueeze(1)

@@ -116,7 +116,7 @@ class FusedMoEArguments:
 
     def _check_types(self) -> None:
         expect_floating_dtype("params_dtype", self.params_dtype)
-        for name in ("use_grouped_topk", "enable_eplb", "reduce_results"):  # of other flags configs ask
+        for name in _FLAGS:  # others go into configs, which ask
             expect_type(name, getattr(self, name), bool)
         if self.custom_routing_function is not None and not callable(self.custom_routing_function):
             raise TypeError(f"custom_routing_function={self.custom_routing_function!r}: expected a function")
@@ -160,6 +160,13 @@ class FusedMoEArguments:
         return RoutingConfig(self.top_k, self.scoring_func, **options)
 
 
+_FLAGS = (
+    "use_grouped_topk",
+    "enable_eplb",
+    "reduce_results",
+    "apply_router_weight_on_input",
+    "apply_routed_scale_to_output",
+)
 _ELSEWHERE = {
     "quant_config": "layers.quantise_experts makes a layer one of 8 or 4 bits",
     "tp_size": "layers.parallel.ParallelConfig(tp=...) cuts a layer among ranks, TensorShard makes one of the parts",

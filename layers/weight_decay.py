@@ -1,5 +1,6 @@
 """Which parameters decay."""
 
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -18,10 +19,16 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
         model: any module.
         weight_decay: of the first group; the second has 0.
 
+    Raises:
+        TypeError, ValueError: `model` is no module, or `weight_decay` no number of at least 0.
+
     Example:
         >>> optimizer = torch.optim.AdamW(weight_decay_groups(model, 0.1), lr=1e-4)
     """
     expect_type("model", model, nn.Module)
+    expect_type("weight_decay", weight_decay, Real)
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay={weight_decay}: expected at least 0")
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     decays = {name for name, parameter in trainable if parameter.ndim >= 2 and not _is_bias(name)}
     return [

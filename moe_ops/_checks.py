@@ -119,6 +119,17 @@ def expect_dtype(name: str, value: Any) -> None:
         type_error("{}={}: expected a torch.dtype", name, describe(value))
 
 
+def as_device(name: str, device: object) -> torch.device:
+    """`device` as torch knows it. Raises TypeError or ValueError for what names none."""
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{name}={device!r}: expected a torch.device, or the name of one such as 'cuda:0'"
+        ) from None
+
+
 def expect_floating_dtype(name: str, dtype: torch.dtype) -> None:
     """Raises TypeError unless results can be in `dtype`."""
     if dtype not in FLOATING_DTYPES:

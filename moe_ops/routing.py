@@ -63,7 +63,7 @@ def topk_routing(
 
 
 def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingConfig) -> Tensor:
-    """Weighs experts that are chosen already, as `topk_routing` would had it chosen them.
+    """Weighs experts that are chosen already, as `topk_routing` would had it chosen them. Plain PyTorch.
 
     Args:
         router_logits: [T, E], any floating dtype; computed in float32 (float64 for float64).
@@ -74,10 +74,8 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
         topk_weights [T, K] float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: wrong rank, another number of tokens.
+        ValueError: wrong rank, another number of tokens, different devices.
         TypeError: logits not floating, ids not integers, routing not a RoutingConfig.
-
-    Plain PyTorch, differentiable as such.
 
     Example:
         >>> weights = moe_ops.routing_weights(logits, ids_of_an_earlier_run, moe_ops.RoutingConfig(top_k=8))
@@ -87,6 +85,7 @@ def routing_weights(router_logits: Tensor, topk_ids: Tensor, routing: RoutingCon
     _checks.expect_shape("router_logits", router_logits, ("T", "E"))
     _checks.expect_index("topk_ids", topk_ids)
     _checks.expect_shape("topk_ids", topk_ids, (router_logits.shape[0], "K"))
+    _checks.expect_same_device(router_logits.device, "router_logits", topk_ids=topk_ids)
     scores, ids = _scores(_computed(router_logits), routing), topk_ids.long()
     known = (ids >= 0) & (ids < scores.shape[1])
     picked = scores.gather(1, ids.masked_fill(~known, 0))

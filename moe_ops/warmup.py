@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from moe_ops import records
+from moe_ops._checks import as_device
 from moe_ops.arguments import (
     ExpertWeights,
     FusedExperts,
@@ -56,7 +57,8 @@ def warmup(
         expert_map: [num_experts] int32, the layer's own, for one that has a part of the experts: as many as it names.
 
     Raises:
-        ValueError: a token count below 1, or an expert_map that is not [num_experts] int32 or names no expert.
+        ValueError: a token count below 1, an expert_map that is not [num_experts] int32 or names no expert, or a device
+            that torch does not know.
         TypeError: config is no such config, dtype is not floating, a token count no int, or expert_map no tensor.
 
     Example:
@@ -68,10 +70,12 @@ def warmup(
         raise TypeError(f"dtype={dtype!r}: expected a floating point dtype")
     if expert_map is not None:
         _check_map(expert_map, config.num_experts)
-    target = torch.device(device)
+    if not isinstance(sizes, Iterable):
+        raise TypeError(f"sizes={sizes!r}: expected several token counts")
+    target = as_device("device", device)
     loader = _loader(target)
     for tokens in sizes:
-        if not isinstance(tokens, int):
+        if not isinstance(tokens, int) or isinstance(tokens, bool):
             raise TypeError(f"sizes has {tokens!r}: expected ints, token counts")
         if tokens < 1:
             raise ValueError(f"sizes has {tokens}: expected token counts of at least 1")

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from moe_ops._checks import as_device
+
 Step = Callable[[int], object]
 
 
@@ -28,8 +30,8 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
 
     Raises:
         TypeError: `step` cannot be called, or `max_tokens` is no int.
-        ValueError: `max_tokens` below 1, or `step(T)` and `step(T + 1)` call other operators than each other, where the
-            one is not the last of fewer tokens.
+        ValueError: `max_tokens` below 1, a device that torch does not know, or `step(T)` and `step(T + 1)` call other
+            operators than each other, where the one is not the last of fewer tokens.
 
     Example:
         >>> moe_ops.warmup_step(lambda tokens: layer(torch.zeros(tokens, 64)), max_tokens=512, device="cpu")
@@ -40,7 +42,7 @@ def warmup_step(step: Step, max_tokens: int, *, device: torch.device | str = "cu
         raise TypeError(f"max_tokens={max_tokens!r}: expected an int")
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
-    if torch.device(device).type != "cuda":
+    if as_device("device", device).type != "cuda":
         return
     from moe_ops.kernels.loading import Loader
 

@@ -198,6 +198,9 @@ def own_gate(gate, up, *others):
 BAD_VALUES = {
     "warmup tokens": (lambda: moe_ops.warmup_step(print, 0), ValueError, "max_tokens=0: expected at least 1"),
     "half a token": (lambda: moe_ops.warmup_step(print, 1.5), TypeError, "max_tokens=1.5: expected an int"),
+    "step on a toaster": (lambda: moe_ops.warmup_step(print, 1, device="toaster"), ValueError,
+        "device='toaster': expected a torch.device"),
+    "number for a gpu's name": (lambda: moe_ops.Tuning(3, ()), TypeError, "gpu=3: expected the name of a GPU"),
     "table of another gpu": (lambda: moe_ops.use_tuning(moe_ops.Tuning("a toaster", ())), ValueError,
         "its gpu is 'a toaster': expected a table for"),
     "number for a table": (lambda: moe_ops.use_tuning(3), TypeError, "table=3: expected a Tuning, the path of a file"),
@@ -257,6 +260,8 @@ BAD_VALUES = {
         lambda: moe_ops.combine(ROWS, WEIGHTS, PLAN.inverse, residual=X[:2]), ValueError,
         r"residual has shape \[2, 8\]: expected \[4, 8\]",
     ),
+    "ids elsewhere": (lambda: moe_ops.routing_weights(LOGITS, IDS.to("meta"), ROUTING), ValueError,
+        "topk_ids is on meta: expected cpu, the device of router_logits"),
     "no emit": (lambda: experts(emit=None), ValueError,
         "emit=None: expected 'auto', 'stages', 'halves', 'fused' or 'batch_invariant'"),
     "emit of routing": (lambda: moe_ops.topk_routing(LOGITS, ROUTING, emit="fused"), ValueError,

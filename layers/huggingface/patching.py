@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedConfig
 
-from layers._checks import expect_choice
+from layers._checks import expect_choice, expect_type
 from layers.config import Emit, SaveForBackward
 from layers.huggingface import blocks, experts, forwards, routers, sharding, stacking, whole
 from layers.huggingface.experts import is_dispatched
@@ -37,6 +37,7 @@ def patch(
     if emit == "batch_invariant":  # of a model's attention and norms nothing could be promised
         raise ValueError("emit='batch_invariant': expected 'auto', 'stages' or 'fused' for a model")
     expect_choice("save_for_backward", save_for_backward, SaveForBackward)
+    expect_type("stack_experts", stack_experts, bool)
     sharding.expect_mesh(model, mesh, style)
     experts.register()
     apart = stacking.stack(model) if stack_experts else {}

@@ -1,11 +1,14 @@
 """The norm of gradients that lie on different meshes, which torch does not add up."""
 
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from layers._checks import expect_type
 
 
 def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -21,9 +24,15 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float, norm
     Returns:
         The norm before, a plain tensor [] and the same on all ranks.
 
+    Raises:
+        TypeError, ValueError: `max_norm` is no number, or a negative one, which would turn gradients around.
+
     Example:
         >>> clip_grad_norm_(model.parameters(), max_norm=1.0)
     """
+    expect_type("max_norm", max_norm, (Real, Tensor))
+    if isinstance(max_norm, Real) and not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm}: expected at least 0")
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups: dict[object, list[Tensor]] = {}
     for parameter in every:

@@ -87,6 +87,7 @@ class ParallelConfig:
         Raises:
             TypeError, ValueError: there are not `dp` numbers, or one is no int of at least 0.
         """
+        expect_type("of_each", of_each, Sequence)
         if len(of_each) != self.dp:
             raise ValueError(f"of_each={list(of_each)}: expected dp={self.dp} numbers")
         for index, tokens in enumerate(of_each):

@@ -89,6 +89,8 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         raise ValueError(f"experts.post_norm_eps={config.experts.post_norm_eps}: expected None among ranks")
     if config.shared_experts is not None and config.shared_experts.overlap:
         raise ValueError("shared_experts.overlap=True: expected False among ranks")
+    if config.emit == "batch_invariant":
+        raise ValueError("config.emit='batch_invariant': expected another among ranks")
     activation: Any = config.activation
     rows = ParameterLayout(1, activation.is_gated and not activation.interleaved)
     layouts = {

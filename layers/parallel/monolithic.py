@@ -44,6 +44,8 @@ class AllGatherMonolithic(nn.Module):
     ) -> None:
         super().__init__()
         expect_type("layer", layer, FusedMoE)
+        if layer.config.emit == "batch_invariant":  # sums over ranks promise no order
+            raise ValueError("layer.config.emit='batch_invariant': expected another among ranks")
         if max_tokens is not None:
             expect_positive("max_tokens", max_tokens)
         self.group = Group.of(group)

@@ -1,6 +1,7 @@
 """`python -m layers.serve MODEL`: an OpenAI-compatible server of one patched and compiled model."""
 
 import argparse
+import signal
 import sys
 
 from layers.serve.options import ServeOptions
@@ -45,4 +46,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Until it listens: threads that compile would go on, and say what they miss.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

@@ -1,5 +1,6 @@
 """The model of a server: loaded, patched, and its kernels loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.cli.serving.model_manager import ModelManager
 import moe_ops
 from layers.huggingface import patch
 from layers.serve.options import ServeOptions
+from moe_ops._checks import as_device
 
 # What no batch does, and what a checkpoint may say of it all the same.
 _PASSED_OVER: dict[str, tuple[Any, ...]] = {
@@ -24,6 +26,9 @@ _OF_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max
 _MOST_TOKENS = 8192  # of a step that kernels are loaded for where transformers decides how many there are
 
 
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over devices, as transformers calls it
+
+
 class PatchedModels(ModelManager):
     """transformers' manager, holding the one model of the server."""
 
@@ -33,6 +38,9 @@ class PatchedModels(ModelManager):
             raise ValueError(f"device={options.device!r}: PyTorch finds no GPU here")
         if options.cuda_graphs and not torch.cuda.is_available():
             raise ValueError("cuda_graphs=True: PyTorch finds no GPU here, and only its steps are captured")
+        if options.device not in _SPREAD:
+            as_device("device", options.device)
+        _expect_folder_or_name(options.model)
         super().__init__(device=options.device, dtype=options.dtype, force_model=options.model)
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +61,15 @@ class PatchedModels(ModelManager):
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
         """The one model, as OpenAI lists them; transformers lists what lies in its cache."""
         return [{"id": self._options.model, "object": "model", "created": 0, "owned_by": "local"}]
+
+
+def _expect_folder_or_name(model: str) -> None:
+    path = Path(model)
+    is_path = path.is_absolute() or path.exists() or model.startswith((".", "~")) or model.count("/") > 1
+    if is_path and not path.is_dir():  # transformers would ask the hub for it
+        raise ValueError(
+            f"model={model!r}: expected a folder that save_pretrained wrote, or a name on the hub"
+        )
 
 
 def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:

@@ -55,6 +55,9 @@ def _message_problem(body: Body) -> str | None:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"messages[{index}]={message!r}: expected an object with a role"
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            return f"messages[{index}].tool_calls={calls!r}: expected a list"
         told = _content_problem(message.get("content"), "tool_calls" in message)
         if told is not None:
             return f"messages[{index}].content{told}"
@@ -62,24 +65,25 @@ def _message_problem(body: Body) -> str | None:
 
 
 def _content_problem(content: Any, may_lack: bool) -> str | None:
-    if isinstance(content, str) or (content is None and may_lack):
+    if _is_text(content) or (content is None and may_lack):
         return None
     if not isinstance(content, list):
         return f"={content!r}: expected text"
     for index, part in enumerate(content):
         is_text = isinstance(part, dict) and part.get("type") == "text"
-        if not is_text or not isinstance(part.get("text"), str):
+        if not is_text or not _is_text(part.get("text")):
             return f"[{index}]={part!r}: expected a part of type 'text'"
     return None
 
 
 def _prompt_problem(body: Body) -> str | None:
     prompt = body.get("prompt")
-    return (
-        None
-        if isinstance(prompt, str) and prompt
-        else f"prompt={prompt!r}: expected a text that is not empty"
-    )
+    return None if _is_text(prompt) and prompt else f"prompt={prompt!r}: expected a text that is not empty"
+
+
+def _is_text(value: Any) -> bool:
+    # JSON can hold half a surrogate pair, "\ud800", of which no tokenizer makes tokens.
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
 def _length_problem(body: Body) -> str | None:

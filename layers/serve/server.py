@@ -1,5 +1,6 @@
 """transformers' server with our model in it, from the first line it prints to a clean end."""
 
+import asyncio
 import gc
 import inspect
 import signal
@@ -23,8 +24,9 @@ _GRACE = 5  # seconds that streams have to end after SIGTERM
 def serve(options: ServeOptions) -> None:
     """Loads the model, tries it, and answers requests until SIGTERM or SIGINT.
 
-    Raises ValueError for a model that cannot be served so; the message says why.
+    Raises ValueError for a model that cannot be served so, or not at this address; the message says why.
     """
+    expect_free(options.host, options.port)
     models = PatchedModels(options)
     batches = Batches(batching_config(options))
     try:
@@ -40,6 +42,19 @@ def serve(options: ServeOptions) -> None:
         gc.unfreeze()
         batches.stop()
         models.shutdown()
+
+
+def expect_free(host: str, port: int) -> None:
+    """Raises ValueError where no server can listen. uvicorn would say so when the model is loaded, after minutes."""
+
+    async def bound() -> None:
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
+
+    try:
+        asyncio.run(bound())
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host={host!r}, port={port}: no server can listen there: {error}") from error
 
 
 def _application(models: PatchedModels, batches: Batches, options: ServeOptions) -> Any:

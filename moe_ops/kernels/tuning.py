@@ -58,6 +58,8 @@ class Tuning:
     _by_product: Mapping[Product, list[tuple[int, LaunchConfig]]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.gpu, str):
+            raise TypeError(f"gpu={self.gpu!r}: expected the name of a GPU")
         by_product: dict[Product, list[tuple[int, LaunchConfig]]] = {}
         for product, rows, config in self.choices:
             by_product.setdefault(product, []).append((rows, config))

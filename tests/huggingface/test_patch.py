@@ -231,6 +231,8 @@ def test_quantised_experts_are_left_alone():
 def test_only_modules_can_be_patched():
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
         huggingface.patch("mixtral")
+    with pytest.raises(TypeError, match="stack_experts='no': expected bool, got str"):
+        huggingface.patch(nn.Identity(), stack_experts="no")
 
 
 def test_layers_import_without_transformers():

@@ -51,3 +51,16 @@ def test_what_is_held_comes_back_also_before_redundant_places_are_filled():
 def test_slots_of_no_experts(held, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ExpertPlacement.of(held, E)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (None, "expert_weights=None: expected Iterable"),
+        ([3], r"expert_weights\[0\]=3: expected a torch.Tensor"),
+    ],
+)
+def test_weights_that_are_none_cannot_be_placed(weights, message):
+    _, (module,), _ = balanced()
+    with pytest.raises(TypeError, match=message):
+        module.balancing.place(placement_of(HELD), weights)

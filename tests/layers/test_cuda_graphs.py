@@ -307,14 +307,6 @@ def test_other_errors_of_a_step_are_its_own():
             run(X)
 
 
-@pytest.mark.parametrize(("held", "given"), [(1, 1.0), (1, True), (2.0, 2)])
-def test_a_constant_of_another_type_is_another(held, given):
-    run, rows = _runner(lambda x, factor: x * factor), torch.ones(1, H, dtype=torch.int32)
-    run(rows, held)
-    with pytest.raises(ValueError, match=rf"args\[1\] is {given}: expected {held}, as captured"):
-        run(rows, given)
-
-
 def test_what_no_buffer_holds_is_refused():
     for tensor in (torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])):
         with pytest.raises(ValueError, match=r"args\[0\] is sparse or nested: expected a dense tensor"):

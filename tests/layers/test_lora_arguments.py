@@ -18,6 +18,8 @@ LOADED = {
     "adapter=True: expected an int, got bool": {"adapter": True},
     "adapter=-1: expected at least 0": {"adapter": -1},
     "scaling='half': expected Real or Tensor, got str": {"scaling": "half"},
+    r"scaling has shape \[3\] on cpu: expected one number": {"scaling": torch.ones(3)},
+    r"scaling has shape \[\] on meta: expected one number": {"scaling": torch.ones((), device="meta")},
     "gate_up=None: expected LowRank": {"gate_up": None},
     "down=<tuple>: expected LowRank, got tuple": {"down": tuple(DOWN)},
     r"gate_up.a has shape \[4\]: expected \[E, r, A\]": {"gate_up": GATE_UP._replace(a=torch.ones(E))},

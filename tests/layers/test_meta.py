@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from layers import FusedMoE, MoEBlock, MoEConfig, RouterConfig
+from layers import ExpertLora, FusedMoE, MoEBlock, MoEConfig, RouterConfig
 from tests.layers import oracle
 
 H, I, E, K = 16, 24, 8, 2
@@ -115,3 +115,10 @@ def test_an_assigned_selection_bias_is_float32():
 def test_a_map_without_values_is_refused():
     with pytest.raises(ValueError, match=r"expert_map is on the meta device: expected its values"):
         FusedMoE(CONFIG, EXPERT_MAP.to("meta"))
+
+
+def test_adapters_keep_the_ids_that_they_are_given():
+    layer, adapter_ids = FusedMoE(CONFIG, device="meta"), torch.zeros(5, dtype=torch.int32)
+    layer.lora = ExpertLora(layer, 1, 2, adapter_ids)
+    layer.to_empty(device="cpu")
+    assert layer.lora.adapter_ids is adapter_ids

@@ -173,6 +173,11 @@ def test_a_bias_of_another_type_is_named(bias):
         ({"custom_routing_function": "sigmoid"}, "custom_routing_function='sigmoid': expected a function"),
         ({"use_grouped_topk": "no"}, "use_grouped_topk='no': expected bool, got str"),
         ({"enable_eplb": None}, "enable_eplb=None: expected bool"),
+        (
+            {"apply_router_weight_on_input": torch.ones(2)},
+            "apply_router_weight_on_input=.*: expected bool, got Tensor",
+        ),
+        ({"apply_routed_scale_to_output": 1}, "apply_routed_scale_to_output=1: expected bool, got int"),
         ({"reduce_results": 1}, "reduce_results=1: expected bool"),
     ],
 )

@@ -50,6 +50,10 @@ def test_bad_arguments(device):
         moe_ops.warmup(_config(), [0], device=device)
     with pytest.raises(TypeError, match=r"config=RoutingConfig.*: expected the config of a layer"):
         moe_ops.warmup(_config().routing, [1], device=device)
+    with pytest.raises(TypeError, match="sizes=8: expected several token counts"):
+        moe_ops.warmup(_config(), 8, device=device)
+    with pytest.raises(TypeError, match="sizes has True: expected ints"):
+        moe_ops.warmup(_config(), [True], device=device)
     with pytest.raises(TypeError, match=r"sizes has 1\.5: expected ints"):
         moe_ops.warmup(_config(), [1.5], device=device)
     for dtype, shown in ((torch.int32, r"torch\.int32"), ("bfloat16", "'bfloat16'")):
@@ -65,6 +69,12 @@ def test_bad_arguments(device):
         moe_ops.warmup(_config(), [1], device=device, expert_map=torch.zeros(16, dtype=torch.int64))
     with pytest.raises(ValueError, match="expert_map has -1 as its largest entry: expected a local expert"):
         moe_ops.warmup(_config(), [1], device=device, expert_map=torch.full((16,), -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("device", "error"), [("toaster", ValueError), (1.5, TypeError)])
+def test_devices_that_are_none(device, error):
+    with pytest.raises(error, match=f"device={device!r}: expected a torch.device"):
+        moe_ops.warmup(_config(), [1], device=device)
 
 
 def _kernel(launch: Launch, dtypes: dict[str, torch.dtype]) -> tuple:

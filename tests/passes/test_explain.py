@@ -267,6 +267,11 @@ def test_what_was_written_out_is_apart_from_what_was_fused(hidden):
 
 
 @torch.no_grad()
+def test_only_what_is_called_can_be_explained():
+    with pytest.raises(TypeError, match="fn=None: expected a function or a module"):
+        inductor_passes.explain(None)
+
+
 def test_report_is_frozen(hidden):
     report = inductor_passes.explain(layer, *inputs())
     with pytest.raises(dataclasses.FrozenInstanceError):

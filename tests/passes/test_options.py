@@ -60,6 +60,21 @@ def test_unknown_option_is_named():
         inductor_passes.options(max_autotunes=True)
 
 
+@pytest.mark.parametrize(
+    ("mode", "given", "told"),
+    [
+        (["default"], {}, r"mode=\['default'\]: expected None or a string"),
+        (None, {"max_autotune": "x"}, "option max_autotune='x': expected bool, got str"),
+        (None, {"triton.cudagraphs": 1}, "option triton.cudagraphs=1: expected bool, got int"),
+        (None, {SLOT: 3}, f"option {SLOT}=3: expected a pass, which can be called"),
+        (None, {BEFORE_AUTOGRAD: 3}, f"option {BEFORE_AUTOGRAD}=3: expected a pass, which can be called"),
+    ],
+)
+def test_what_is_of_another_type_is_named(mode, given, told):
+    with pytest.raises(TypeError, match=told):
+        inductor_passes.options(mode, **given)
+
+
 def test_a_users_pass_in_options_is_chained():
     assert inductor_passes.options(**{SLOT: _first})[SLOT] == MoEPasses((_first,))
 

@@ -41,6 +41,18 @@ def test_taken(more):
         ({"messages": [{"content": "x"}]}, "messages[0]={'content': 'x'}: expected an object with a role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content=None: expected text"),
         (
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "messages[0].content='\\ud800': expected text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]},
+            "messages[0].content[0]={'type': 'text', 'text': '\\ud800'}: expected a part of type 'text'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": 3}]},
+            "messages[0].tool_calls=3: expected a list",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0]={'type': 'image_url'}: expected a part of type 'text'",
         ),

@@ -1,6 +1,8 @@
 """What a server is started with, and what is refused before it listens."""
 
 import gc
+import runpy
+import signal
 import socket
 from types import SimpleNamespace
 from unittest import mock
@@ -33,7 +35,7 @@ def test_a_command_line():
 def test_what_is_loaded_is_not_collected_while_requests_are_answered(monkeypatch):
     server = pytest.importorskip("layers.serve.server")
     frozen = []
-    for name in ("PatchedModels", "Batches", "_application"):
+    for name in ("PatchedModels", "Batches", "_application", "expect_free"):
         monkeypatch.setattr(server, name, mock.Mock())
     monkeypatch.setattr(server, "_run", lambda config, told: frozen.append(gc.get_freeze_count()))
     server.serve(ServeOptions("model"))
@@ -57,7 +59,15 @@ def test_a_port_is_one():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["/no/such/folder"], "/no/such/folder"),
+        (
+            ["/no/such/folder"],
+            "model='/no/such/folder': expected a folder that save_pretrained wrote, or a name",
+        ),
+        ([__file__], "expected a folder that save_pretrained wrote"),
+        (["no/such/folder"], "model='no/such/folder': expected a folder"),
+        (["./folder"], "model='./folder': expected a folder"),
+        (["model", "--device", "toaster"], "device='toaster': expected a torch.device"),
+        (["model", "--host", "256.0.0.1"], "host='256.0.0.1', port=8000: no server can listen there"),
         pytest.param(
             ["/no/such/folder", "--device", "cuda:0"],
             "device='cuda:0': PyTorch finds no GPU here",
@@ -76,6 +86,13 @@ def test_what_is_not_there_is_told_in_one_line(arguments, told, monkeypatch, cap
     assert told in capsys.readouterr().err
 
 
+def test_a_file_is_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "weights").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="model='weights': expected a folder that save_pretrained wrote"):
+        PatchedModels(ServeOptions("weights"))
+
+
 def test_weights_that_are_cut_off_are_told(monkeypatch):
     cut_off = mock.Mock(side_effect=SafetensorError("header too large"))
     monkeypatch.setattr(ModelManager, "_load_model", cut_off)
@@ -83,6 +100,38 @@ def test_weights_that_are_cut_off_are_told(monkeypatch):
     models._options = ServeOptions("model")
     with pytest.raises(ValueError, match="the weights of 'model' cannot be read: header too large"):
         models._load_model("model")
+
+
+def test_an_address_that_is_taken_is_told_before_the_model_is_loaded():
+    from layers.serve.server import expect_free
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"host='127.0.0.1', port={port}: no server can listen there: "):
+            expect_free("127.0.0.1", port)
+    expect_free("127.0.0.1", port)
+    with pytest.raises(ValueError, match=r"host='a\.\.b', port=1: no server can listen there"):
+        expect_free("a..b", 1)
+
+
+def test_what_transformers_cannot_read_is_told(monkeypatch, capsys):
+    from layers.serve import server
+
+    monkeypatch.setattr("sys.argv", ["serve", "model"])
+    monkeypatch.setattr(server, "serve", mock.Mock(side_effect=OSError("no config.json")))
+    assert command.main() == 2
+    assert "layers.serve: no config.json" in capsys.readouterr().err
+
+
+def test_a_start_that_is_interrupted_ends_at_once(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("sys.argv", ["serve", "model", "--port", "0"])
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_path(command.__file__, run_name="__main__")
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("free", [True, False])

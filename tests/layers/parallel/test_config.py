@@ -103,6 +103,8 @@ def test_sizes():
     config = ParallelConfig(dp=2, tp=2, sp=True, pcp=3)
     assert (config.num_ranks, config.ep_size) == (12, 1)
     assert config.num_tokens([7, 1]) == (2,) * 6 + (1,) * 6
+    with pytest.raises(TypeError, match="of_each=7: expected Sequence, got int"):
+        ParallelConfig(dp=2).num_tokens(7)
     with pytest.raises(ValueError, match=r"of_each=\[7\]: expected dp=2 numbers"):
         config.num_tokens([7])
     with pytest.raises(ValueError, match=r"of_each\[1\]=-1: expected at least 0"):

@@ -184,6 +184,14 @@ def test_what_is_known_of_tokens_of_one_rank():
             kernel(torch.randn(5, H), torch.randn(5, moe.num_experts))
 
 
+@on_ranks(1)
+def test_bits_that_no_sum_over_ranks_promises():
+    with pytest.raises(
+        ValueError, match=r"layer\.config\.emit='batch_invariant': expected another among ranks"
+    ):
+        AllGatherMonolithic(dist.group.WORLD, FusedMoE(config(emit="batch_invariant")))
+
+
 @on_ranks(2)
 def test_layers_that_exchange_tokens_themselves():
     layer = parallelize_module(make_layer(config()), init_device_mesh("cpu", (2,)), ExpertParallel())

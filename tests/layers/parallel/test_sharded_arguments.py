@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import FusedMoE, MoEConfig, RouterOutput
-from layers.parallel import AllGatherMonolithic, ExpertParallel, ExpertTensorParallel
+from layers.parallel import AllGatherMonolithic, ExpertParallel, ExpertTensorParallel, clip_grad_norm_
 from tests.layers.parallel.test_styles import mesh_of_all
 from tests.layers.parallel.world import on_ranks
 
@@ -108,3 +108,9 @@ def test_sums_of_other_numbers_of_tokens(style):
         sharded(torch.randn(tokens, H), torch.randn(tokens, E))
     dist.barrier()  # nothing is left on its way
     assert sharded(torch.randn(3, H), torch.randn(3, E)).shape == (3, H)
+
+
+@pytest.mark.parametrize(("max_norm", "error"), [(-1.0, ValueError), ("1", TypeError)])
+def test_norms_that_are_none(max_norm, error):
+    with pytest.raises(error, match=f"max_norm={max_norm!r}: expected"):
+        clip_grad_norm_(torch.ones(3), max_norm)

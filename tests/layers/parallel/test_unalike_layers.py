@@ -37,6 +37,11 @@ NOT_SHARDABLE = {
         ExpertTensorParallel(),
         "experts.post_norm_eps=0.5: expected None among ranks",
     ),
+    "emit": (
+        lambda: layer(emit="batch_invariant"),
+        ExpertParallel(),
+        "config.emit='batch_invariant': expected another among ranks",
+    ),
     "module": (lambda: nn.Linear(3, 3), ExpertParallel(), "module=Linear: expected FusedMoE"),
 }
 
