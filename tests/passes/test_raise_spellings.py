@@ -133,6 +133,7 @@ def test_the_best_of_rows_that_choose_no_experts_are_what_they_were(function):
         lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum(-1, True),
         lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum(-1),
         lambda x, weights, ids, w13, w2: (w13[ids] * x[:TOP_K, None]).sum(-1),
+        lambda x, weights, ids, w13, w2: (x[0] * x[1]).sum(-1),
     ],
 )  # fmt: skip
 def test_sums_in_no_layer_are_what_they_were(combine):
