@@ -118,7 +118,12 @@ def test_what_looks_alike_stays(what):
 
 
 @pytest.mark.parametrize(
-    "function", [of_one(worst_of_all), of_one(lambda x, probs, ids, *_: x + probs[0, ids].unsqueeze(1))]
+    "function",
+    [
+        of_one(worst_of_all),
+        of_one(lambda x, probs, ids, *_: x + probs[0, ids].unsqueeze(1)),
+        of_one(lambda x, probs, *_: probs.sum().argmax(-1)),
+    ],
 )
 def test_the_best_of_rows_that_choose_no_experts_are_what_they_were(function):
     result = rewrite(function, *layer(6), passes=PIPELINE)
