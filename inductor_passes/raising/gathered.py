@@ -23,7 +23,6 @@ from inductor_passes.raising.views_of_rows import (
     aten,
     has_layout,
     indexed,
-    is_one,
     is_shown,
     is_view,
     rank,
@@ -93,11 +92,10 @@ def _ids(index: Node, num_experts: object) -> Node | None:
     if column.target is not aten.expand.default:
         return None
     ids = args(column)[0]
-    is_one_of_matrix = all(map(is_one, ids.meta["val"].shape[-2:]))
     while rank(ids) > rank(index) - 2 and is_view(ids):
         ids = args(ids)[0]
     is_in_range = not wraps or num_found_among(unseen(ids)) == num_experts == args(index)[1]
-    return ids if is_one_of_matrix and is_in_range else None
+    return ids if is_in_range else None
 
 
 def _is_repeated(weight: Node, source: Node) -> bool:
