@@ -67,7 +67,7 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     expert_out = _product(graph, activated, offsets, (layer.parts.second,), like)
     weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.sum.score is not as_they_are:
-        weights = written(graph, layer.sum.score, (weights,), like)
+        weights = written(graph, layer.sum.score, (weights, ids), like)
     if layer.parts.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
     combined = _as(graph, call(graph, record.Combine(expert_out, weights, inverse, None), like), layer)
