@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from inductor_passes.raising.choices import is_of_router
-from inductor_passes.raising.evaluation import WIDE, Cut, cut, evaluate, is_size
+from inductor_passes.raising.evaluation import WIDE, Cut, cut, evaluate, is_plain, is_size
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.strays import stray_runs
 from inductor_passes.raising.views_of_rows import rank, same_shape
@@ -46,7 +46,8 @@ def is_zero_elsewhere(node: Node, indices: Indices) -> bool:
 
 
 def _between(node: Node, indices: Indices) -> Cut:
-    return cut([node], lambda each: each is indices.ids or is_of_router(each))
+    """Back to ids, to logits, and to noise."""
+    return cut([node], lambda each: each is indices.ids or is_of_router(each) or not is_plain(each))
 
 
 def _weights(

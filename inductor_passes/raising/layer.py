@@ -12,7 +12,7 @@ from inductor_passes.raising.products import Product
 from inductor_passes.raising.stacks import Stack
 
 Score = Callable[[Tensor, Tensor], Tensor]
-"""What makes weights [T, K] of numbers [T, K], or of numbers [T, E] and ids [T, K]."""
+"""What makes weights [T, K] of numbers, [T, K] or [T, E], and ids [T, K]."""
 
 
 def as_they_are(numbers: Tensor, ids: Tensor) -> Tensor:

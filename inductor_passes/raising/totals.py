@@ -8,7 +8,7 @@ columns of a row meet, so few columns tell of all.
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -58,23 +58,10 @@ _UNDERSTOOD = (
 )
 
 
-def _softmax(numbers: Tensor, ids: Tensor) -> Tensor:
-    """Logits in a row of minus infinity, whose softmax is zero where nobody was chosen."""
-    return numbers.softmax(-1)
-
-
-def _sigmoid(numbers: Tensor, ids: Tensor) -> Tensor:
-    """The same, whose sigmoid is zero there."""
-    return numbers.sigmoid()
-
-
 def _of_ids(numbers: Tensor, ids: Tensor) -> Tensor:
     """Those of all experts, which are zero where nobody was chosen."""
     return numbers.gather(1, ids)
 
-
-SCORES = (as_they_are, _softmax, _sigmoid)
-"""What may make weights of numbers [T, K]."""
 
 Part = Callable[[Tensor, int], Tensor]
 """What a node holds of rows [T, N, C], where ids are the sample of this number."""
@@ -174,12 +161,9 @@ def _candidates(roots: Iterable[Node], given: Given, indices: Indices) -> Iterat
     """What may be a sum and its weights, before they were rounded; nearer the router first."""
     for root in roots:
         region = cut([root], {indices.ids, *given.parts}.__contains__)
-        found = [
-            node
-            for node in (*region.leaves, *region.nodes)
-            if rank(node) > 1 and are_weights(node, indices) and chosen(node, indices) is node
-        ]
-        yield from ((root, numbers, score) for score, numbers in product(SCORES, found))
+        for node in (*region.leaves, *region.nodes):
+            if rank(node) > 1 and are_weights(node, indices) and chosen(node, indices) is node:
+                yield root, node, as_they_are
 
 
 def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:

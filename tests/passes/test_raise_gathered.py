@@ -139,11 +139,13 @@ def of_other_columns(weight, ids):
     return weight.expand(len(ids), -1, -1, -1).gather(1, index.expand(-1, -1, *weight.shape[1:]))
 
 
-def some_rows(weight, ids):
+@of_best
+def some_rows(x, weights, ids, w13, w2):
     """Of the first weights those of the gate alone."""
-    rows = min(weight.shape[1], INTERMEDIATE if weight.shape[2] == HIDDEN else HIDDEN)
-    index = ids.flatten()[:, None, None].expand(-1, rows, weight.shape[2])
-    return weight.gather(0, index).view(*ids.shape, rows, weight.shape[2])
+    index, rows = ids.flatten()[:, None, None], x.repeat_interleave(TOP_K, 0).unsqueeze(-1)
+    hidden = F.relu(torch.bmm(w13.gather(0, index.expand(-1, INTERMEDIATE, HIDDEN)), rows))
+    out = torch.bmm(w2.gather(0, index.expand(-1, HIDDEN, INTERMEDIATE)), hidden)
+    return (out.view(-1, TOP_K, HIDDEN) * weights.unsqueeze(-1)).sum(1)
 
 
 OTHER = {
@@ -151,7 +153,7 @@ OTHER = {
     "along other rows": with_weights(along_other_rows),
     "by other ids": with_weights(by_other_ids),
     "of other columns": with_weights(of_other_columns),
-    "some rows": with_weights(some_rows, F.relu),
+    "some rows": some_rows,
 }
 
 

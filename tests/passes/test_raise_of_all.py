@@ -112,6 +112,19 @@ def test_weights_of_no_router():
     torch.testing.assert_close(out, function(*inputs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("weigh", [softmax_of_masked, probs_of_masked])
+def test_noise(weigh):
+    """Noisy top-k: experts are raised, whatever their logits are."""
+
+    def run(x, router, w13, w2):
+        logits = F.linear(x, router)
+        logits = logits + torch.randn_like(logits) * F.softplus(logits)
+        return dense(x, weigh(logits, logits.topk(TOP_K).indices), w13, w2)
+
+    raised = rewrite(run, *layer(7, torch.float32), passes=PIPELINE).log.raised
+    assert [each.kind for each in raised] == ["experts", "topk_routing"]
+
+
 def test_ids_that_a_token_has_twice_stay():
     """Their weight would count twice."""
 
