@@ -17,7 +17,7 @@ from inductor_passes.raising.choices import is_of_router
 from inductor_passes.raising.evaluation import WIDE, Cut, cut, evaluate, is_plain, is_size
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.strays import stray_runs
-from inductor_passes.raising.views_of_rows import rank, same_shape
+from inductor_passes.raising.views_of_rows import prims, rank, same_shape
 
 
 def are_of_all(node: Node, indices: Indices) -> bool:
@@ -47,7 +47,12 @@ def is_zero_elsewhere(node: Node, indices: Indices) -> bool:
 
 def _between(node: Node, indices: Indices) -> Cut:
     """Back to ids, to logits, and to noise."""
-    return cut([node], lambda each: each is indices.ids or is_of_router(each) or not is_plain(each))
+    return cut([node], lambda each: each is indices.ids or is_of_router(each) or _is_noise(each))
+
+
+def _is_noise(node: Node) -> bool:
+    """Whether `node` is drawn: Inductor draws by seeds."""
+    return node.target is prims.inductor_random.default or not is_plain(node)
 
 
 def _weights(
