@@ -196,8 +196,9 @@ def _is_looked_into(node: Node) -> bool:
 
 
 def _is_of_an_expert(node: Node) -> bool:
-    """Whether a dense product is one with `weight[expert]`, or with a part of that."""
-    weight: Any = node.args[1] if node.target is torch.nn.functional.linear and len(node.args) > 1 else None
+    """Whether a dense product is one with `weight[expert]`, or with a part of that; or rows are of flat matrices."""
+    is_with_weight = node.target in (torch.nn.functional.linear, torch.nn.functional.embedding)
+    weight: Any = node.args[1] if is_with_weight and len(node.args) > 1 else None
     value = None if weight is None or weight.op == "placeholder" else weight.meta.get(VALUE)
     return isinstance(value, Tensor) and value._is_view()
 

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from torch.fx import Graph
 
 from inductor_passes.raising.best_of_row import best_kept
+from inductor_passes.raising.gathered import gathered_by_index
 from inductor_passes.raising.glu import multiplied_glu
 from inductor_passes.raising.padding import unpadded
+from inductor_passes.raising.repeated import multiplied_by_expert
 from inductor_passes.raising.summed import multiplied_sums
 from inductor_passes.raising.turned import turned_once
 from inductor_passes.raising.written_out import multiplied
@@ -17,10 +19,12 @@ from inductor_passes.raising.written_out import multiplied
 def as_written(graph: Graph) -> Iterator[None]:
     """Products are products, of padded or summed ones too, `glu` is one of halves, a maximum a top-1, turns are single.
 
-    What is left gets back what it was.
+    Weights are gathered as `weight[ids]`, or lie there once. What is left gets back what it was.
     """
     with (
         multiplied(graph),
+        gathered_by_index(graph),
+        multiplied_by_expert(graph),
         multiplied_sums(graph),
         unpadded(graph),
         multiplied_glu(graph),

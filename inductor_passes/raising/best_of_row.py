@@ -41,7 +41,7 @@ def _is_best(node: Node) -> bool:
     if (finder.target, output) not in ((aten.max.dim, 1), (aten.argmax.default, None)) or not node.users:
         return False
     source, *how = args(finder)
-    is_last = bool(how) and how[0] is not None and how[0] % rank(source) == rank(source) - 1
+    is_last = bool(how) and how[0] in (-1, 1)
     return is_last and rank(source) == 2 and how[1:] in ([], [False])
 
 

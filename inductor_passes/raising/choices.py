@@ -38,13 +38,13 @@ def ids_of_weights(column: Node, rows: Collection[Node] = ()) -> Node | tuple[No
         return is_integral(node) and node.meta["val"].dtype != torch.bool and rank(node) > 1
 
     leaves = cut(
-        [column], lambda node: node in rows or _is_of_router(node) or (is_ids(node) and is_chosen(node))
+        [column], lambda node: node in rows or is_of_router(node) or (is_ids(node) and is_chosen(node))
     ).leaves
     ids = [leaf for leaf in leaves if is_ids(leaf)]
     return ids[0] if len(ids) == 1 else tuple(leaf for leaf in leaves if leaf not in rows)
 
 
-def _is_of_router(node: Node) -> bool:
+def is_of_router(node: Node) -> bool:
     """Whether `node` is a product with an input of the graph, as logits are."""
     return node.target in _PRODUCTS and any(_stored(each).op != "call_function" for each in args(node)[-2:])
 

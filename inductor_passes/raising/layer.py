@@ -11,11 +11,11 @@ from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.stacks import Stack
 
-Score = Callable[[Tensor], Tensor]
-"""What makes weights [T, K] of numbers [T, K]."""
+Score = Callable[[Tensor, Tensor], Tensor]
+"""What makes weights [T, K] of numbers, [T, K] or [T, E], and ids [T, K]."""
 
 
-def as_they_are(numbers: Tensor) -> Tensor:
+def as_they_are(numbers: Tensor, ids: Tensor) -> Tensor:
     """Where the numbers are the weights."""
     return numbers
 

@@ -53,7 +53,7 @@ def _factors(total: Node) -> tuple[Node, Node] | None:
 
 
 def _meet(weights: object, rows: object) -> bool:
-    if not isinstance(weights, Node) or not isinstance(rows, Node) or rank(weights) != rank(rows):
+    if not isinstance(weights, Node) or not isinstance(rows, Node) or not 2 <= rank(weights) == rank(rows):
         return False
     are_rows = is_one(size(rows, -2)) and same_shape(
         rows.meta["val"].shape[-1:], weights.meta["val"].shape[-1:]

@@ -8,7 +8,7 @@ columns of a row meet, so few columns tell of all.
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising.elsewhere import are_of_all, is_zero_elsewhere, of_sizes
 from inductor_passes.raising.evaluation import VIEWS, Cut, cut, evaluate, is_size
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Score, WeightedSum, as_they_are
@@ -57,18 +58,10 @@ _UNDERSTOOD = (
 )
 
 
-def _softmax(numbers: Tensor) -> Tensor:
-    """Logits in a row of minus infinity, whose softmax is zero where nobody was chosen."""
-    return numbers.softmax(-1)
+def _of_ids(numbers: Tensor, ids: Tensor) -> Tensor:
+    """Those of all experts, which are zero where nobody was chosen."""
+    return numbers.gather(1, ids)
 
-
-def _sigmoid(numbers: Tensor) -> Tensor:
-    """The same, whose sigmoid is zero there."""
-    return numbers.sigmoid()
-
-
-SCORES = (as_they_are, _softmax, _sigmoid)
-"""What may make weights of numbers."""
 
 Part = Callable[[Tensor, int], Tensor]
 """What a node holds of rows [T, N, C], where ids are the sample of this number."""
@@ -101,12 +94,11 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
     """
     found, columns = list(ends(graph, given.parts)), _columns(given.parts)
     few = {tokens: _Few(columns, indices, tokens) for tokens in {*map(len, tried)}}
-    for root in found:
-        for score, numbers in product(SCORES, _candidates(root, given, indices)):
-            steps = _steps(cut([root], {numbers, indices.ids, *given.parts}.__contains__), given.parts)
-            samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
-            if all(_agrees(steps, numbers, score, given, each) for each in samples):
-                return WeightedSum(numbers, root, score)
+    for root, numbers, score in chain(_candidates(found, given, indices), _of_all(found, given, indices)):
+        steps = _steps(cut([root], {numbers, indices.ids, *given.parts}.__contains__), given.parts)
+        samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
+        if all(_agrees(steps, numbers, score, given, each) for each in samples):
+            return WeightedSum(numbers, root, score)
     raise Refusal(
         found[0], f"{describe(found[0])} is not the sum of what experts give, weighed by one tensor"
     )
@@ -165,12 +157,27 @@ def _place(value: Tensor, columns: Any) -> int | None:
     return dense[0] if len(dense) == 1 else None
 
 
-def _candidates(root: Node, given: Given, indices: Indices) -> Iterator[Node]:
-    """What may be the weights, before they were rounded; nearer the router first."""
-    region = cut([root], {indices.ids, *given.parts}.__contains__)
-    for node in (*region.leaves, *region.nodes):
-        if rank(node) > 1 and are_weights(node, indices) and chosen(node, indices) is node:
-            yield node
+def _candidates(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:
+    """What may be a sum and its weights, before they were rounded; nearer the router first."""
+    for root in roots:
+        region = cut([root], {indices.ids, *given.parts}.__contains__)
+        for node in (*region.leaves, *region.nodes):
+            if rank(node) > 1 and are_weights(node, indices) and chosen(node, indices) is node:
+                yield root, node, as_they_are
+
+
+def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:
+    """The same of weights [T, E], where these are zero for who was not chosen."""
+    seen: dict[Node, bool] = {}
+    for root in roots:
+        region = cut([root], {indices.ids, *given.parts}.__contains__)
+        behind = _steps(region, given.parts).behind
+        for node in region.nodes:
+            if node not in behind and are_of_all(node, indices):
+                if node not in seen:
+                    seen[node] = is_zero_elsewhere(node, indices)
+                if seen[node]:
+                    yield root, node, _of_ids
 
 
 class _Steps(NamedTuple):
@@ -209,8 +216,9 @@ def _agrees(
     few, place, ids = sample
     indices = few.indices
     generator = torch.Generator().manual_seed(0)
-    weights, power = torch.randn(2, *ids.shape, generator=generator, dtype=torch.float64)
-    weights = weights * 10 ** (2 * power)
+    weights = of_sizes(ids.shape, 2, generator)
+    if score is _of_ids:
+        weights = torch.zeros(len(ids), indices.num_experts, dtype=torch.float64).scatter(1, ids, weights)
     rows = torch.randn(len(ids), given.number, _COLUMNS, generator=generator, dtype=torch.float64)
     in_range = (ids >= 0) & (ids < indices.num_experts)
     known: dict[Node, Any] = {
@@ -222,7 +230,7 @@ def _agrees(
         ours = _computed(steps, known, parts, few)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
         return not bool(in_range.all())
-    kept = score(weights).where(in_range, 0.0).unsqueeze(-1)
+    kept = score(weights, ids).where(in_range, 0.0).unsqueeze(-1)
     terms = kept * given.of_slots(rows, ids.where(in_range, 0))
     ours, wanted = ours.reshape(-1, ours.shape[-1]), terms.sum(1)
     is_alike = ours.shape == wanted.shape

@@ -43,6 +43,7 @@ _REASONS = {
     "they give is weighed, or where rows are those of what was chosen",
     "placed": "a product with what was chosen places tokens (a dispatch tensor) and may drop some over a capacity: "
     "raised are layers that gather tokens by ids, or multiply all with all experts",
+    "picked": "weights of experts are picked by a product with what was chosen (one_hot): raised is weight[ids]",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
     "(autocast), or there are no two such products with a gate between",
 }
@@ -64,6 +65,8 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
                 yield Refusal(fed, _REASONS["fed"])
             elif (placed := next(_placed_by(node, before), None)) is not None:
                 yield Refusal(placed, _REASONS["placed"])
+            elif (picked := next(_picked_by(node, before), None)) is not None:
+                yield Refusal(picked, _REASONS["picked"])
 
 
 def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
@@ -139,6 +142,15 @@ def _placed_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
                 made.add(node)
         elif node.target in _PRODUCTS and not made.isdisjoint(inputs) and _kind(node) in (None, "own"):
             yield from (each for each in _next_products(node) if each not in before)
+
+
+def _picked_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
+    """The products of weights of several experts with zeros and ones that are made of the choice."""
+    for weight, product in _meetings(choice):
+        if product.target in _PRODUCTS and product not in before and _kind(product) in ("stacked", "looped"):
+            others = (unseen(each) for each in product.all_input_nodes if each is not weight)
+            if any(changes_dtype(each) and is_integral(args(each)[0]) for each in others):
+                yield product
 
 
 def _next_products(node: Node) -> Iterator[Node]:

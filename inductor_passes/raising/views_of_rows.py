@@ -13,6 +13,9 @@ from inductor_passes.raising.indices import Indices
 
 prims = torch.ops.prims
 
+SHOWN = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+"""Operators that show a tensor in a shape that is given as a whole."""
+
 _COPIES = (aten.clone.default, aten.alias.default)
 _FEW = 32  # nodes that nobody reads, in one place
 
@@ -155,6 +158,8 @@ def indexed(node: Node) -> tuple[Node, Node] | None:
         return args(node)[0], args(node)[1][0]
     if node.target is aten.index_select.default and args(node)[1] == 0:
         return args(node)[0], args(node)[2]
+    if node.target is aten.embedding.default and args(node)[2:3] in ((), (-1,)) and not any(args(node)[3:]):
+        return args(node)[:2]  # all rows have gradients, as they are
     if node.target is aten.gather.default and args(node)[1] == 0:
         index = row_index(args(node)[2])
         return None if index is None else (args(node)[0], index)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from inductor_passes.raising.gates import fill, of_rank, recognised, shapes_of_r
 from inductor_passes.raising.layer import Experts, Outcome, as_they_are
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.views_of_rows import aten, is_one, is_read, is_view, readers, same_shape
+from inductor_passes.raising.views_of_rows import aten, is_one, is_read, is_view, rank, readers, same_shape
 from moe_ops import arguments
 
 record: Any = arguments
@@ -66,7 +67,7 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     expert_out = _product(graph, activated, offsets, (layer.parts.second,), like)
     weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.sum.score is not as_they_are:
-        weights = written(graph, layer.sum.score, (weights,), like)
+        weights = written(graph, layer.sum.score, (weights, ids), like)
     if layer.parts.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
     combined = _as(graph, call(graph, record.Combine(expert_out, weights, inverse, None), like), layer)
@@ -212,19 +213,19 @@ def _copied(
     return graph.node_copy(node, lambda each: copies.get(each, each))
 
 
-def _in_shape(graph: Graph, rows: Node, leading: Sequence[Any], ids: Node) -> Node:
-    """`rows` [N, F] as the model had them, [*leading, F]."""
+def _in_shape(graph: Graph, rows: Node, leading: Sequence[Any], alike: Node) -> Node:
+    """`rows` [N, F] as the model had them, [*leading, F]; of `alike`, the ids perhaps, are sizes not known."""
     if len(leading) == 1:
         return rows
     if all(isinstance(size, int) for size in leading[1:]):
         return written(graph, lambda rows: rows.unflatten(0, (-1, *leading[1:])), (rows,), rows)
-    shape = ids.meta["val"].shape
+    shape = alike.meta["val"].shape
     shared = next(count for count in range(len(shape), -1, -1) if same_shape(shape[:count], leading[:count]))
     rest = leading[shared:]
     if not all(isinstance(size, int) for size in rest):
-        raise Refusal(ids, f"rows are seen as {list(leading)}, the expert ids as {list(shape)}")
+        raise Refusal(alike, f"rows are seen as {list(leading)}, the expert ids as {list(shape)}")
     return written(
-        graph, lambda rows, ids: rows.view(*ids.shape[:shared], *rest, rows.shape[1]), (rows, ids), rows
+        graph, lambda rows, alike: rows.view(*alike.shape[:shared], *rest, rows.shape[1]), (rows, alike), rows
     )
 
 
@@ -236,7 +237,17 @@ def _as(graph: Graph, result: Node, layer: Experts) -> Node:
         result = written(graph, lambda out: out.to(value.dtype), (result,), old)
     if value.dim() == 3 and is_one(value.shape[2]) and not is_one(result.meta["val"].shape[1]):
         return written(graph, lambda out: out.unsqueeze(2), (result,), old)
-    return _in_shape(graph, result, value.shape[:-1], layer.indices.ids)
+    return _in_shape(graph, result, value.shape[:-1], _in_shape_of(graph, old, layer.indices.ids))
+
+
+def _in_shape_of(graph: Graph, root: Node, ids: Node) -> Node:
+    """A tensor before the sum that has its [*leading]; ids, which may have some of them, where there is none."""
+    leading = root.meta["val"].shape[:-1]
+    before = takewhile(lambda node: node is not root, graph.nodes)
+    tensors = (node for node in before if rank(node) > len(leading))
+    return next(
+        (each for each in tensors if same_shape(each.meta["val"].shape[: len(leading)], leading)), ids
+    )
 
 
 def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node], like: Node) -> Node:

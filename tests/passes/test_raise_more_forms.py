@@ -152,9 +152,9 @@ def of_two_orders(x, router, w13, w2):
 
 
 def of_numbers_outside(x, router, w13, w2):
-    """Weights that are not put in one place: twice those of the first expert."""
+    """Weights that are not put in one place: those of the first expert are another's, too."""
     weights, ids = softmax_router(F.linear(x, router))
-    masks = F.one_hot(ids, EXPERTS) + F.one_hot(ids[:, :1], EXPERTS)
+    masks = F.one_hot(ids, EXPERTS) + F.one_hot((ids[:, :1] + 1) % EXPERTS, EXPERTS)
     return dense(x, (masks * weights.unsqueeze(-1)).sum(1).to(x.dtype), w13, w2)
 
 

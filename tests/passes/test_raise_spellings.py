@@ -118,7 +118,12 @@ def test_what_looks_alike_stays(what):
 
 
 @pytest.mark.parametrize(
-    "function", [of_one(worst_of_all), of_one(lambda x, probs, ids, *_: x + probs[0, ids].unsqueeze(1))]
+    "function",
+    [
+        of_one(worst_of_all),
+        of_one(lambda x, probs, ids, *_: x + probs[0, ids].unsqueeze(1)),
+        of_one(lambda x, probs, *_: probs.sum().argmax(-1)),
+    ],
 )
 def test_the_best_of_rows_that_choose_no_experts_are_what_they_were(function):
     result = rewrite(function, *layer(6), passes=PIPELINE)
@@ -133,6 +138,7 @@ def test_the_best_of_rows_that_choose_no_experts_are_what_they_were(function):
         lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum(-1, True),
         lambda x, weights, ids, w13, w2: (w13[ids] * x[:, None, None]).sum(-1),
         lambda x, weights, ids, w13, w2: (w13[ids] * x[:TOP_K, None]).sum(-1),
+        lambda x, weights, ids, w13, w2: (x[0] * x[1]).sum(-1),
     ],
 )  # fmt: skip
 def test_sums_in_no_layer_are_what_they_were(combine):

@@ -96,9 +96,21 @@ def of_all_but_one(x, router, w13, w2):
     return total
 
 
+def of_picked_weights(x, router, w13, w2):
+    weights, ids = softmax_router(F.linear(x, router))
+    chosen = F.one_hot(ids, EXPERTS).to(x.dtype)
+    w13, w2 = (torch.einsum("tke,exy->tkxy", chosen, each) for each in (w13, w2))
+    rows = swiglu(torch.einsum("th,tkih->tki", x, w13))
+    return torch.einsum("tki,tkhi,tk->th", rows, w2, weights.to(x.dtype))
+
+
 @pytest.mark.parametrize(
     "function, how",
-    [(of_other_numbers, "multiplied with weight[ids]"), (of_all_but_one, "every weight[expert]")],
+    [
+        (of_other_numbers, "multiplied with weight[ids]"),
+        (of_all_but_one, "every weight[expert]"),
+        (of_picked_weights, "picked by a product"),
+    ],
 )
 def test_layers_that_stay_say_how_they_read_their_weights(function, how):
     (reason,) = rewrite(function, *layer(5), passes=PIPELINE).reasons

@@ -107,6 +107,27 @@ def test_a_gate_of_ones_own(dynamic):
     torch.testing.assert_close(out, a_gate_of_ones_own(*inputs), rtol=0.03, atol=0.03)
 
 
+def summed_by_batch(x, router, w13, w2):
+    """Tokens are flat until what experts give is added up: transformers 4.5x evaluated Qwen3-VL and gpt-oss so."""
+    flat = x.reshape(-1, HIDDEN)
+    logits = F.linear(flat, router)
+    weights, ids = softmax_router(logits)
+    dense = torch.zeros_like(logits).scatter(1, ids, weights.to(logits.dtype))
+    rows = flat.repeat(EXPERTS, 1).view(EXPERTS, -1, HIDDEN)
+    out = torch.bmm(swiglu(torch.bmm(rows, w13.mT)), w2.mT).view(EXPERTS, x.shape[0], -1, HIDDEN)
+    return (out * dense.T.view(EXPERTS, x.shape[0], -1, 1)).sum(0)
+
+
+@pytest.mark.parametrize("dims", [(), (0,), (1,), (0, 1)])
+def test_a_sum_that_shows_flat_tokens_by_batch(dims):
+    inputs = layer(5, torch.float32)
+    for dim in dims:
+        torch._dynamo.mark_dynamic(inputs.hidden_states, dim)
+    result, out = computed(summed_by_batch, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"] and not result.reasons
+    assert_matches_oracle(out, exact(inputs))
+
+
 @routed
 def weights_of_other_tokens(x, weights, ids, w13, w2):
     hidden = swiglu(torch.einsum("bsh,bskih->bski", x, w13[ids]))
