@@ -49,9 +49,10 @@ def scaled_fused_experts(
 ) -> Tensor:
     """`fused_experts` with quantised weights, which are read as they are stored.
 
-    But with exact rows a copy of one after the other is there in their dtype for a while where that is faster: on a
-    GPU, from 448 rows an expert on (4 bits: 256). None takes more than 2 GiB: of larger weights there is one of some
-    features at a time, from 512 rows on (4 bits: 384).
+    But with exact rows a copy of one after the other is there in their dtype for a while where that is faster: on an
+    H200, from 448 rows an expert on (4 bits: 256). None takes more than 2 GiB: of larger weights there is one of some
+    features at a time, from 512 rows on (4 bits: 384). On GPUs with slower memory, such as H100s, from 1.75 times as
+    many on.
 
     Args:
         hidden_states: [T, H], any floating dtype.

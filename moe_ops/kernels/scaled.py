@@ -46,6 +46,7 @@ _SHORTEST_STEP = {1: 32, 2: 16, 4: 16}  # of depth in a product, by the bytes of
 _SHORT_STEP = 64  # costs little
 _COPIED_ROWS = {1: 448, 2: 256}  # of an expert, by the numbers in an element of its weight
 _ROWS_OF_SLABS = {1: 512, 2: 384}  # the same where no whole copy is made
+_SLOWER = 1.75  # so many times as many where memory is slow, in which copies are written and read
 
 
 @triton.jit
@@ -133,17 +134,19 @@ def takes(args: Any, gpu: Gpu) -> bool:
     """Whether the kernel is for such arguments: Triton 3.6 does not compile a float64 product of converted operands."""
     if torch.float64 in (args.x.dtype, args.dtype):
         return False
-    is_exact, rows = args.x_scale is None and args.x.dtype == args.dtype, _num_slots(args)
-    return not (is_exact and copies(args.weight, args.dtype, rows / max(args.weight.weight.shape[0], 1)))
+    is_exact = args.x_scale is None and args.x.dtype == args.dtype
+    rows = _num_slots(args) / max(args.weight.weight.shape[0], 1)
+    return not (is_exact and copies(args.weight, args.dtype, rows, gpu))
 
 
-def copies(linear: Any, dtype: torch.dtype, rows: float, halves: int = 1) -> bool:
+def copies(linear: Any, dtype: torch.dtype, rows: float, gpu: Gpu, halves: int = 1) -> bool:
     """Whether a weight had better be there in the dtype of exact rows for a while, with so many rows an expert.
 
     On an H200 layers of Mixtral, Qwen3-30B-A3B, OLMoE and gpt-oss-20b then take 0.93 to 0.97 of the time with 256 rows
     in 4 bits, 0.80 to 0.85 with 448 and 0.55 to 0.71 from 1024 on; in 8 bits 0.89 to 0.96 with 448, 0.63 to 0.78 then.
     By slabs those of gpt-oss-120b and DeepSeek-V3 take 0.82 to 0.90 with 512 rows in 4 bits, 0.92 to 0.99 in 8, with
-    256 up to 1.26.
+    256 up to 1.26. On an H100 layers of Mixtral and OLMoE take 1.07 to 1.19 with 256 rows in 4 bits, 0.87 to 0.94 with
+    448, in 8 bits 1.01 to 1.09 and with 1024 0.83; gpt-oss-120b's by slabs 1.00 to 1.12 with 512, 0.80 to 0.92 then.
     Products with integers in 4 bits are of what a copy holds; else bfloat16 has the range for the scales, not float16.
     """
     is_rounded = linear.weight.dtype == PAIRS and linear.scale.dtype != PAIRS
@@ -151,7 +154,7 @@ def copies(linear: Any, dtype: torch.dtype, rows: float, halves: int = 1) -> boo
     at_once = features_at_once(linear, dtype, halves)
     is_whole = at_once * halves == linear.weight.shape[1]
     least = (_COPIED_ROWS if is_whole else _ROWS_OF_SLABS)[numbers_in(linear.weight.dtype)]
-    return fits and rows >= least and at_once > 0
+    return fits and rows >= least * (_SLOWER if gpu.has_slow_memory else 1) and at_once > 0
 
 
 def _num_slots(args: Any) -> int:

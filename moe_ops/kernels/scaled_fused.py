@@ -29,15 +29,15 @@ from moe_ops.types import Activation
 def takes(args: Any, gpu: Gpu) -> bool:
     """Whether the launches are for such arguments: not in float64, see `scaled.takes`, nor of nothing or of copies."""
     sizes = *args.w13.weight.shape, *args.w2.weight.shape, *args.topk_ids.shape
-    return args.hidden_states.dtype != torch.float64 and all(sizes) and not _copies(args)
+    return args.hidden_states.dtype != torch.float64 and all(sizes) and not _copies(args, gpu)
 
 
-def _copies(args: Any) -> bool:
+def _copies(args: Any, gpu: Gpu) -> bool:
     """Whether both weights are copied first, by the rows of an expert if all are chosen alike."""
     rows = math.prod(args.topk_ids.shape) / args.placement.num_ids(args.w13.weight.shape[0])
     both = ((args.w13, halves_in(args.activation)), (args.w2, 1))
     dtype = args.hidden_states.dtype
-    return args.rows == "exact" and all(copies(linear, dtype, rows, halves) for linear, halves in both)
+    return args.rows == "exact" and all(copies(linear, dtype, rows, gpu, halves) for linear, halves in both)
 
 
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:

@@ -1,15 +1,15 @@
 """Weights of 8 and 4 bits in a wider dtype: every format, blocks that divide nothing, every layout, odd sizes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from moe_ops import ScaledWeight
-from moe_ops.kernels import plans
+from moe_ops.kernels import plans, scaled
 from moe_ops.kernels.dequantise_weight import takes
 from moe_ops.kernels.gpu import H200
-from moe_ops.kernels.scaled import copies
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import dequantised, scaled_linear
 from moe_ops.values import ScaledLinear
@@ -106,6 +106,7 @@ def _linear(stored, scale, experts=8, rows=1024, columns=1024):
 
 def test_when_products_are_of_a_copy():
     """With many rows, of weights that the dtype of rows holds, and of which slabs are not too large."""
+    copies = partial(scaled.copies, gpu=H200)
     in_8_bits, mxfp4 = _linear(torch.int8, torch.float32), _linear(PAIRS, PAIRS)
     integers = _linear(PAIRS, torch.float16)
     assert copies(in_8_bits, torch.bfloat16, 448) and not copies(in_8_bits, torch.bfloat16, 447)
@@ -116,12 +117,27 @@ def test_when_products_are_of_a_copy():
     assert not copies(in_8_bits, torch.float32, 448)
     large = _linear(PAIRS, PAIRS, 1025)
     assert copies(large, torch.bfloat16, 384) and not copies(large, torch.bfloat16, 383)
-    assert copies(_linear(PAIRS, PAIRS, 1024), torch.bfloat16, 256, 2)
+    assert copies(_linear(PAIRS, PAIRS, 1024), torch.bfloat16, 256, halves=2)
     in_8_bits = _linear(torch.int8, torch.float32, 1025)
-    assert copies(in_8_bits, torch.bfloat16, 512, 2) and not copies(in_8_bits, torch.bfloat16, 511, 2)
+    assert copies(in_8_bits, torch.bfloat16, 512, halves=2) and not copies(
+        in_8_bits, torch.bfloat16, 511, halves=2
+    )
     assert not copies(large._replace(block_rows=1023), torch.bfloat16, 1000)
     halves = large._replace(block_rows=24)
-    assert copies(halves, torch.bfloat16, 384) and not copies(halves, torch.bfloat16, 384, 2)
+    assert copies(halves, torch.bfloat16, 384) and not copies(halves, torch.bfloat16, 384, halves=2)
+
+
+def test_copies_where_memory_is_slow():
+    """They take longer to write and to read."""
+    h100 = replace(H200, memory_speed=3.4e12)
+    for linear, least in (
+        (_linear(torch.int8, torch.float32), 784),
+        (_linear(PAIRS, PAIRS), 448),
+        (_linear(torch.int8, torch.float32, 1025), 896),
+        (_linear(PAIRS, PAIRS, 1025), 672),
+    ):
+        assert scaled.copies(linear, torch.bfloat16, least, h100)
+        assert not scaled.copies(linear, torch.bfloat16, least - 1, h100)
 
 
 def _product(rows, x_scale=None, x=torch.bfloat16, dtype=torch.bfloat16, gathers=True):
