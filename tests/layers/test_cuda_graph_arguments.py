@@ -1,5 +1,7 @@
 """What `CudaGraphRunner` takes for the arguments that it has captured, and which of its own are none."""
 
+from dataclasses import dataclass
+
 import numpy
 import pytest
 import torch
@@ -22,6 +24,18 @@ def test_not_a_number_is_a_constant():
     assert run(X, float("nan")).isnan().all()
     with pytest.raises(ValueError, match=r"args\[1\] is 1.0: expected nan"):
         run(X, 1.0)
+
+
+def test_an_object_is_the_constant_that_it_was():
+    """Whatever holds tensors cannot be compared."""
+
+    @dataclass
+    class Cache:
+        keys: torch.Tensor
+
+    run, cache = _runner(lambda x, cache: x * 2), Cache(X)
+    run(X, cache)
+    assert torch.equal(run(X, cache), 2 * X)
 
 
 def test_keywords_come_in_any_order():

@@ -35,6 +35,7 @@ SIZES = {
     "a scale for all": (256, 4096, 7168, 4096, 2, 256),
     "a scale for each half": (256, 4096, 7168, 2048, 2, 256),
     "blocks of no power of two": (256, 7200, 2048, 96, 1, 1920),
+    "a tile at once": (1024, 256, 8192, 1, 1, 128),
     "blocks that start in the other half": (256, 4096, 7168, 100, 2, 0),
     "blocks as tall as two thirds": (256, 4096, 7168, 3000, 2, 0),
     "blocks that are too large": (256, 7168, 2048, 4000, 1, 0),

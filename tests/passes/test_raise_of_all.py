@@ -95,7 +95,17 @@ def of_waves(logits, ids):
     return mask_of(logits, ids) * logits.cos()
 
 
-OTHER = (softmax_of_lowered, of_others, of_the_sum)
+def softmax_of_lowered_far(logits, ids):
+    """By a number that large logits are beyond."""
+    return (logits - 1000 + 1000 * mask_of(logits, ids)).softmax(-1)
+
+
+def of_roots(logits, ids):
+    """Of all experts; NaN for a token with a logit below zero."""
+    return logits.sqrt() * (1 + mask_of(logits, ids))
+
+
+OTHER = (softmax_of_lowered, softmax_of_lowered_far, of_roots, of_others, of_the_sum)
 
 
 @pytest.mark.parametrize("weigh", OTHER)
