@@ -101,8 +101,8 @@ def softmax_of_lowered_far(logits, ids):
 
 
 def of_roots(logits, ids):
-    """Of all experts; NaN for a token with a logit below zero."""
-    return logits.sqrt() * (1 + mask_of(logits, ids))
+    """Of all experts; NaN for a token with any logit that is not large."""
+    return (logits - 5).sqrt() * (1 + mask_of(logits, ids))
 
 
 OTHER = (softmax_of_lowered, softmax_of_lowered_far, of_roots, of_others, of_the_sum)
