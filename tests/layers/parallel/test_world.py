@@ -34,6 +34,17 @@ def test_ranks_leave_the_groups_that_a_test_made():
     assert world(2).run(__name__, "groups", {}) == [1, 1]
 
 
+def ask_in_a_group_that_rank_1_is_done_with() -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        dist.irecv(torch.empty(1), src=1, group=group)
+
+
+def test_no_rank_leaves_a_group_that_another_is_in():
+    on_ranks(2)(ask_in_a_group_that_rank_1_is_done_with)(2)
+
+
 def rank_of_process() -> tuple[int, int]:
     return dist.get_rank(), os.getpid()
 

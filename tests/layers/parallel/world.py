@@ -75,12 +75,18 @@ class World:
         failed = {rank: text for rank, (is_right, text) in answers.items() if not is_right}
         missing = [rank for rank in range(len(self.ranks)) if rank not in answers]
         if not failed and not missing:
+            self._end_groups()
             return [answers[rank][1] for rank in range(len(self.ranks))]
         stacks = self._stacks(missing)
         kind = RankCrashed if self._has_crashed() else RankError
         self.kill()
         told = [f"rank {rank} of {len(self.ranks)}:\n{text}" for rank, text in {**failed, **stacks}.items()]
         raise kind("\n\n" + "\n\n".join(told))
+
+    def _end_groups(self) -> None:
+        """Has the ranks leave the groups that a test made: not before all are through, or one still in it loses it."""
+        for pipe in self.pipes:
+            pipe.send(None)
 
     def _answers(self, deadline: float) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
@@ -204,12 +210,13 @@ def _serve(rank: int, size: int, backend: str, pipe: Connection, folder: str) ->
         dist.init_process_group(backend, timeout=timedelta(seconds=60), **joined)
         while True:
             try:
-                module, name, arguments = pipe.recv()
+                given = pipe.recv()
             except EOFError:
                 os._exit(0)
-            answer = _outcome(module, name, arguments)
-            _leave_other_groups()
-            pipe.send(answer)
+            if given is None:
+                _leave_other_groups()
+            else:
+                pipe.send(_outcome(*given))
 
 
 def _leave_other_groups() -> None:
