@@ -25,6 +25,7 @@ from layers.modular_parts import (
 from layers.moe_block import MoEBlock
 from layers.placement import ExpertPlacement, determine_expert_map, rebalance_experts, spread_experts
 from layers.prepare_finalize import BatchedPrepareAndFinalize, LocalPrepareAndFinalize
+from layers.quantising import add_weight_scales, quantise_experts
 from layers.routed_experts import HashRouting, RoutedExpertsCapture, RoutedExpertsReplay
 from layers.router import Router, RouterOutput
 from layers.runner import MoERunner, Reduction
@@ -38,7 +39,7 @@ from layers.weigh_and_reduce import (
 from layers.weight_decay import weight_decay_groups
 from layers.weights.loading import load_checkpoint
 from layers.weights.saving import checkpoint_state_dict
-from layers.weights.scales import WeightScale, add_weight_scales, quantise_experts
+from layers.weights.scales import WeightScale
 from layers.weights.shard import TensorShard
 
 __all__ = [

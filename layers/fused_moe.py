@@ -22,9 +22,9 @@ from layers.expert_options import expect_none, expect_overlap, in_chunks, run_wi
 from layers.expert_parameters import ExpertParameters, expect_movable
 from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
+from layers.quantised import run_quantised
 from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
-from layers.weights.scales import run_quantised
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
 from moe_ops.activation import activation_spec

@@ -23,9 +23,9 @@ from layers.modular_parts import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
 )
+from layers.quantised import quantised_rows
 from layers.router import RouterOutput
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOp
-from layers.weights.scales import quantised_rows
 from moe_ops import (
     batched_gemm,
     build_dispatch,

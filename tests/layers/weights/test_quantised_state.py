@@ -9,8 +9,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
-from layers import ExpertLora, FusedMoE, MoEConfig, WeightScale, add_weight_scales, quantise_experts
-from layers.weights import scales
+from layers import (
+    ExpertLora,
+    FusedMoE,
+    MoEConfig,
+    WeightScale,
+    add_weight_scales,
+    quantise_experts,
+    quantising,
+)
 from tests.helpers import assert_same
 from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
 
@@ -58,7 +65,7 @@ def test_weights_of_16_bits_beside_scales_are_cast():
 
 def test_one_weight_at_a_time(monkeypatch):
     """Where w2 is quantised, w13 is there in 8 bits only."""
-    experts, alive, real = _layer(), [], scales.quantised_weight
+    experts, alive, real = _layer(), [], quantising.quantised_weight
     wide = weakref.ref(experts.w13_weight)
 
     def quantised_weight(*args):
@@ -66,7 +73,7 @@ def test_one_weight_at_a_time(monkeypatch):
         alive.append(wide() is not None)
         return real(*args)
 
-    monkeypatch.setattr(scales, "quantised_weight", quantised_weight)
+    monkeypatch.setattr(quantising, "quantised_weight", quantised_weight)
     quantise_experts(experts, WeightScale.CHANNEL)
     assert alive == [True, False]
 

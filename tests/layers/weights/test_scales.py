@@ -23,7 +23,7 @@ from layers import (
 )
 from layers.config import ExpertsConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel
-from layers.weights.scales import scaled_linears
+from layers.quantised import scaled_linears
 from moe_ops import Activation
 from moe_ops.arguments import SharedExpert
 from moe_ops.scaled import dequantised as dequantise

@@ -1,0 +1,71 @@
+"""What products take of the experts of a `FusedMoE` that has scales, and how they run."""
+
+from typing import Any
+
+from torch import Tensor
+
+from layers.weights.scales import SCALES, WeightScale, blocks_of_kind
+from moe_ops.arguments import ExpertWeights, FusedExperts
+from moe_ops.errors import value_error
+from moe_ops.pairs import numbers_in
+from moe_ops.scaled_experts import expert_rows, run as run_scaled
+from moe_ops.types import DispatchPlan
+from moe_ops.values import ScaledLinear
+
+
+def run_quantised(module: Any, args: FusedExperts) -> Tensor:
+    """The experts of a `FusedMoE` that has scales, for tokens and routing in `args`. Raises as `quantise_experts`."""
+    expect_supported(module)
+    return run_scaled(args, *scaled_linears(module, args.experts), module.quantisation.rows)
+
+
+def quantised_rows(module: Any, args: FusedExperts) -> tuple[Tensor, DispatchPlan]:
+    """Before they are weighed and summed: what its experts return [S, H], and where it belongs."""
+    expect_supported(module)
+    return expert_rows(args, *scaled_linears(module, args.experts), module.quantisation.rows)
+
+
+def expect_supported(module: Any) -> None:
+    """Raises ValueError where a `FusedMoE` has what quantised experts have not."""
+    config = module.config
+    if config.emit not in ("auto", "stages"):
+        value_error("emit={!r} with quantised experts: expected 'auto' or 'stages'", config.emit)
+    if config.experts.post_norm_eps is not None:
+        value_error(
+            "experts.post_norm_eps={} with quantised experts: expected None", config.experts.post_norm_eps
+        )
+    if module.lora is not None:
+        value_error("lora with quantised experts: expected None")
+
+
+def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, ScaledLinear]:
+    """Both products of a `FusedMoE` that has scales, with its weights or the experts of them that are on this rank.
+
+    Raises ValueError where a block has gate rows and up rows.
+    """
+    kind = module.quantisation.kind
+    of_up, of_down = blocks_of(module, kind, module.quantisation.block)
+    up, down = (_on_this_rank(module, getattr(module, name)) for name in SCALES)
+    if kind is WeightScale.TENSOR:
+        up, down = up.unsqueeze(2), down[:, None, None]
+    w13, w2 = experts
+    return ScaledLinear(w13.weight, up, w13.bias, *of_up), ScaledLinear(w2.weight, down, w2.bias, *of_down)
+
+
+def _on_this_rank(module: Any, scale: Tensor) -> Tensor:
+    return scale if module.parallel is None else module.parallel.local_part(scale, scale.dim())
+
+
+def blocks_of(
+    module: Any, kind: WeightScale, block: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of a block of w13, and of w2."""
+    _, hidden_size, features = down_sizes(module)
+    sizes = module.w13_weight.shape[1], hidden_size, features
+    return blocks_of_kind(kind, block, sizes, module.config.activation.interleaved)
+
+
+def down_sizes(module: Any) -> tuple[int, int, int]:
+    """[E, H, I]."""
+    E, H, columns = module.w2_weight.shape
+    return E, H, columns * numbers_in(module.w2_weight.dtype)

@@ -1,0 +1,180 @@
+"""How the experts of a `FusedMoE` get scales, and how their weights become ones of 8 or 4 bits."""
+
+import torch
+from torch import nn
+
+from layers._checks import expect_type
+from layers.fused_moe import FusedMoE
+from layers.quantised import blocks_of, down_sizes, expect_supported, scaled_linears
+from layers.weights.scales import (
+    SCALES,
+    WEIGHTS,
+    Quantisation,
+    WeightScale,
+    expect_block,
+    expect_even,
+    expect_format,
+)
+from moe_ops._checks import FLOATING_DTYPES
+from moe_ops.int4 import INTEGERS
+from moe_ops.mxfp4 import ONE
+from moe_ops.pairs import PAIRS
+from moe_ops.scaled import STORED, quantised_weight
+from moe_ops.scaled_experts import Rows, rows_for
+
+
+def add_weight_scales(
+    module: FusedMoE,
+    kind: WeightScale,
+    block: tuple[int, int] = (128, 128),
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Registers `w13_weight_scale` and `w2_weight_scale` on a `FusedMoE`, filled with ones.
+
+    With I the intermediate size on this rank, G = 2I (I for ungated activations) and a `block` of b rows and c
+    columns, the shapes are
+
+        TENSOR   [E, 2] ([E, 1] ungated)         and [E]
+        CHANNEL  [E, G, 1]                       and [E, H, 1]
+        GROUP    [E, G, H / c]                   and [E, H, I / c]
+        BLOCK    [E, (G / I) ceil(I / b), ceil(H / c)] and [E, ceil(H / b), ceil(I / c)]
+
+    Args:
+        module: a `FusedMoE`; `module.weight_loader` fills the scales from a checkpoint.
+        kind: what shares a scale.
+        block: rows and columns of a block; GROUP reads the columns only.
+        dtype: of the scales, torch.uint8 for the exponents of MXFP4.
+
+    Raises:
+        TypeError, ValueError: `module` is no `FusedMoE` or a shared expert is to overlap with it, `kind` is no
+            `WeightScale`, `dtype` neither that nor floating point of 16 bits or more, a size of the block not positive,
+            groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded the module.
+    """
+    _expect_scalable(module, kind, block)
+    if dtype not in (*FLOATING_DTYPES, PAIRS):
+        raise TypeError(
+            f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more, or torch.uint8"
+        )
+    shapes = _shapes(module, kind, *block)
+    module.quantisation = Quantisation(kind, block, rows_for(module.w13_weight.dtype))
+    for name, shape in zip(SCALES, shapes, strict=True):
+        scale = torch.full(shape, ONE if dtype == PAIRS else 1, dtype=dtype, device=module.w13_weight.device)
+        param = nn.Parameter(scale, requires_grad=False)
+        param.quant_method = kind.value  # type: ignore[attr-defined]
+        loader = getattr(module.w13_weight, "weight_loader", None)
+        if loader is not None:  # loops over a model's parameters ask each for its own
+            param.weight_loader = loader  # type: ignore[attr-defined]
+        module.register_parameter(name, param)
+
+
+def _expect_scalable(module: FusedMoE, kind: WeightScale, block: tuple[int, int]) -> None:
+    expect_type("module", module, FusedMoE)
+    expect_type("kind", kind, WeightScale)
+    shared = module.config.shared_experts
+    if shared is not None and shared.overlap:
+        raise ValueError("shared_experts.overlap=True with quantised experts: expected False")
+    if module.parallel is not None:
+        raise ValueError("module is sharded by layers.parallel: expected no scales of weights among ranks")
+    expect_block(block)
+
+
+def _shapes(
+    module: FusedMoE, kind: WeightScale, rows: int, columns: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    E, gate_up, _ = module.w13_weight.shape
+    _, H, I = down_sizes(module)
+    halves = gate_up // I
+    if kind is WeightScale.TENSOR:
+        return (E, halves), (E,)
+    if kind is WeightScale.CHANNEL:
+        return (E, gate_up, 1), (E, H, 1)
+    if kind is WeightScale.GROUP:
+        _expect_multiple("hidden_size", H, columns)
+        _expect_multiple("intermediate_size of the shard", I, columns)
+        return (E, gate_up, H // columns), (E, H, I // columns)
+    if module.shard.size > 1:  # a block that two ranks share has no place in either
+        _expect_multiple("intermediate_size of the shard", I, rows)
+        _expect_multiple("intermediate_size of the shard", I, columns)
+    return (E, halves * -(-I // rows), -(-H // columns)), (E, -(-H // rows), -(-I // columns))
+
+
+def quantise_experts(
+    module: FusedMoE,
+    kind: WeightScale,
+    block: tuple[int, int] = (128, 128),
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    rows: Rows | None = None,
+) -> None:
+    """Turns the weights of a `FusedMoE` into ones of 8 or 4 bits, with scales; from then on it computes with these.
+
+    A scale maps the largest magnitude that shares it to the largest of `dtype`, and the rest is rounded to the nearest.
+    In MXFP4 it is a power of two, and weights that were MXFP4 once become what they were: those of gpt-oss in bfloat16,
+    say. Of integers of 4 bits the largest is 7.5, as compressed-tensors and GPTQ have it, and scales have the weights'
+    dtype. On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
+
+    Args:
+        module: a `FusedMoE`.
+        kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns, or of integers CHANNEL.
+        dtype: torch.float8_e4m3fn or torch.int8, torch.uint8 for MXFP4, or torch.uint4 for integers of 4 bits: both are
+            stored as torch.uint8, two numbers in each.
+        rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`.
+
+    Raises:
+        TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these, weights are quantised already, a block
+            has gate rows and up rows, a weight is no plain parameter (`fully_shard`, a parametrisation), or the module
+            has what quantised experts have not: an `emit` of its own, a norm of the experts' output, adapters.
+    """
+    rows = rows_for(dtype) if rows is None else rows
+    expect_format(kind, block, dtype, rows)
+    _expect_quantisable(module, kind, block)
+    if dtype == INTEGERS:
+        expect_even(*down_sizes(module)[1:])
+    add_weight_scales(module, kind, block, dtype=_scale_dtype(module, dtype))
+    module.quantisation = Quantisation(kind, block, rows)
+    with torch.no_grad():
+        for index, name in enumerate(WEIGHTS):
+            _quantise(module, index, name, dtype)
+
+
+def _scale_dtype(module: FusedMoE, dtype: torch.dtype) -> torch.dtype:
+    if dtype == INTEGERS:
+        return module.w13_weight.dtype
+    return PAIRS if dtype == PAIRS else torch.float32
+
+
+def _quantise(module: FusedMoE, index: int, name: str, dtype: torch.dtype) -> None:
+    """One weight, and nothing here keeps what it was."""
+    linear = scaled_linears(module, module.expert_weights())[index]
+    made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
+    param = nn.Parameter(made.weight, requires_grad=False)
+    vars(param).update(vars(getattr(module, name)))  # what loaders ask of it
+    module.register_parameter(name, param)
+    scale = getattr(module, SCALES[index])
+    scale.copy_(made.scale.reshape(scale.shape))
+
+
+def _expect_quantisable(module: FusedMoE, kind: WeightScale, block: tuple[int, int]) -> None:
+    _expect_scalable(module, kind, block)
+    expect_supported(module)
+    _expect_plain(module)
+    if module.w13_weight.dtype in STORED:
+        raise ValueError(
+            f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
+        )
+    blocks_of(module, kind, block)
+
+
+def _expect_plain(module: FusedMoE) -> None:
+    parameters = dict(module.named_parameters(recurse=False))
+    for name in WEIGHTS:
+        if name not in parameters or hasattr(parameters[name], "placements"):
+            raise ValueError(
+                f"{name} is sharded or parametrised: expected a plain parameter, to be quantised first"
+            )
+
+
+def _expect_multiple(name: str, size: int, part: int) -> None:
+    if size % part:
+        raise ValueError(f"{name} is {size}: expected a multiple of the block's {part}")
