@@ -27,6 +27,7 @@ from layers.router import RouterOutput
 from layers.weights.scales import run_quantised
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
+from moe_ops._library import autocast
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import (
     ExpertWeights,
@@ -296,7 +297,7 @@ class FusedMoE(ExpertParameters):
 
     def _run_before_shared(self, args: FusedExperts, adapter_ids: Tensor | None) -> Tensor:
         """With what comes between the routed sum and the shared output."""
-        x, shared, padded = args.hidden_states, args.shared, self.config.experts.padded_size
+        (x, shared), padded = autocast((args.hidden_states, args.shared)), self.config.experts.padded_size
         check_shared(shared, x.shape[0], x.shape[1], "hidden_states", x)
         widened = x if padded is None else F.pad(x, (0, padded - x.shape[1]))
         output = self._run_experts(args._replace(hidden_states=widened, shared=None), adapter_ids)
