@@ -9,7 +9,7 @@ that identical layers share one compiled graph.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,6 @@ from moe_ops.combine import check_shared, combine
 from moe_ops.fused_experts import expect_routed, run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
 from moe_ops.shared import run as run_with_shared
-
-if TYPE_CHECKING:
-    from layers.parallel.rank_experts import RankExperts
 
 
 class FusedMoE(ExpertParameters):
@@ -98,7 +95,6 @@ class FusedMoE(ExpertParameters):
         self.capture: RoutedExpertsCapture | None = None
         self.balancing: ExpertBalancing | None = None
         self.lora: ExpertLora | None = None
-        self.parallel: RankExperts | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
         self._routing_emit: RoutingEmit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
