@@ -130,7 +130,8 @@ class ExpertsConfig:
             inputs are padded with zeros, outputs cut.
         post_norm_eps: an RMS norm with a weight [H] of each expert's output, before it is weighed (Muse Spark).
         chunk_size: at most this many tokens at a time, so that the workspace is bounded for very long inputs. Compiled
-            or exported, each T beyond it is a graph of its own: how many chunks there are is part of it.
+            or exported, each T beyond it is a graph of its own: how many chunks there are is part of it. Behind an
+            exchange compiled code needs `max_tokens` for that.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value, or contradicts another one.

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,9 +18,10 @@ def in_chunks(run: Callable[..., Tensor], size: int | None, tokens: Tensor, *oth
     """`run(tokens, *others)`, at most `size` tokens at a time: one chunk's workspace, and the output [T, H].
 
     `others` are what else has a row per token: tensors, a `RouterOutput`, None; another number of rows raises
-    ValueError. How many chunks there are is part of a compiled graph, as T is when it is static.
+    ValueError. How many chunks there are is part of a compiled graph, as T is when it is static; a T that the graph
+    computes, as exchanges without `max_tokens` do, raises ValueError.
     """
-    if size is None or tokens.shape[0] <= size:
+    if size is None or _fits(tokens.shape[0], size):
         return run(tokens, *others)
     for other in others:
         _expect_rows(other, tokens.shape[0])
@@ -27,6 +29,22 @@ def in_chunks(run: Callable[..., Tensor], size: int | None, tokens: Tensor, *oth
     for start in range(size, tokens.shape[0], size):
         output[start : start + size] = run(*_rows_of((tokens, *others), start, size))
     return output
+
+
+def _fits(num_tokens: int, size: int) -> bool:
+    if not torch.compiler.is_compiling():
+        return num_tokens <= size
+    # Imported where something may be symbolic: it takes 0.4 s.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    fits = guard_or_true(num_tokens <= size)
+    if fits and not guard_or_false(num_tokens <= size):
+        value_error(
+            "chunk_size={} of tokens whose number only the run can tell: expected a known one in compiled code, as by "
+            "max_tokens of an exchange",
+            size,
+        )
+    return fits
 
 
 def _in_place_of_its_first_rows(first: Tensor, num_rows: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from moe_ops.mxfp4 import ONE
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import STORED
 
+if TYPE_CHECKING:
+    from layers.parallel.rank_experts import RankExperts
+
 
 class ExpertParameters(nn.Module):
     """Parameters and buffers of `FusedMoE`, which documents them."""
@@ -34,6 +37,7 @@ class ExpertParameters(nn.Module):
     post_norm_weight: Tensor | None
     e_score_correction_bias: Tensor | None
     expert_map: Tensor | None
+    parallel: "RankExperts | None" = None
 
     def __init__(
         self,
@@ -100,7 +104,10 @@ class ExpertParameters(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Fills weights and biases uniformly in ±1/sqrt(fan_in) like `nn.Linear`. Scales are 1, selection biases 0."""
+        """Fills weights and biases uniformly in ±1/sqrt(fan_in) like `nn.Linear`. Scales are 1, selection biases 0.
+
+        Of experts that ranks share, every rank has to call it. On CPUs each draws its part from its own generator.
+        """
         config = self.config
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -113,6 +120,8 @@ class ExpertParameters(nn.Module):
                     )
                 fan_in = config.expert_hidden_size if name.startswith("w13") else config.intermediate_size
                 nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+            if self.parallel is not None and self.shard.size > 1 and self.w2_bias is not None:
+                self.parallel.make_alike(self.w2_bias)
             if self.e_score_correction_bias is not None:
                 self.e_score_correction_bias.zero_()
 

@@ -9,7 +9,7 @@ that identical layers share one compiled graph.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
+from moe_ops._library import autocast
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import (
     ExpertWeights,
@@ -42,9 +43,6 @@ from moe_ops.combine import check_shared, combine
 from moe_ops.fused_experts import expect_routed, run as run_experts, weigh_input
 from moe_ops.fused_moe import run as run_moe
 from moe_ops.shared import run as run_with_shared
-
-if TYPE_CHECKING:
-    from layers.parallel.rank_experts import RankExperts
 
 
 class FusedMoE(ExpertParameters):
@@ -97,7 +95,6 @@ class FusedMoE(ExpertParameters):
         self.capture: RoutedExpertsCapture | None = None
         self.balancing: ExpertBalancing | None = None
         self.lora: ExpertLora | None = None
-        self.parallel: RankExperts | None = None
         self._routing = _routing(config)
         self._routes_first = _routes_first(config)
         self._routing_emit: RoutingEmit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
@@ -296,7 +293,7 @@ class FusedMoE(ExpertParameters):
 
     def _run_before_shared(self, args: FusedExperts, adapter_ids: Tensor | None) -> Tensor:
         """With what comes between the routed sum and the shared output."""
-        x, shared, padded = args.hidden_states, args.shared, self.config.experts.padded_size
+        (x, shared), padded = autocast((args.hidden_states, args.shared)), self.config.experts.padded_size
         check_shared(shared, x.shape[0], x.shape[1], "hidden_states", x)
         widened = x if padded is None else F.pad(x, (0, padded - x.shape[1]))
         output = self._run_experts(args._replace(hidden_states=widened, shared=None), adapter_ids)

@@ -145,6 +145,11 @@ class RankExperts:
         """What the first rank has in the place of this one."""
         return start_broadcast(tensor, self.group)()
 
+    def make_alike(self, parameter: Any) -> None:
+        """What all ranks have whole becomes what the first has."""
+        here = self.stored_part(parameter)
+        here.copy_(self.of_first_rank(here))
+
     def local_weights(self, experts: ExpertWeights) -> ExpertWeights:
         """Their parts that are here."""
         w13, w2 = experts

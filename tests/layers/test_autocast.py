@@ -1,10 +1,13 @@
-"""The gate inside torch.autocast: its own dtype when it has one, autocast's when it has none."""
+"""Blocks inside torch.autocast: a gate keeps its own dtype when it has one, all else has autocast's."""
+
+import copy
 
 import pytest
 import torch
 
-from layers import MoEBlock, MoEConfig, RouterConfig
+from layers import ExpertsConfig, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.router import Router
+from moe_ops import RoutingConfig
 
 H, I, E, K, T = 64, 8, 64, 4, 2000
 
@@ -70,3 +73,20 @@ def test_meta_tensors_inside_autocast():
     gate = Router(make_block(torch.float32).config, device="meta")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gate(torch.empty(3, H, device="meta")).dtype == torch.float32
+
+
+SCALED = {
+    "router": RouterConfig(scale_on="output"),
+    "routing": RoutingConfig(K, "sigmoid", scale=2.5),
+}
+
+
+@pytest.mark.parametrize(
+    "options", [SCALED, {"experts": ExpertsConfig(padded_size=H + 8)}], ids=["scaled", "padded"]
+)
+def test_shared_experts_join_an_output_that_is_changed_before(options):
+    torch.manual_seed(1)
+    block = MoEBlock(MoEConfig(E, K, H, I, shared_experts=SharedExpertConfig(8), **options))
+    hidden, cast = torch.randn(9, H), copy.deepcopy(block).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(block(hidden), cast(hidden.bfloat16()))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -176,3 +177,19 @@ def test_state_dicts_of_stacked_experts(style):
     for each in (ours, whole_experts):
         with pytest.raises(RuntimeError, match=r"gate_up_proj is shared by ranks: expected assign=False"):
             each.load_state_dict(saved, assign=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["alltoall", "tensor"])
+def test_a_gathered_state_dict_is_saved(style, tmp_path):
+    """By the recipe of docs/parallel.md."""
+    stock, model = models("qwen3_moe", style)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    expected = stock.state_dict()
+    if dist.get_rank() == 0:
+        flat = {name: each.flatten(1, 2) if each.dim() == 4 else each for name, each in state.items()}
+        model.save_pretrained(tmp_path, state_dict=flat)
+        loaded = type(stock).from_pretrained(tmp_path).state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(each, expected[name]) for name, each in loaded.items())
+    dist.barrier()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 
+from layers import ExpertsConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from layers.parallel.portions import Portions
 from tests.helpers import assert_matches_oracle, assert_same, usually
@@ -171,6 +172,19 @@ def test_chunks_of_unknown_number_are_not_compiled():
         Exception, match="max_tokens=None with chunk_tokens: expected a number in compiled code"
     ):
         function(torch.randn(6, H))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_layers_whose_chunks_are_of_unknown_number_are_not_compiled(dispatcher):
+    """How many tokens come here, ranks tell each other."""
+    block = make_block(experts=ExpertsConfig(chunk_size=4))
+    parallelize_module(block, mesh_of_all(), {"experts": ExpertParallel(dispatcher)})
+    function, _ = compiled_for_any_number(block)
+    with pytest.raises(
+        Exception, match="chunk_size=4 of tokens whose number only the run can tell: expected"
+    ):
+        function(torch.randn(9, H))
 
 
 @on_ranks(2)

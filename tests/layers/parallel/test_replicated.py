@@ -59,3 +59,16 @@ def test_a_patched_model_is_replicated():
     before = [each.clone() for each in maps]
     replicated(model)
     assert maps and all(map(torch.equal, maps, before))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style, is_whole", [("tensor", True), ("alltoall", False)])
+def test_a_bias_that_ranks_have_whole_is_drawn_alike(style, is_whole):
+    """A checkpoint has that of any rank; computed is that of the first."""
+    experts = parallel(make_block(has_bias=True), style).experts
+    torch.manual_seed(dist.get_rank())
+    experts.reset_parameters()
+    bias = experts.w2_bias.to_local().detach()
+    drawn = [torch.empty_like(bias) for _ in range(2)]
+    dist.all_gather(drawn, bias)
+    assert torch.equal(*drawn) == is_whole and bias.unique().numel() > 50
