@@ -56,6 +56,12 @@ def test_in_bfloat16_unless_said():
     assert moe_ops.dequantise_weight(quantised("int8", 8, A)).dtype == torch.bfloat16
 
 
+def test_quantised_weights_are_equal_to_themselves_alone():
+    """Compared by their tensors, they could not be looked for in a list."""
+    one, other = quantised("int8", 8, A), quantised("int8", 8, A)
+    assert one in [other, one] and one != other
+
+
 def test_scales_have_no_gradient():
     """It is a constant, as in products."""
     weight = quantised("float8", 16, A)

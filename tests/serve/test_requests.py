@@ -25,6 +25,7 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         {"tool_choice": "auto", "parallel_tool_calls": True, "functions": [], "reasoning_effort": None},
         {"store": False, "service_tier": "auto", "modalities": ["text"], "user": "x", "metadata": {"a": "b"}},
         {"stream": True, "stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"include_usage": False}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
     ],

@@ -126,6 +126,10 @@ def test_configs_that_make_no_sense(options, message):
         ParallelConfig(**options)
 
 
+def test_one_rank_of_each_kind_unless_it_is_told():
+    assert ParallelConfig() == ParallelConfig(dp=1, ep=False, tp=1, sp=False, pcp=1)
+
+
 @on_ranks(4)
 def test_meshes_that_do_not_fit():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -77,6 +77,13 @@ def test_tensors_without_memory_are_refused(which):
             (I, H),
             "param has (25, 16) per expert: expected gate and up, as many each, in dimension -2",
         ),
+        (
+            (E, 2 * I - 2, H),
+            "weight",
+            "w1",
+            (I, H),
+            "loaded_weight has (12, 16) for this rank: expected (11, 16)",
+        ),
     ],
 )
 def test_tensors_without_room_for_a_shard_are_refused(shape, name, shard_id, loaded, message):

@@ -156,6 +156,15 @@ def test_experts_alone_take_their_part(shard, activation, placed, tmp_path):
         assert torch.equal(experts.w2_bias, down if shard.rank == 0 else torch.zeros_like(down))
 
 
+def test_what_two_parts_of_a_weight_miss_is_named_once():
+    """Of a shard, what alternates is read as gate rows and as up rows."""
+    config = MoEConfig(E, 2, H, I, activation="swiglu_oai;interleaved=True", has_bias=True)
+    source = checkpoint_state_dict(_block(config=config), tiny_config("gpt_oss"), prefix="layers.0")
+    del source["layers.0.mlp.experts.gate_up_proj_bias"]
+    shard = FusedMoE(config, shard=TensorShard(1, 2))
+    _raises(shard, source, r"missing \(1\):\n    layers\.0\.mlp\.experts\.gate_up_proj_bias$")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_shards_of_stacked_experts(rank, transposed):

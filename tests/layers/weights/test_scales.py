@@ -152,6 +152,14 @@ def test_a_quantised_layer_is_that_of_the_weights_it_stands_for(kind, dtype):
     assert 1e-4 < (found - expected).norm() / expected.norm() < (0.03 if dtype == torch.int8 else 0.08)
 
 
+@pytest.mark.parametrize("scaled", [add_weight_scales, quantise_experts])
+def test_blocks_are_those_of_deepseek_unless_it_is_told(scaled):
+    experts = FusedMoE(MoEConfig(2, 1, 258, 256), device="meta")
+    scaled(experts, WeightScale.BLOCK)
+    assert experts.quantisation.block == (128, 128)
+    assert experts.w2_weight_scale.shape == (2, 3, 2)
+
+
 def test_a_quantised_layer_compiles_into_one_graph():
     experts, x, logits = quantisable(), torch.randn(9, H), torch.randn(9, E)
     quantise_experts(experts, WeightScale.CHANNEL)
