@@ -26,6 +26,14 @@ def test_every_node_has_a_value_and_the_graph_is_sound():
     assert all("val" in node.meta for node in result.graph.nodes if node.op == "call_function")
 
 
+def test_graphs_with_a_backward_keep_what_it_reads():
+    """The joint graph had raises and fusions of its own; what is left writes operators out or calls them directly."""
+    first, *written_out, last = [each.name for each in PIPELINE if not each.inference_only]
+    assert (first, last) == ("fuse_residual", "package_products")
+    expanded = ["expand_few_slots", "expand_on_cpu", "expand_pointwise"]
+    assert written_out == ["time_products", *expanded, "route_inside", "launch_programs"]
+
+
 def test_on_a_cpu_a_layer_is_two_products():
     result = rewrite(layer, *inputs(), passes=PIPELINE)
     assert result.ops() == ["grouped_gemm", "grouped_gemm"]
