@@ -1,7 +1,7 @@
 """Writes a layer that was found as stages."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +14,15 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import Cut, cut, is_size
-from inductor_passes.raising.gates import fill, of_rank, recognised, shapes_of_rows, shows_rows
+from inductor_passes.raising.gates import (
+    are_columns,
+    fill,
+    in_dimensions,
+    num_rows,
+    recognised,
+    shapes_of_rows,
+    shows_rows,
+)
 from inductor_passes.raising.layer import Experts, Outcome, as_they_are
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
@@ -179,14 +187,22 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.parts.masks):
         return written(graph, of_any_rows(layer.parts.gate, outcomes, layer.parts.activated), products, like)
     expect_rowwise(layer.parts.gate, outcomes, layer.parts.masks, layer.parts.firsts[0].product.num_slots)
-    shown = [
-        _in_shape(graph, new, old.meta["val"].shape[:-1], layer.indices.ids)
-        for new, old in zip(products, outcomes, strict=True)
-    ]
+    shown = map(partial(_as_given, graph, layer.indices.ids), products, outcomes)
     copies = dict(zip(outcomes, shown, strict=True))
     for node in layer.parts.gate.nodes:
         copies[node] = _copied(graph, node, copies, layer.parts.masks, like)
-    return _flat(graph, copies[layer.parts.activated], like)
+    activated = copies[layer.parts.activated]
+    if are_columns(activated.meta["val"]):
+        return written(graph, lambda columns: columns.squeeze(-1), (activated,), like)
+    return _flat(graph, activated, like)
+
+
+def _as_given(graph: Graph, ids: Node, rows: Node, outcome: Node) -> Node:
+    """`rows` [N, F] as a gate has what a product gives."""
+    value = outcome.meta["val"]
+    if are_columns(value):
+        return written(graph, lambda rows: rows.unsqueeze(-1), (rows,), rows)
+    return _in_shape(graph, rows, value.shape[:-1], ids)
 
 
 def _names_a_shape(node: Node) -> bool:
@@ -197,11 +213,11 @@ def _names_a_shape(node: Node) -> bool:
 
 def of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
     """A gate of T rows, each by itself, as a function of any number of rows."""
-    shapes = shapes_of_rows(gate, math.prod(products[0].meta["val"].shape[:-1]))
+    shapes = shapes_of_rows(gate, num_rows(products[0].meta["val"]))
 
     def run(*rows: Tensor) -> Tensor:
         known: dict[Node, Any] = {
-            node: of_rank(row, node.meta["val"].dim()) for node, row in zip(products, rows, strict=True)
+            node: in_dimensions(row, node.meta["val"]) for node, row in zip(products, rows, strict=True)
         }
         for node in gate.nodes:
             if node.target is aten.full.default:
@@ -212,7 +228,7 @@ def of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callabl
                 continue
             given = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
-        return known[activated].flatten(0, -2)
+        return known[activated].reshape(rows[0].shape[0], -1)
 
     return run
 

@@ -55,6 +55,9 @@ SAME = {
     "weights picked by where": {
         "weight": lambda weights, ids, expert: torch.where(ids == expert, weights, 0.0).sum(1).unsqueeze(-1)
     },
+    "seen as one matrix": {
+        "first": lambda x, w13, expert: F.linear(x, w13.view(-1, x.shape[1]).view(w13.shape)[expert])
+    },
     "stored transposed": {"first": lambda x, w13, expert: x @ w13.transpose(1, 2)[expert]},
 }
 
