@@ -183,22 +183,14 @@ def _picked(choice: Node) -> Iterator[Node]:
 
 
 def _of_picked_tokens(choice: Node) -> Iterator[Node]:
-    """The products with weights of what is picked, where that is no weight."""
-    pending = [each for each in _picked(choice) if not _is_weight(each)]
+    """The products of what is picked with weights, of which none is picked."""
+    pending = [*_picked(choice)]
     while pending:
         for user in pending.pop().users:
             if user.target in _PRODUCTS and _kind(user) in ("own", "stacked", "looped"):
                 yield user
             elif is_shown(user) or changes_dtype(user):
                 pending.append(user)
-
-
-def _is_weight(picked: Node) -> bool:
-    """Whether what is picked are matrices of a tensor of them."""
-    source, found = args(picked)[0], indexed(picked)
-    while (part := _part(source)) is not None:
-        source = part
-    return found is not None and source.op != "call_function" and rank(source) > 2
 
 
 def _rows_of_tables(choice: Node) -> Iterator[Node]:
@@ -246,12 +238,6 @@ def _shown(node: Node) -> Node | None:
     """What `node` shows, or is one of."""
     chosen = selected(node)
     return args(node)[0] if is_shown(node) else chosen and chosen[0]
-
-
-def _part(node: Node) -> Node | None:
-    """What `node` shows, or is a part of."""
-    is_same = node.target is aten.slice.Tensor or (node.op == "call_function" and changes_dtype(node))
-    return args(node)[0] if is_same else _shown(node)
 
 
 def _kind_of(operand: Node) -> str | None:

@@ -55,9 +55,6 @@ SAME = {
     "weights picked by where": {
         "weight": lambda weights, ids, expert: torch.where(ids == expert, weights, 0.0).sum(1).unsqueeze(-1)
     },
-    "seen as one matrix": {
-        "first": lambda x, w13, expert: F.linear(x, w13.view(-1, x.shape[1]).view(w13.shape)[expert])
-    },
     "stored transposed": {"first": lambda x, w13, expert: x @ w13.transpose(1, 2)[expert]},
 }
 
@@ -67,6 +64,23 @@ def test_what_means_the_same_is_raised(what, sizes):
     tokens, dynamic = sizes
     inputs = layer(tokens, dynamic=dynamic)
     result, out = computed(looped_with(**SAME[what]), *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.looped))
+
+
+def test_matrices_of_experts_that_are_stored_as_one():
+    """DBRX's: [E * 2I, H], and [E * I, H]."""
+
+    def seen(matrices, expert):
+        return matrices.view(EXPERTS, -1, matrices.shape[1])[expert]
+
+    parts = {
+        "first": lambda x, w13, expert: F.linear(x, seen(w13, expert)),
+        "second": lambda rows, w2, expert: rows @ seen(w2, expert),
+    }
+    inputs = layer(7)
+    stored = inputs._replace(w13=inputs.w13.flatten(0, 1), w2=inputs.w2.mT.contiguous().flatten(0, 1))
+    result, out = computed(looped_with(**parts), *stored, passes=PIPELINE)
     assert result.ops() == ["fused_moe"]
     assert_matches_oracle(out, oracle(inputs, stock.looped))
 

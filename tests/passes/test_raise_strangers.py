@@ -68,6 +68,21 @@ def of_what_is_added(x, router, w13, w2):
     return torch.bmm((x + best).expand(EXPERTS, -1, -1), w13.mT)
 
 
+def of_what_came_before(x, router, w13, w2):
+    """A gate on what a dense layer gives, from the best of what is made of it."""
+    rows = F.linear(swiglu(F.linear(x, w13[0])), w2[0])
+    return rows * F.linear(rows, router).topk(3)[0].sum(-1, keepdim=True)
+
+
+def of_a_table(x, router, w13, w2):
+    """What is added for the best: rows of one table."""
+    return x + F.embedding(F.linear(x, router).topk(3)[1], w13[:, 0].contiguous()).sum(1)
+
+
+def of_a_table_of_the_model(x, router, w13, w2):
+    return x + F.embedding(F.linear(x, router).topk(3)[1], router).sum(1)
+
+
 def of_merged_weights(x, router, w13, w2):
     """Experts' weights are added up, and each token multiplied with its sum of them."""
     weights, ids = softmax_router(F.linear(x, router))
@@ -75,7 +90,19 @@ def of_merged_weights(x, router, w13, w2):
     return torch.einsum("ti,thi->th", swiglu(torch.einsum("th,tih->ti", x, w13)), w2)
 
 
-@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum, of_what_is_added, of_merged_weights])
+@pytest.mark.parametrize(
+    "function",
+    [
+        of_mixture,
+        of_a_best,
+        of_a_sum,
+        of_what_is_added,
+        of_what_came_before,
+        of_a_table,
+        of_a_table_of_the_model,
+        of_merged_weights,
+    ],
+)
 def test_what_weighs_no_experts_by_a_choice_is_not_mentioned(function):
     assert not rewrite(function, *layer(5), passes=PIPELINE).reasons
 
@@ -112,8 +139,11 @@ def of_picked_tokens(x, router, w13, w2):
 
 
 def of_neurons(x, router, w13, w2):
-    """PEER: experts of one neuron, rows of two tables."""
-    scores, ids = F.linear(x, router).topk(3)
+    """PEER: experts of one neuron, rows of two tables, by keys of two parts."""
+    first, second = (F.linear(x, each).topk(2) for each in router.chunk(2))
+    sums = (first[0][:, :, None] + second[0][:, None]).flatten(1)
+    scores, place = sums.topk(3)
+    ids = (first[1][:, :, None] * 2 + second[1][:, None]).flatten(1).remainder(EXPERTS).gather(1, place)
     hidden = F.gelu(torch.einsum("th,tkh->tk", x, F.embedding(ids, w13))) * scores.softmax(-1)
     return torch.einsum("tk,tkh->th", hidden, F.embedding(ids, w2))
 
