@@ -3,12 +3,14 @@
     hidden = gate(torch.einsum("th,eih->tei", hidden_states, w13))
     out = (torch.einsum("tei,ehi->teh", hidden, w2) * weights.unsqueeze(-1)).sum(1)
 
-`weights` [T, E] has been scattered into zeros, or what a token chose is gathered out of what all experts give. Which
-dimension of a product is that of tokens and which that of experts is told by strides: both may be as long.
+`weights` [T, E] has been scattered into zeros, or what a token chose is gathered out of what all experts give; or they
+weigh what goes into a product (`fed.py`). Which dimension of a product is that of tokens and which that of experts is
+told by strides: both may be as long.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,14 +20,15 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.choices import chosen_ids, stray_ids
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
+from inductor_passes.raising.fed import Fed, expect_zero_of_zero, fed_into, weighed_rows, weighed_tokens
 from inductor_passes.raising.gates import is_in_gate
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
+from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens, WeightedSum
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import Given, ends, of_experts, total
+from inductor_passes.raising.totals import Given, as_given, ends, of_experts, total, unweighed
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -82,6 +85,8 @@ class Everyone(NamedTuple):
     activated: Node
     ids: Node
     """By which tokens choose among what the second product gives."""
+    fed: Fed | None
+    """What is weighed, where that is not what the second product gives."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -98,11 +103,29 @@ def everyone(graph: Graph) -> Iterator[Everyone]:
     spreads = [found for node in graph.nodes if (found := _spread(node)) is not None]
     known = {each.node: each for each in spreads}
     for second in spreads:
-        activated = unseen(second.rows)
-        gate = cut([activated], lambda node: node in known or not is_in_gate(node))
-        firsts = tuple(known[leaf] for leaf in gate.leaves if leaf in known)
-        if firsts and second not in firsts and (ids := _ids(second)) is not None:
-            yield Everyone(firsts, second, gate, activated, ids)
+        if (layer := _layer(second, known)) is not None:
+            yield layer
+
+
+def _layer(second: Spread, known: Mapping[Node, Spread]) -> Everyone | None:
+    activated, ids = unseen(second.rows), _ids(second)
+    gate, firsts = _gate(activated, second, known)
+    if firsts and ids is not None:
+        return Everyone(firsts, second, gate, activated, ids, None)
+    for fed in fed_into(second.rows, is_input=False):
+        inner, read = _gate(fed.rows, second, known)
+        if read:
+            return Everyone(read, second, inner, fed.rows, fed.ids, fed)
+    inputs = chain.from_iterable(fed_into(first.rows, is_input=True) for first in firsts)
+    fed = next(inputs, None)
+    return fed and Everyone(firsts, second, gate, activated, fed.ids, fed)
+
+
+def _gate(activated: Node, second: Spread, known: Mapping[Node, Spread]) -> tuple[Cut, tuple[Spread, ...]]:
+    """What stands in front of a second product, back to the first ones, and these: none where it is one itself."""
+    gate = cut([activated], lambda node: node in known or not is_in_gate(node))
+    firsts = tuple(known[leaf] for leaf in gate.leaves if leaf in known)
+    return gate, () if second in firsts else firsts
 
 
 def _spread(product: Node) -> Spread | None:
@@ -223,13 +246,45 @@ def _experts(layer: Everyone) -> Experts:
     second = layer.second
     indices = Indices(layer.ids, second.num_experts, {})
     _expect_gate(layer)
+    *firsts, last = (_outcome(each, indices) for each in (*layer.firsts, second))
+    tried = [*indices.samples, *stray_ids(indices)]
+    if layer.fed is None:
+        tokens = Tokens(_tokens_of_all(layer, indices), None)
+        weighted_sum = total(second.product.graph, second.given, indices, tried)
+    else:
+        tokens, weights = _weighed_before(layer, layer.fed, indices, tried)
+        given = second.given._replace(terms=as_given)
+        root = unweighed(second.product.graph, given, indices, tried).root
+        weighted_sum = weights._replace(root=root)
+    parts = Parts(tokens, tuple(firsts), layer.gate, {}, layer.activated, last)
+    return Experts(indices, parts, weighted_sum)
+
+
+def _tokens_of_all(layer: Everyone, indices: Indices) -> Node:
     tokens = [_tokens(each, indices) for each in layer.firsts]
     if any(each is not tokens[0] for each in tokens):
-        raise Refusal(second.product, "the products before the gate have different inputs")
-    *firsts, last = (_outcome(each, indices) for each in (*layer.firsts, second))
-    parts = Parts(Tokens(tokens[0], None), tuple(firsts), layer.gate, {}, layer.activated, last)
-    tried = [*indices.samples, *stray_ids(indices)]
-    return Experts(indices, parts, total(second.product.graph, second.given, indices, tried))
+        raise Refusal(layer.second.product, "the products before the gate have different inputs")
+    return tokens[0]
+
+
+def _weighed_before(
+    layer: Everyone, fed: Fed, indices: Indices, tried: Sequence[Tensor]
+) -> tuple[Tokens, WeightedSum]:
+    """What is weighed, and by what. Raises Refusal where those that nobody chose would add anything."""
+    biased = (*layer.firsts, layer.second) if fed.is_input else (layer.second,)
+    if any(each.bias is not None for each in biased):
+        raise Refusal(
+            layer.second.product, "what goes into experts with biases is weighed, not what they give"
+        )
+    if not fed.is_input:
+        given = layer.firsts[0].given.parts[layer.firsts[0].node]
+        found = weighed_rows(layer.second.rows, {fed.rows: given}, indices, tried)
+        return Tokens(_tokens_of_all(layer, indices), None), found
+    if any(unseen(each.rows) is not unseen(layer.firsts[0].rows) for each in layer.firsts):
+        raise Refusal(layer.second.product, "the products before the gate have different inputs")
+    expect_zero_of_zero(layer.gate, [each.node for each in layer.firsts], layer.activated)
+    tokens, found = weighed_tokens(layer.firsts[0].rows, fed, indices, tried)
+    return Tokens(tokens, found.topk_weights), found
 
 
 def _expect_gate(layer: Everyone) -> None:
@@ -246,8 +301,9 @@ def _expect_gate(layer: Everyone) -> None:
     (of_token, of_expert), (tokens, num_experts, columns) = _layout(shape, first.place)
     sizes, strides = (num_experts, tokens, columns), (of_expert, of_token, 1)
     alike = {(each.place, tuple(map(str, each.node.meta["val"].shape[:-1]))) for each in layer.firsts}
-    fits = shape[:-1] == leading and shown is not None and has_layout(shown, sizes, strides)
-    if len(alike) > 1 or not fits:
+    is_shown = shown is not None and has_layout(shown, sizes, strides)
+    is_weighed = layer.fed is not None and not layer.fed.is_input  # which then says what is where
+    if len(alike) > 1 or shape[:-1] != leading or not (is_shown or is_weighed):
         raise Refusal(second.product, f"{describe(second.rows)} gives experts rows of others")
 
 

@@ -8,6 +8,7 @@ from torch.fx import Graph
 from inductor_passes.raising.best_of_row import best_kept
 from inductor_passes.raising.gathered import gathered_by_index
 from inductor_passes.raising.glu import multiplied_glu
+from inductor_passes.raising.merged import summed_by_expert
 from inductor_passes.raising.padding import unpadded
 from inductor_passes.raising.repeated import multiplied_by_expert
 from inductor_passes.raising.summed import multiplied_sums
@@ -25,6 +26,7 @@ def as_written(graph: Graph) -> Iterator[None]:
         multiplied(graph),
         gathered_by_index(graph),
         multiplied_by_expert(graph),
+        summed_by_expert(graph),
         multiplied_sums(graph),
         unpadded(graph),
         multiplied_glu(graph),

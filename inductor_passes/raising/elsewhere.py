@@ -4,7 +4,7 @@ weights = logits.masked_fill(~chosen, -math.inf).softmax(-1)
 weights = probs * chosen / (probs * chosen).sum(-1, keepdim=True)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -20,13 +20,19 @@ from inductor_passes.raising.strays import stray_runs
 from inductor_passes.raising.views_of_rows import prims, rank, same_shape
 
 
-def are_of_all(node: Node, indices: Indices) -> bool:
-    """Whether `node` has a floating number for each expert, of each token."""
-    wanted = (*indices.ids.meta["val"].shape[:-1], indices.num_experts)
-    return rank(node) > 1 and node.meta["val"].dtype in WIDE and same_shape(node.meta["val"].shape, wanted)
+def ways_of_all(node: Node, indices: Indices) -> Iterator[bool]:
+    """Whether `node` may be by expert, [E, T], where it may have a floating number for each expert of each token."""
+    tokens = indices.ids.meta["val"].shape[:-1]
+    if rank(node) > 1 and node.meta["val"].dtype in WIDE:
+        for is_by_expert, wanted in (
+            (False, (*tokens, indices.num_experts)),
+            (True, (indices.num_experts, *tokens)),
+        ):
+            if same_shape(node.meta["val"].shape, wanted) and not (is_by_expert and len(tokens) > 1):
+                yield is_by_expert
 
 
-def is_zero_elsewhere(node: Node, indices: Indices) -> bool:
+def is_zero_elsewhere(node: Node, indices: Indices, is_by_expert: bool) -> bool:
     """Whether `node`, of all experts, is zero for those that a token did not choose: for any ids and logits.
 
     Of ids that are not the best ones a router makes NaN where these weigh nothing beside the best.
@@ -38,6 +44,7 @@ def is_zero_elsewhere(node: Node, indices: Indices) -> bool:
         weights = _weights(node, found, ids, indices, partial(of_sizes, power=power, generator=generator))
         if weights is None:
             return False
+        weights = weights.T if is_by_expert else weights.reshape(len(ids), indices.num_experts)
         unknown = weights.isnan().any(1, keepdim=True)
         others = weights.scatter(1, ids, 0.0).masked_fill(unknown, 0.0)
         if bool(others.ne(0).any()) or (power == 0 and bool(unknown.any())):
@@ -58,12 +65,12 @@ def _is_noise(node: Node) -> bool:
 def _weights(
     node: Node, found: Cut, ids: Tensor, indices: Indices, draw: Callable[[Sequence[int]], Tensor]
 ) -> Tensor | None:
-    """[T, E] for these ids; None where it depends on anything that cannot be drawn."""
+    """`node` for these ids; None where it depends on anything that cannot be drawn."""
     known: dict[Node, Any] = {leaf: _drawn(leaf, ids, indices, draw) for leaf in found.leaves}
     if any(value is None for value in known.values()):
         return None
     try:
-        return evaluate(found.nodes, known)[node].reshape(len(ids), indices.num_experts)
+        return evaluate(found.nodes, known)[node]
     except (RuntimeError, ValueError, TypeError, IndexError):
         return None
 

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 from inductor_passes.base import Refusal
 from inductor_passes.raising.evaluation import VIEWS, Cut, evaluate, is_size, numbers
 from inductor_passes.raising.rowwise import leading
-from inductor_passes.raising.views_of_rows import aten, is_view, prims
+from inductor_passes.raising.views_of_rows import aten, features, is_one, is_view, prims
 from moe_ops.activation import apply_activation, out_features
 from moe_ops.types import Activation
 
@@ -84,7 +84,7 @@ def _takes_halves(activation: Activation) -> bool:
 def _evaluated(
     gate: Cut, products: Sequence[Node], output: Node, masks: Mapping[Node, bool]
 ) -> tuple[Tensor, Tensor] | None:
-    columns = [product.meta["val"].shape[-1] for product in products]
+    columns = [features(product.meta["val"]) for product in products]
     if not all(isinstance(each, int) for each in columns):
         return None  # as below, a symbol
     generator = torch.Generator().manual_seed(0)
@@ -96,14 +96,14 @@ def _evaluated(
     parts = (slice(half), slice(half, None), slice(0, None, 2), slice(1, None, 2))
     for row, (spoilt, part) in enumerate(product((math.nan, math.inf, -math.inf), parts)):
         values[row, part] = spoilt  # in the gate alone, or in what it multiplies
-    rank = products[0].meta["val"].dim()
-    constant = {mask: of_rank(torch.full((_ROWS, 1), value), rank) for mask, value in masks.items()}
+    value = products[0].meta["val"]
+    constant = {mask: in_dimensions(torch.full((_ROWS, 1), each), value) for mask, each in masks.items()}
     filled = {node: fill(node, torch.float64) for node in gate.nodes if node.target is aten.full.default}
     nodes = [node for node in gate.nodes if node not in filled]
-    parts = (of_rank(part, rank) for part in values.split(columns, 1))
+    parts = (in_dimensions(part, value) for part in values.split(columns, 1))
     known: dict[Node, Any] = {**dict(zip(products, parts, strict=True)), **constant, **filled}
     try:
-        shapes = shapes_of_rows(gate, math.prod(products[0].meta["val"].shape[:-1]))
+        shapes = shapes_of_rows(gate, num_rows(value))
         if any(is_size(each) for node in nodes if node not in shapes for each in node.all_input_nodes):
             return None  # as below, a symbol
         for node in nodes:
@@ -148,9 +148,22 @@ def fill(node: Node, dtype: torch.dtype, device: torch.device | str = "cpu") -> 
     return torch.full([1] * value.dim(), number, dtype=dtype, device=device)
 
 
-def of_rank(rows: Tensor, rank: int) -> Tensor:
-    """Rows [S, F] as [S, 1, F] or with more dimensions of size 1: as many as a gate counts with."""
-    return rows if rank == 2 else rows.view(rows.shape[0], *[1] * (rank - 2), rows.shape[1])
+def in_dimensions(rows: Tensor, value: Tensor) -> Tensor:
+    """Rows [S, F] as [S, 1, F], with more dimensions of size 1, or as columns [S, F, 1]: as a gate counts with them."""
+    ones = [1] * (value.dim() - 2)
+    if are_columns(value):
+        return rows.view(rows.shape[0], *ones[1:], rows.shape[1], 1)
+    return rows.view(rows.shape[0], *ones, rows.shape[1])
+
+
+def are_columns(value: Tensor) -> bool:
+    """Whether what a product gives is [..., F, 1]."""
+    return value.dim() > 2 and is_one(value.shape[-1]) and not is_one(value.shape[-2])
+
+
+def num_rows(value: Tensor) -> Any:
+    """S."""
+    return math.prod(value.shape[: -2 if are_columns(value) else -1])
 
 
 def _magnitude(gate: Cut) -> float:

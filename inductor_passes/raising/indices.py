@@ -68,8 +68,11 @@ class Indices:
         """T."""
         if not isinstance(num_experts, int):
             raise Refusal(ids, f"a number of experts that is not known, {num_experts}, cannot be tried out")
-        known = (self.num_tokens, shape[-1]) if len(shape) > 1 else ()
-        tokens, self.top_k = map(concrete, known) if known else (None, None)
+        if len(shape) < 2:
+            raise Refusal(
+                ids, f"expert ids have shape {list(shape)}, raised are [T, K] or those of a best of row"
+            )
+        tokens, self.top_k = map(concrete, (self.num_tokens, shape[-1]))
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
         repeats = self.top_k > 1 and may_repeat(ids)

@@ -19,6 +19,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.choices import chosen_ids, stray_ids
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
+from inductor_passes.raising.fed import fed_into
 from inductor_passes.raising.gates import is_in_gate, written_as
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
@@ -223,6 +224,20 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
     return found[0]
 
 
+_OTHERS = "an expert of the loop reads something else than the others"
+_FED = (
+    "what goes into an expert of the loop is weighed, not what it gives: raised is that where all experts are "
+    "multiplied at once"
+)
+
+
+def _is_fed(loop: Loop) -> bool:
+    """Whether each expert reads rows of its own, weighed by a choice."""
+    rows = [unseen(first.rows) for first, *_ in loop.firsts]
+    own = loop.seconds if len({*rows}) < len(rows) else [*loop.seconds, *(first for first, *_ in loop.firsts)]
+    return any([*fed_into(each.rows, is_input=True)] for each in own)
+
+
 def _gate_of_all(loop: Loop) -> Cut:
     tokens, stacks = _tokens(loop.firsts[0][0]), [each.stack for each in loop.firsts[0]]
     known = {each.node: each for each in chain(*loop.firsts)}
@@ -233,7 +248,7 @@ def _gate_of_all(loop: Loop) -> Cut:
         is_alike = read == [each.node for each in firsts] and stacks == [each.stack for each in firsts]
         is_own = all(each.expert == second.expert and _tokens(each) == tokens for each in firsts)
         if not is_alike or not is_own:
-            raise Refusal(second.product, "an expert of the loop reads something else than the others")
+            raise Refusal(second.product, _FED if _is_fed(loop) else _OTHERS)
         gates.append(gate)
     if len({written_as(gate) for gate in gates}) > 1:
         raise Refusal(loop.seconds[-1].product, "the experts of the loop have different gates")

@@ -8,7 +8,7 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import Cut, cut, is_size
-from inductor_passes.raising.gates import is_in_gate
+from inductor_passes.raising.gates import are_columns, is_in_gate
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Outcome, Parts
 from inductor_passes.raising.products import Product
@@ -70,7 +70,7 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     node, bias, found = product.node, _bias_within(product, order, indices), None
     while node is not None:
         user = only_user(node)
-        if _shows_rows(node, product.num_slots, indices):
+        if _shows_rows(node, product, indices):
             found = Outcome(product, bias, node)
         if user is not None and bias is None and (added := _bias(user, node, order, indices)) is not None:
             bias = added
@@ -86,13 +86,15 @@ def _outcome(product: Product, order: Order, indices: Indices) -> Outcome:
     return found
 
 
-def _shows_rows(node: Node, num_slots: object, indices: Indices) -> bool:
-    """Whether `node` is [S, B], [S, 1, B], [T, K, B] or [T, K, 1, B]; where ids are [B, S, K] that may be [T, K]."""
+def _shows_rows(node: Node, product: Product, indices: Indices) -> bool:
+    """Whether `node` is [S, B], [S, 1, B], [S, B, 1], [T, K, B] or [T, K, 1, B]; [B, S, K] may be [T, K]."""
     if rank(node) == 2:
         return True
     shape, of_ids = node.meta["val"].shape, indices.ids.meta["val"].shape
     if len(shape) == 3 and is_one(shape[1]) and not is_one(shape[2]):
-        return _compat.statically_known_true(shape[0] == num_slots)
+        return _compat.statically_known_true(shape[0] == product.num_slots)
+    if are_columns(node.meta["val"]) and len(shape) == 3:
+        return same_shape(shape[:2], (product.num_slots, product.weight.value.shape[1]))
     if len(of_ids) > 2 and same_shape(shape[: len(of_ids)], of_ids):
         shape = shape[len(of_ids) - 2 :]
     is_by_token = len(shape) in (3, 4) and not is_one(shape[1]) and not is_one(shape[-1])

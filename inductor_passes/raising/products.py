@@ -4,6 +4,7 @@ Grouped: `_grouped_mm(rows, weight, offsets)`, whose rows lie in expert order. G
 whose rows lie in the order of slots.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -169,6 +170,11 @@ def order_of(product: Product, indices: Indices) -> Order:
     for order in (indices.slot_order, indices.by_choice):
         if indices.are_experts(product.experts, order):
             return order
+    with contextlib.suppress(Refusal):
+        node, order = sorted_places(product, indices)
+        by_expert = taken(order, indices.values(node) or ())
+        if indices.are_experts(product.experts, by_expert):
+            return by_expert
     raise Refusal(product.node, f"{describe(product.experts)} is not the expert of each slot")
 
 

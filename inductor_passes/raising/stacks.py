@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from inductor_passes.raising.views_of_rows import args, aten, changes_dtype, prims, rank, same_shape
+from inductor_passes.raising.views_of_rows import SHOWN, args, aten, changes_dtype, prims, rank, same_shape
 
 Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
 """A view: what shows it, and how."""
@@ -95,6 +95,11 @@ def _step(node: Node, more: int) -> tuple[Node, Step] | None:
     if target is aten.slice.Tensor:
         source, dim, *bounds = args(node)
         return source, (aten.slice.Tensor, (dim % rank(source) + more, *bounds))
+    if target in SHOWN and not more and all(isinstance(each, int) for each in node.meta["val"].shape):
+        return args(node)[0], (
+            aten.view.default,
+            (tuple(node.meta["val"].shape),),
+        )  # experts' matrices in one
     if changes_dtype(node):  # autocast's
         return args(node)[0], (prims.convert_element_type.default, args(node)[1:])
     if (chosen := selected(node)) is not None:

@@ -5,7 +5,7 @@ import operator
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from inductor_passes import _compat
 from inductor_passes.base import Refusal
@@ -14,7 +14,7 @@ from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices, Order
 from inductor_passes.raising.layer import Tokens, WeightedSum
 from inductor_passes.raising.strays import stray_runs
-from inductor_passes.raising.totals import Given, of_choices, total
+from inductor_passes.raising.totals import Given, of_choices, total, unweighed
 from inductor_passes.raising.views_of_rows import (
     VIEWS,
     args,
@@ -38,22 +38,30 @@ def weighted_sum(expert_out: Node, order: Order, indices: Indices, tokens: Token
     try:
         return _followed(expert_out, order, indices, tokens)
     except Refusal:
-        if tokens.topk_weights is not None or stray_runs(indices):
+        if stray_runs(indices):
             raise
         with contextlib.suppress(Refusal):
-            return _computed(expert_out, order, indices, tokens.hidden_states)
+            return _computed(expert_out, order, indices, tokens)
         raise
 
 
-def _computed(expert_out: Node, order: Order, indices: Indices, hidden_states: Node) -> WeightedSum:
-    """The sum, where rows are added in any other way."""
+def _computed(expert_out: Node, order: Order, indices: Indices, tokens: Tokens) -> WeightedSum:
+    """The sum, where rows are added in any other way, weighed before or not at all perhaps."""
 
     def part(rows: Tensor, place: int) -> Tensor:
         return rows.flatten(0, 1)[order[place]]
 
     given = Given({expert_out: part}, indices.samples[0].shape[1], of_choices)
-    found = total(expert_out.graph, given, indices, indices.samples)
-    return found._replace(root=_rounded(found.root, hidden_states))
+    found = _weighed_or_not(expert_out.graph, given, indices, tokens.topk_weights)
+    return found._replace(root=_rounded(found.root, tokens.hidden_states))
+
+
+def _weighed_or_not(graph: Graph, given: Given, indices: Indices, topk_weights: Node | None) -> WeightedSum:
+    if topk_weights is None:
+        with contextlib.suppress(Refusal):
+            return total(graph, given, indices, indices.samples)
+    found = unweighed(graph, given, indices, indices.samples)
+    return found if topk_weights is None else WeightedSum(topk_weights, found.root)
 
 
 def _followed(expert_out: Node, order: Order, indices: Indices, tokens: Tokens) -> WeightedSum:

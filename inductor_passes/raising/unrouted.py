@@ -20,6 +20,7 @@ from inductor_passes.raising.views_of_rows import (
     args,
     aten,
     changes_dtype,
+    indexed,
     is_one,
     is_reshape,
     is_shown,
@@ -28,7 +29,8 @@ from inductor_passes.raising.views_of_rows import (
     unseen,
 )
 
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_CONVOLUTION = aten.convolution.default
+_PRODUCTS = (_CONVOLUTION, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.argmax.default)
 
 _REASONS = {
@@ -44,6 +46,12 @@ _REASONS = {
     "placed": "a product with what was chosen places tokens (a dispatch tensor) and may drop some over a capacity: "
     "raised are layers that gather tokens by ids, or multiply all with all experts",
     "picked": "weights of experts are picked by a product with what was chosen (one_hot): raised is weight[ids]",
+    "convolved": "every token is multiplied with every expert by a convolution in groups, and weighed by what was "
+    "chosen: with matrices [E, A, B] it could be raised",
+    "tokens": "what was chosen picks the tokens that are multiplied (expert choice, mixture of depths, groups of a "
+    "fixed size): raised are layers that pick experts for tokens",
+    "rows": "what was chosen picks rows of matrices [N, A], experts of one neuron each (PEER): raised are products "
+    "with weight[ids] of a weight [E, A, B]",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
     "(autocast), or there are no two such products with a gate between",
 }
@@ -52,21 +60,27 @@ _REASONS = {
 
 def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
     """A refusal for each choice that only weighs what products of all experts give, and chooses none of `told`."""
-    for node in graph.nodes:
-        if node.target in _CHOICES and not _chooses(node, told):
-            before = {*cut([node], lambda each: False).nodes, *told}
-            found = (
-                each for meeting in _meetings(node) for each in _weighed_by(meeting) if each not in before
-            )
-            product = next(found, None)
-            if product is not None:
-                yield Refusal(product, _REASONS[_kind(product) or ""])
-            elif (fed := next(_fed_by(node, before), None)) is not None:
-                yield Refusal(fed, _REASONS["fed"])
-            elif (placed := next(_placed_by(node, before), None)) is not None:
-                yield Refusal(placed, _REASONS["placed"])
-            elif (picked := next(_picked_by(node, before), None)) is not None:
-                yield Refusal(picked, _REASONS["picked"])
+    choices = [node for node in graph.nodes if node.target in _CHOICES]
+    routers = {leaf for node in choices for leaf in cut([node], _is_product).leaves}
+    seen: set[Node] = set()
+    for choice in choices:
+        if not _chooses(choice, told):
+            before = {*cut([choice], lambda each: False).nodes, *told, *routers}
+            found = next(_reasons(choice, before), None)
+            if found is not None and found[0] not in seen:
+                seen.add(found[0])
+                yield Refusal(found[0], _REASONS[found[1]])
+
+
+def _reasons(choice: Node, before: Collection[Node]) -> Iterator[tuple[Node, str]]:
+    """(product, reason): what a choice that raises nothing does, for sure first. Of no product `before`."""
+    yield from ((each, "tokens") for each in _of_picked_tokens(choice) if each not in before)
+    for meeting in _meetings(choice):
+        yield from ((each, _kind(each) or "") for each in _weighed_by(meeting) if each not in before)
+    yield from ((each, "fed") for each in _fed_by(choice, before))
+    yield from ((each, "placed") for each in _placed_by(choice, before))
+    yield from ((each, "picked") for each in _picked_by(choice, before))
+    yield from ((each, "rows") for each in _rows_of_tables(choice))
 
 
 def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
@@ -153,6 +167,43 @@ def _picked_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
                 yield product
 
 
+def _picked(choice: Node) -> Iterator[Node]:
+    """What is read of floating tensors at what was chosen, or at what follows from it."""
+    pending, seen = [*choice.users], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        source = indexed(node)
+        if is_integral(node):
+            pending.extend(node.users)
+        elif source is not None or node.target is aten.gather.default:
+            yield node
+
+
+def _of_picked_tokens(choice: Node) -> Iterator[Node]:
+    """The products of what is picked with weights, of which none is picked."""
+    pending = [*_picked(choice)]
+    while pending:
+        for user in pending.pop().users:
+            if user.target in _PRODUCTS and _kind(user) in ("own", "stacked", "looped"):
+                yield user
+            elif is_shown(user) or changes_dtype(user):
+                pending.append(user)
+
+
+def _rows_of_tables(choice: Node) -> Iterator[Node]:
+    """The second of what is picked of two matrices that are inputs of the graph and have as many rows."""
+    tables: dict[object, Node] = {}
+    for picked in _picked(choice):
+        table = args(picked)[0]
+        if table.op != "call_function" and rank(table) == 2 and isinstance(size(table, 0), int):
+            other = tables.setdefault(size(table, 0), table)
+            if other is not table:
+                yield picked
+
+
 def _next_products(node: Node) -> Iterator[Node]:
     """Those with weights of several experts behind `node`, with no other product in between."""
     pending, seen = [*node.users], set()
@@ -166,6 +217,10 @@ def _next_products(node: Node) -> Iterator[Node]:
                 yield user
 
 
+def _is_product(node: Node) -> bool:
+    return node.target in _PRODUCTS
+
+
 def _ends_here(node: Node) -> bool:
     is_index = is_integral(node) and not changes_dtype(node)
     return node.target in _PRODUCTS or is_moe_op(node) or is_index
@@ -173,6 +228,8 @@ def _ends_here(node: Node) -> bool:
 
 def _kind(product: Node) -> str | None:
     """How a product reads a weight; None where it multiplies with none. A matrix on the left may be the tokens."""
+    if product.target is _CONVOLUTION:
+        return "convolved" if args(product)[-1] > 1 else None
     kinds = [_kind_of(each) for each in args(product)[-2:]]
     return kinds[1] or (kinds[0] if rank(product) == 3 and kinds[0] != "own" else None)
 

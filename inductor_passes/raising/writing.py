@@ -1,7 +1,7 @@
 """Writes a layer that was found as stages."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -14,7 +14,15 @@ from inductor_passes import _compat
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import call, describe, pick, write_out
 from inductor_passes.raising.evaluation import Cut, cut, is_size
-from inductor_passes.raising.gates import fill, of_rank, recognised, shapes_of_rows, shows_rows
+from inductor_passes.raising.gates import (
+    are_columns,
+    fill,
+    in_dimensions,
+    num_rows,
+    recognised,
+    shapes_of_rows,
+    shows_rows,
+)
 from inductor_passes.raising.layer import Experts, Outcome, as_they_are
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
@@ -59,15 +67,15 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     ids = _flat(graph, layer.indices.ids, like)
     plan = call(graph, record.BuildDispatch(ids, record.Placement(), layer.indices.num_experts), like)
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
-    rows = _rows(graph, layer, sorted_slots, like)
+    weights = _flat(graph, layer.sum.topk_weights, like)
+    if layer.sum.score is not as_they_are:
+        weights = written(graph, layer.sum.score, (weights, ids), like)
+    rows = _rows(graph, layer, weights, sorted_slots, like)
     activated = _activated(graph, layer, rows, offsets)
     dtype = layer.parts.second.product.rows.meta["val"].dtype
     if activated.meta["val"].dtype != dtype:  # where a model rounds what it has weighed
         activated = written(graph, lambda rows: rows.to(dtype), (activated,), like)
     expert_out = _product(graph, activated, offsets, (layer.parts.second,), like)
-    weights = _flat(graph, layer.sum.topk_weights, like)
-    if layer.sum.score is not as_they_are:
-        weights = written(graph, layer.sum.score, (weights, ids), like)
     if layer.parts.tokens.topk_weights is not None:  # rows are weighed before their products, not after
         weights = written(graph, torch.ones_like, (weights,), like)
     combined = _as(graph, call(graph, record.Combine(expert_out, weights, inverse, None), like), layer)
@@ -82,10 +90,16 @@ def _flat(graph: Graph, node: Node, like: Node) -> Node:
     return node if is_flat else written(graph, lambda rows: rows.flatten(0, -2), (node,), like)
 
 
-def _rows(graph: Graph, layer: Experts, sorted_slots: Node, like: Node) -> Node:
-    hidden_states, weights = layer.parts.tokens
+def _rows(graph: Graph, layer: Experts, weights: Node, sorted_slots: Node, like: Node) -> Node:
+    hidden_states, weighed = layer.parts.tokens
     tokens, dtype = _flat(graph, hidden_states, like), layer.parts.firsts[0].product.rows.meta["val"].dtype
-    if weights is not None:
+    if weighed is not None and layer.indices.top_k == 1:  # then they are gathered as other tokens are
+
+        def weigh(tokens: Tensor, topk_weights: Tensor) -> Tensor:
+            return (tokens * topk_weights).to(dtype)
+
+        tokens = written(graph, weigh, (tokens, weights), like)
+    elif weighed is not None:
         rows = call(graph, record.Permute(tokens, sorted_slots), like)
         return written(graph, _weigh(dtype), (rows, weights, sorted_slots), like)
     if tokens.meta["val"].dtype != dtype:
@@ -119,9 +133,10 @@ def _shown(graph: Graph, stack: Stack, like: Node) -> Node:
 
 def _activated(graph: Graph, layer: Experts, rows: Node, offsets: Node) -> Node:
     """The first products, in one where they can be, and the gate: a stage where it is an activation of ours."""
-    like, firsts = layer.parts.second.product.node, layer.parts.firsts
+    like, firsts = layer.parts.second.product.node, _biased_alike(layer.parts.firsts)
     if not _are_one(firsts):
-        return _gate(graph, layer, [_product(graph, rows, offsets, (each,), like) for each in firsts])
+        apart = [_product(graph, rows, offsets, (each,), like) for each in layer.parts.firsts]
+        return _gate(graph, layer, apart)
     for order in dict.fromkeys((firsts, firsts[::-1])):
         nodes = [outcome.node for outcome in order]
         activation = recognised(layer.parts.gate, nodes, layer.parts.activated, layer.parts.masks)
@@ -133,13 +148,23 @@ def _activated(graph: Graph, layer: Experts, rows: Node, offsets: Node) -> Node:
     return _gate(graph, layer, parts)
 
 
+def _biased_alike(firsts: tuple[Outcome, ...]) -> tuple[Outcome, ...]:
+    """Gate and up with a bias each, zeros perhaps, where one has some."""
+    biases = [each.bias for each in firsts if each.bias is not None]
+    if len(firsts) != 2 or len(biases) != 1:
+        return firsts
+    (bias,) = biases
+    zeros = Stack(bias.source, (*bias.steps, (torch.zeros_like, ())))
+    return tuple(each._replace(bias=each.bias or zeros) for each in firsts)
+
+
 def _are_one(firsts: Sequence[Outcome]) -> bool:
     """Whether one product can be made of them: there is one, or gate and up whose weights lie alike."""
     if len(firsts) != 2:
         return len(firsts) == 1
     gate, up = firsts
     if gate.bias is None or up.bias is None:
-        return gate.bias is up.bias and _lie_alike(gate.product.weight, up.product.weight)
+        return _lie_alike(gate.product.weight, up.product.weight)  # neither has one
     return _lie_alike(gate.product.weight, up.product.weight) and _lie_alike(gate.bias, up.bias)
 
 
@@ -160,31 +185,39 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     if sees_all and shaping is not None:
         raise Refusal(shaping, f"the gate of an expert names its shape: {describe(shaping)}")
     if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.parts.masks):
-        return written(graph, _of_any_rows(layer.parts.gate, outcomes, layer.parts.activated), products, like)
+        return written(graph, of_any_rows(layer.parts.gate, outcomes, layer.parts.activated), products, like)
     expect_rowwise(layer.parts.gate, outcomes, layer.parts.masks, layer.parts.firsts[0].product.num_slots)
-    shown = [
-        _in_shape(graph, new, old.meta["val"].shape[:-1], layer.indices.ids)
-        for new, old in zip(products, outcomes, strict=True)
-    ]
+    shown = map(partial(_as_given, graph, layer.indices.ids), products, outcomes)
     copies = dict(zip(outcomes, shown, strict=True))
     for node in layer.parts.gate.nodes:
         copies[node] = _copied(graph, node, copies, layer.parts.masks, like)
-    return _flat(graph, copies[layer.parts.activated], like)
+    activated = copies[layer.parts.activated]
+    if are_columns(activated.meta["val"]):
+        return written(graph, lambda columns: columns.squeeze(-1), (activated,), like)
+    return _flat(graph, activated, like)
+
+
+def _as_given(graph: Graph, ids: Node, rows: Node, outcome: Node) -> Node:
+    """`rows` [N, F] as a gate has what a product gives."""
+    value = outcome.meta["val"]
+    if are_columns(value):
+        return written(graph, lambda rows: rows.unsqueeze(-1), (rows,), rows)
+    return _in_shape(graph, rows, value.shape[:-1], ids)
 
 
 def _names_a_shape(node: Node) -> bool:
-    """Whether a node of a gate is right for so many rows only: `_of_any_rows` fills and shows any number."""
+    """Whether a node of a gate is right for so many rows only: `of_any_rows` fills and shows any number."""
     is_of_any = node.target is aten.full.default or shows_rows(node)
     return not is_of_any and (is_view(node) or any(map(is_size, node.all_input_nodes)))
 
 
-def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
+def of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callable[..., Tensor]:
     """A gate of T rows, each by itself, as a function of any number of rows."""
-    shapes = shapes_of_rows(gate, math.prod(products[0].meta["val"].shape[:-1]))
+    shapes = shapes_of_rows(gate, num_rows(products[0].meta["val"]))
 
     def run(*rows: Tensor) -> Tensor:
         known: dict[Node, Any] = {
-            node: of_rank(row, node.meta["val"].dim()) for node, row in zip(products, rows, strict=True)
+            node: in_dimensions(row, node.meta["val"]) for node, row in zip(products, rows, strict=True)
         }
         for node in gate.nodes:
             if node.target is aten.full.default:
@@ -195,7 +228,7 @@ def _of_any_rows(gate: Cut, products: Sequence[Node], activated: Node) -> Callab
                 continue
             given = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*given[0], **given[1])  # type: ignore[operator]
-        return known[activated].flatten(0, -2)
+        return known[activated].reshape(rows[0].shape[0], -1)
 
     return run
 

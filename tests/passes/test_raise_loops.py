@@ -68,6 +68,23 @@ def test_what_means_the_same_is_raised(what, sizes):
     assert_matches_oracle(out, oracle(inputs, stock.looped))
 
 
+def test_matrices_of_experts_that_are_stored_as_one():
+    """DBRX's: [E * 2I, H], and [E * I, H]."""
+
+    def seen(matrices, expert):
+        return matrices.view(EXPERTS, -1, matrices.shape[1])[expert]
+
+    parts = {
+        "first": lambda x, w13, expert: F.linear(x, seen(w13, expert)),
+        "second": lambda rows, w2, expert: rows @ seen(w2, expert),
+    }
+    inputs = layer(7)
+    stored = inputs._replace(w13=inputs.w13.flatten(0, 1), w2=inputs.w2.mT.contiguous().flatten(0, 1))
+    result, out = computed(looped_with(**parts), *stored, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, oracle(inputs, stock.looped))
+
+
 def test_weights_with_input_features_first():
     def transposed(x, router, w13, w2):
         apart = {"first": lambda x, w13, e: x @ w13[e], "second": lambda rows, w2, e: rows @ w2[e]}

@@ -163,21 +163,44 @@ def test_weights_that_lie_otherwise_keep_a_product_each():
     assert_matches_oracle(out, stock.oracle(inputs, stock.grouped))
 
 
-def test_a_bias_for_one_keeps_a_product_each():
-    b1 = torch.randn(EXPERTS, INTERMEDIATE).bfloat16()
+def with_one_bias(which):
+    """Of gate or up."""
 
-    def biased(x, router, w1, w3, w2, b1):
+    def biased(x, router, w1, w3, w2, bias):
+        weights, ids = softmax_router(F.linear(x, router))
+        first, second = (torch.einsum("th,tkih->tki", x, each[ids]) for each in (w1, w3))
+        gate, up = (first + bias[ids], second) if which == "gate" else (first, second + bias[ids])
+        out = torch.einsum("tki,tkhi->tkh", silu_gate(gate, up), w2[ids])
+        return torch.einsum("tkh,tk->th", out, weights.to(x.dtype))
+
+    return biased
+
+
+@pytest.mark.parametrize("which", ["gate", "up"])
+def test_a_bias_for_one(which):
+    """The other one's are zeros."""
+    given = (*apart(layer(9)), torch.randn(EXPERTS, INTERMEDIATE).bfloat16())
+    result, out = computed(with_one_bias(which), *given, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"] and len(result.log.raised) == 2
+    assert_matches_oracle(out, with_one_bias(which)(*(each.double() for each in given)))
+
+
+def test_a_bias_for_one_whose_weights_lie_otherwise_keeps_a_product_each():
+    def biased(x, router, w1, w3, w2, bias):
         weights, ids = softmax_router(F.linear(x, router))
         order, offsets = stock.sorted_slots(ids)
         rows, experts = x[order // TOP_K], ids.reshape(-1)[order]
-        gate = torch._grouped_mm(rows, w1.transpose(-2, -1), offsets) + b1[experts]
+        gate = torch._grouped_mm(rows, w1.transpose(-2, -1), offsets) + bias[experts]
         up = torch._grouped_mm(rows, w3.transpose(-2, -1), offsets)
         out = torch._grouped_mm(silu_gate(gate, up), w2.transpose(-2, -1), offsets)
         out = out * weights.reshape(-1)[order, None]
         return torch.zeros_like(x, dtype=out.dtype).index_add(0, order // TOP_K, out).to(x.dtype)
 
-    result = rewrite(biased, *apart(layer(9)), b1, passes=PIPELINE)
+    x, router, w1, w3, w2 = apart(layer(9))
+    bias = torch.randn(EXPERTS, INTERMEDIATE).bfloat16()
+    result = rewrite(biased, x, router, w1, turned(w3), w2, bias, passes=PIPELINE)
     assert result.ops().count("grouped_gemm") == 2 and len(result.log.raised) == 2
+    assert "aten.full" not in result.after
 
 
 def test_a_weight_of_another_dtype_keeps_a_product_of_its_own():

@@ -106,11 +106,6 @@ def test_what_is_something_else_stays(what):
     assert reason in found
 
 
-def _in_columns(gate_up):
-    gate, up = gate_up.chunk(2, dim=1)
-    return F.silu(gate) * up
-
-
 def _multiplied(weights, rows):
     """The sum as a product: weights are [T, 1, K], rows [T, K, H]."""
     return torch.bmm(weights, rows.float()).squeeze(1)
@@ -124,10 +119,6 @@ GATHERED_OTHERS = {
     "second experts of other slots": (
         {"experts": lambda experts: (experts, experts.flip(0))},
         "is not the expert of each slot|gives rows to other experts than the ids of the layer",
-    ),
-    "columns are not rows": (
-        {"activate": _in_columns},
-        r"the product with experts has shape \[27, 64, 1\], not \[rows, columns\]",
     ),
     "tokens in another order": (
         {"rows": lambda x, weights: x[torch.arange(weights.numel()) % x.shape[0]]},

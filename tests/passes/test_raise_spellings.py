@@ -68,12 +68,6 @@ def columns_apart(x, dense, w13, w2):
     return torch.einsum("te,teh->th", dense, torch.einsum("tei,eih->teh", swiglu(hidden), w2))
 
 
-def fed(x, dense, w13, w2):
-    """Llama 4: tokens times the weight that each expert has for them."""
-    rows = x.repeat(EXPERTS, 1) * dense.T.reshape(-1, 1)
-    return torch.bmm(swiglu(torch.bmm(rows.view(EXPERTS, -1, HIDDEN), w13)), w2).sum(0)
-
-
 def placed(x, weights, ids, w13, w2):
     """GShard's dispatch tensor [T, E, C], with room for all."""
     chosen = F.one_hot(ids, EXPERTS).to(x.dtype)
@@ -100,7 +94,6 @@ OTHER = {
         of_best(transposed(columns_apart)),
         "rows are multiplied with all experts at once",
     ),
-    "tokens are weighed": (of_best(transposed(fed)), "what goes into a product with all experts is weighed"),
     "tokens are placed by a product": (of_best(placed), "a product with what was chosen places tokens"),
     "something else is added within products": (
         of_best(with_biases(lambda biases, experts: biases[experts] + 1)),

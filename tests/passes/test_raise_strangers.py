@@ -68,6 +68,21 @@ def of_what_is_added(x, router, w13, w2):
     return torch.bmm((x + best).expand(EXPERTS, -1, -1), w13.mT)
 
 
+def of_what_came_before(x, router, w13, w2):
+    """A gate on what a dense layer gives, from the best of what is made of it."""
+    rows = F.linear(swiglu(F.linear(x, w13[0])), w2[0])
+    return rows * F.linear(rows, router).topk(3)[0].sum(-1, keepdim=True)
+
+
+def of_a_table(x, router, w13, w2):
+    """What is added for the best: rows of one table."""
+    return x + F.embedding(F.linear(x, router).topk(3)[1], w13[:, 0].contiguous()).sum(1)
+
+
+def of_a_table_of_the_model(x, router, w13, w2):
+    return x + F.embedding(F.linear(x, router).topk(3)[1], router).sum(1)
+
+
 def of_merged_weights(x, router, w13, w2):
     """Experts' weights are added up, and each token multiplied with its sum of them."""
     weights, ids = softmax_router(F.linear(x, router))
@@ -75,7 +90,19 @@ def of_merged_weights(x, router, w13, w2):
     return torch.einsum("ti,thi->th", swiglu(torch.einsum("th,tih->ti", x, w13)), w2)
 
 
-@pytest.mark.parametrize("function", [of_mixture, of_a_best, of_a_sum, of_what_is_added, of_merged_weights])
+@pytest.mark.parametrize(
+    "function",
+    [
+        of_mixture,
+        of_a_best,
+        of_a_sum,
+        of_what_is_added,
+        of_what_came_before,
+        of_a_table,
+        of_a_table_of_the_model,
+        of_merged_weights,
+    ],
+)
 def test_what_weighs_no_experts_by_a_choice_is_not_mentioned(function):
     assert not rewrite(function, *layer(5), passes=PIPELINE).reasons
 
@@ -104,9 +131,51 @@ def of_picked_weights(x, router, w13, w2):
     return torch.einsum("tki,tkhi,tk->th", rows, w2, weights.to(x.dtype))
 
 
+def of_picked_tokens(x, router, w13, w2):
+    """Mixture of depths: of tokens some are multiplied, with a layer that all of them share."""
+    score, tokens = F.linear(x, router)[:, 0].topk(3)
+    out = F.linear(swiglu(F.linear(x[tokens], w13[0])), w2[0])
+    return x.index_add(0, tokens, out * score.sigmoid()[:, None])
+
+
+def of_neurons(x, router, w13, w2):
+    """PEER: experts of one neuron, rows of two tables, by keys of two parts."""
+    first, second = (F.linear(x, each).topk(2) for each in router.chunk(2))
+    sums = (first[0][:, :, None] + second[0][:, None]).flatten(1)
+    scores, place = sums.topk(3)
+    ids = (first[1][:, :, None] * 2 + second[1][:, None]).flatten(1).remainder(EXPERTS).gather(1, place)
+    hidden = F.gelu(torch.einsum("th,tkh->tk", x, F.embedding(ids, w13))) * scores.softmax(-1)
+    return torch.einsum("tk,tkh->th", hidden, F.embedding(ids, w2))
+
+
+def by_convolution(x, router, w13, w2):
+    weights, ids = softmax_router(F.linear(x, router))
+    dense = torch.zeros(len(x), EXPERTS).scatter(1, ids, weights).to(x.dtype)
+    hidden = F.conv1d(x.T.repeat(EXPERTS, 1), w13[:, ::2].reshape(-1, x.shape[1], 1), groups=EXPERTS).relu()
+    out = F.conv1d(hidden, w2.reshape(-1, w2.shape[2], 1), groups=EXPERTS)
+    return torch.einsum("eht,te->th", out.view(EXPERTS, -1, len(x)), dense)
+
+
+def of_ids_by_token(x, router, w13, w2):
+    """One expert for each token, by a number of its own."""
+    ids = (x[:, 0] * 8).long() % EXPERTS
+    return torch.einsum("ti,thi->th", swiglu(torch.einsum("th,tih->ti", x, w13[ids])), w2[ids])
+
+
+def looped_on_input(x, router, w13, w2):
+    weights, ids = softmax_router(F.linear(x, router))
+    dense = torch.zeros(len(x), EXPERTS).scatter(1, ids, weights).to(x.dtype)
+    rows = (x * dense[:, expert, None] for expert in range(EXPERTS))
+    return sum(F.linear(swiglu(F.linear(each, w13[e])), w2[e]) for e, each in enumerate(rows))
+
+
 @pytest.mark.parametrize(
     "function, how",
     [
+        (of_picked_tokens, "picks the tokens that are multiplied"),
+        (by_convolution, "by a convolution in groups"),
+        (of_ids_by_token, "expert ids have shape [5]"),
+        (looped_on_input, "what goes into an expert of the loop is weighed"),
         (of_other_numbers, "multiplied with weight[ids]"),
         (of_all_but_one, "every weight[expert]"),
         (of_picked_weights, "picked by a product"),
@@ -115,3 +184,25 @@ def of_picked_weights(x, router, w13, w2):
 def test_layers_that_stay_say_how_they_read_their_weights(function, how):
     (reason,) = rewrite(function, *layer(5), passes=PIPELINE).reasons
     assert how in reason
+
+
+def test_experts_of_one_neuron_say_so_once():
+    x, router, w13, w2 = layer(5)
+    (reason,) = rewrite(of_neurons, x, router, w13[:, 0].clone(), w2[..., 0].clone(), passes=PIPELINE).reasons
+    assert "experts of one neuron each" in reason
+
+
+def of_two_choices(x, router, w13, w2):
+    """Two choices, by which the same layer is taken: what chooses for one is no expert of the other."""
+    weights, _ = softmax_router(F.linear(x, router))
+    total = torch.zeros_like(x)
+    for scores in (F.linear(x, router), F.linear(x, router.roll(1, 0))):
+        dense = torch.zeros_like(scores).scatter(1, scores.topk(weights.shape[1])[1], weights.to(x.dtype))
+        for e in range(EXPERTS):
+            total = total + F.linear(swiglu(F.linear(x, w13[e])), w2[e]) * dense[:, e, None]
+    return total
+
+
+def test_a_router_is_no_expert_of_another_choice():
+    reasons = rewrite(of_two_choices, *layer(5), passes=PIPELINE).reasons
+    assert len(reasons) == 1 and "the weights of an expert come from" in reasons[0]

@@ -1,0 +1,111 @@
+"""Products that sum over experts as well, seen as products with each expert and a sum by the passes that raise layers.
+
+    torch.einsum("te,eti,eih->th", weights, hidden, w2)  # [T, E * I] @ [E * I, H]
+
+What is not raised is one product again.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from inductor_passes.graph_tools import write_out
+from inductor_passes.raising.views_of_rows import (
+    args,
+    aten,
+    has_layout,
+    indexed,
+    is_one,
+    is_view,
+    rank,
+    same_shape,
+    seen_from,
+    size,
+    unseen,
+)
+from inductor_passes.raising.writing import erase_unread
+
+
+class _Merged(NamedTuple):
+    """A product [T, E * A] @ [E * A, B]."""
+
+    rows: Node
+    """[..., E, A], or with dimensions of size 1 at the end."""
+    weight: Node
+    is_turned: bool
+    """Whether the weight is [E, B, A]."""
+
+
+@contextmanager
+def summed_by_expert(graph: Graph) -> Iterator[None]:
+    """Every such product is a sum over products with each expert, until the end."""
+    before: dict[Node, tuple[Any, Any]] = {}
+    for node in list(graph.nodes):
+        if (found := _merged(node)) is not None:
+            before[node] = node.target, node.args
+            product = _by_expert(graph, node, found)
+            node.target, node.args = aten.sum.dim_IntList, (product, [0], rank(node) == 3)
+    try:
+        yield
+    finally:
+        for node, (target, factors) in before.items():
+            if not node._erased:
+                product = args(node)[0]
+                node.target, node.args = target, factors
+                erase_unread(graph, product)
+
+
+def _by_expert(graph: Graph, node: Node, found: _Merged) -> Node:
+    """[E, T, B], before they are added up."""
+
+    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.mT if found.is_turned else weight
+        return torch.bmm(rows.reshape(-1, *weight.shape[:2]).transpose(0, 1), weight)
+
+    with graph.inserting_before(node):
+        return write_out(graph, multiply, (found.rows, found.weight), node)[0]
+
+
+def _merged(product: Node) -> _Merged | None:
+    is_batch_of_one = product.target is aten.bmm.default and is_one(size(product, 0))
+    if not is_batch_of_one and product.target is not aten.mm.default:
+        return None
+    left, right = args(product)
+    weight = unseen(right)
+    shape = weight.meta["val"].shape
+    is_stack = rank(weight) == 3 and all(isinstance(each, int) for each in shape) and indexed(weight) is None
+    is_turned = _is_turned(weight, right) if is_stack and shape[0] > 1 else None
+    rows = None if is_turned is None else _unmerged(left, (shape[0], shape[1 + is_turned]))
+    return None if rows is None or is_turned is None else _Merged(rows, weight, is_turned)
+
+
+def _is_turned(weight: Node, factor: Node) -> bool | None:
+    """Whether `factor` [E * A, B] shows `weight` [E, B, A], rather than [E, A, B]; None where it shows neither."""
+    number, x, y = weight.meta["val"].shape
+    for is_turned, sizes, strides in ((False, (x, y), (y, 1)), (True, (y, x), (1, y))):
+        node = _unmerged(factor, (number, *sizes))
+        shown = None if node is None else seen_from(weight, node)
+        is_whole = same_shape(factor.meta["val"].shape[-2:], (number * sizes[0], sizes[1]))
+        if (
+            is_whole
+            and shown is not None
+            and has_layout(shown.squeeze(), (number, *sizes), (x * y, *strides))
+        ):
+            return is_turned
+    return None
+
+
+def _unmerged(node: Node, last: tuple[int, ...]) -> Node | None:
+    """What `node` shows whose last sizes are these, but for sizes of 1 behind them."""
+    while is_view(node) or node.target is aten.clone.default:
+        node = args(node)[0]
+        shape = [*node.meta["val"].shape]
+        while shape and is_one(shape[-1]) and not is_one(last[-1]):
+            shape.pop()
+        if len(shape) >= len(last) and same_shape(shape[-len(last) :], last):
+            return node
+    return None
