@@ -6,7 +6,7 @@ whose rows lie in the order of slots.
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,23 +163,31 @@ def _stored(weight: Node, is_transposed: bool) -> Stack:
 def order_of(product: Product, indices: Indices) -> Order:
     """The order of the rows of a product. Raises Refusal where it is none that experts can own rows in."""
     if product.kind == "grouped":
-        node, order = sorted_places(product, indices)
-        places = indices.values(node)
-        assert places is not None
-        return taken(order, places)
-    for order in (indices.slot_order, indices.by_choice):
+        return _by_expert(product, indices)
+    for order in _orders(product, indices):
         if indices.are_experts(product.experts, order):
             return order
-    with contextlib.suppress(Refusal):
-        node, order = sorted_places(product, indices)
-        by_expert = taken(order, indices.values(node) or ())
-        if indices.are_experts(product.experts, by_expert):
-            return by_expert
     raise Refusal(product.node, f"{describe(product.experts)} is not the expert of each slot")
 
 
+def _orders(product: Product, indices: Indices) -> Iterator[Order]:
+    """Those in which a model may have gathered weights."""
+    yield indices.slot_order
+    yield indices.by_choice
+    with contextlib.suppress(Refusal):
+        yield _by_expert(product, indices)
+
+
+def _by_expert(product: Product, indices: Indices) -> Order:
+    """The order of rows that were gathered in it. Raises Refusal where they were not."""
+    node, order = sorted_places(product, indices)
+    places = indices.values(node)
+    assert places is not None  # or they were not found
+    return taken(order, places)
+
+
 def sorted_places(product: Product, indices: Indices) -> tuple[Node, Order]:
-    """[S]: the place of each row of a grouped product, in the order that is given with them.
+    """[S]: the place of each row of a product, in the order that is given with them.
 
     Raises Refusal where rows lie in another order than that of experts.
     """

@@ -95,11 +95,9 @@ def _step(node: Node, more: int) -> tuple[Node, Step] | None:
     if target is aten.slice.Tensor:
         source, dim, *bounds = args(node)
         return source, (aten.slice.Tensor, (dim % rank(source) + more, *bounds))
-    if target in SHOWN and not more and all(isinstance(each, int) for each in node.meta["val"].shape):
-        return args(node)[0], (
-            aten.view.default,
-            (tuple(node.meta["val"].shape),),
-        )  # experts' matrices in one
+    if target in SHOWN and not more:  # matrices of all experts, stored as one
+        shape = tuple(node.meta["val"].shape)
+        return (args(node)[0], (aten.view.default, (shape,))) if _are_known(shape) else None
     if changes_dtype(node):  # autocast's
         return args(node)[0], (prims.convert_element_type.default, args(node)[1:])
     if (chosen := selected(node)) is not None:
@@ -108,6 +106,10 @@ def _step(node: Node, more: int) -> tuple[Node, Step] | None:
     if target is operator.getitem:
         return _part(args(node)[0], args(node)[1], more)
     return None
+
+
+def _are_known(sizes: tuple[Any, ...]) -> bool:
+    return all(isinstance(each, int) for each in sizes)
 
 
 def _part(split: Node, index: int, more: int) -> tuple[Node, Step] | None:

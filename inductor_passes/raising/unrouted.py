@@ -5,7 +5,7 @@ and weigh by what a top-k chose. Nothing in their products says which expert a r
 goes by.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -97,21 +97,25 @@ def alone(graph: Graph, in_layers: Collection[Node]) -> Iterator[Refusal]:
 
 def _chooses(choice: Node, told: Collection[Node]) -> bool:
     """Whether what was chosen says which expert a row belongs to, in one of these products or operators of ours."""
-    pending, seen = [*choice.users], set()
+
+    def leads_on(node: Node) -> bool:
+        is_weight = node.target is aten.index.Tensor and rank(args(node)[0]) > 2
+        is_index = is_integral(node) or not isinstance(node.meta.get("val"), Tensor)
+        return is_index or is_weight or is_reshape(node)
+
+    return any(node in told or is_moe_op(node) for node in _behind(choice, leads_on))
+
+
+def _behind(start: Node, leads_on: Callable[[Node], bool]) -> Iterator[Node]:
+    """Who reads `start`, and then who reads those that lead on."""
+    pending, seen = [*start.users], set()
     while pending:
         node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in told or is_moe_op(node):
-            return True
-        if is_integral(node) or not isinstance(node.meta.get("val"), Tensor):
-            pending.extend(node.users)
-        elif node.target is aten.index.Tensor and rank(args(node)[0]) > 2:
-            pending.extend(node.users)  # weights of experts
-        elif is_reshape(node):
-            pending.extend(node.users)
-    return False
+        if node not in seen and node.op == "call_function":
+            seen.add(node)
+            yield node
+            if leads_on(node):
+                pending.extend(node.users)
 
 
 def _meetings(choice: Node) -> Iterator[tuple[Node, Node]]:
@@ -169,28 +173,18 @@ def _picked_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
 
 def _picked(choice: Node) -> Iterator[Node]:
     """What is read of floating tensors at what was chosen, or at what follows from it."""
-    pending, seen = [*choice.users], set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        source = indexed(node)
-        if is_integral(node):
-            pending.extend(node.users)
-        elif source is not None or node.target is aten.gather.default:
+    for node in _behind(choice, is_integral):
+        is_read = indexed(node) is not None or node.target is aten.gather.default
+        if is_read and not is_integral(node):
             yield node
 
 
 def _of_picked_tokens(choice: Node) -> Iterator[Node]:
     """The products of what is picked with weights, of which none is picked."""
-    pending = [*_picked(choice)]
-    while pending:
-        for user in pending.pop().users:
+    for picked in _picked(choice):
+        for user in _behind(picked, lambda node: is_shown(node) or changes_dtype(node)):
             if user.target in _PRODUCTS and _kind(user) in ("own", "stacked", "looped"):
                 yield user
-            elif is_shown(user) or changes_dtype(user):
-                pending.append(user)
 
 
 def _rows_of_tables(choice: Node) -> Iterator[Node]:
@@ -206,15 +200,9 @@ def _rows_of_tables(choice: Node) -> Iterator[Node]:
 
 def _next_products(node: Node) -> Iterator[Node]:
     """Those with weights of several experts behind `node`, with no other product in between."""
-    pending, seen = [*node.users], set()
-    while pending:
-        user = pending.pop()
-        if user not in seen and user.op == "call_function":
-            seen.add(user)
-            if user.target not in _PRODUCTS:
-                pending.extend(user.users)
-            elif _kind(user) in ("stacked", "looped"):
-                yield user
+    for user in _behind(node, lambda user: not _is_product(user)):
+        if _is_product(user) and _kind(user) in ("stacked", "looped"):
+            yield user
 
 
 def _is_product(node: Node) -> bool:
