@@ -286,12 +286,7 @@ def _is_reshaped(node: Node) -> bool:
     is_shown = node.target in VIEWS or (_is_turned(node) and all(map(is_found_in_rows, leaves)))
     fewest = 2 if is_shown else 3  # [S, 1] is no top-1 where ids are [T, K], nor is [K, T]
     chosen = (leaf.meta.get("val") for leaf in leaves)
-    return any(
-        isinstance(each, Tensor)
-        and each.dim() >= fewest
-        and not _compat.statically_known_true(each.shape[-1] == value.shape[-1])
-        for each in chosen
-    )
+    return any(isinstance(each, Tensor) and each.dim() >= fewest for each in chosen)
 
 
 def _is_turned(node: Node) -> bool:

@@ -34,7 +34,7 @@ class _Merged(NamedTuple):
     """A product [T, E * A] @ [E * A, B]."""
 
     rows: Node
-    """[..., E, A], or with dimensions of size 1 at the end."""
+    """[..., E, A], or with dimensions of size 1 anywhere."""
     weight: Node
     is_turned: bool
     """Whether the weight is [E, B, A]."""
@@ -77,8 +77,8 @@ def _merged(product: Node) -> _Merged | None:
     left, right = args(product)
     weight = unseen(right)
     shape = weight.meta["val"].shape
-    is_stack = rank(weight) == 3 and all(isinstance(each, int) for each in shape) and indexed(weight) is None
-    is_turned = _is_turned(weight, right) if is_stack and shape[0] > 1 else None
+    is_known = rank(weight) == 3 and all(isinstance(each, int) and each > 1 for each in shape)
+    is_turned = _is_turned(weight, right) if is_known and indexed(weight) is None else None
     rows = None if is_turned is None else _unmerged(left, (shape[0], shape[1 + is_turned]))
     return None if rows is None or is_turned is None else _Merged(rows, weight, is_turned)
 
@@ -100,12 +100,10 @@ def _is_turned(weight: Node, factor: Node) -> bool | None:
 
 
 def _unmerged(node: Node, last: tuple[int, ...]) -> Node | None:
-    """What `node` shows whose last sizes are these, but for sizes of 1 behind them."""
+    """What `node` shows whose last sizes are these, but for sizes of 1: einsums have some between them."""
     while is_view(node) or node.target is aten.clone.default:
         node = args(node)[0]
-        shape = [*node.meta["val"].shape]
-        while shape and is_one(shape[-1]) and not is_one(last[-1]):
-            shape.pop()
+        shape = [each for each in node.meta["val"].shape if not is_one(each)]
         if len(shape) >= len(last) and same_shape(shape[-len(last) :], last):
             return node
     return None

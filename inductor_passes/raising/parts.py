@@ -97,8 +97,7 @@ def _shows_rows(node: Node, product: Product, indices: Indices) -> bool:
         return same_shape(shape[:2], (product.num_slots, product.weight.value.shape[1]))
     if len(of_ids) > 2 and same_shape(shape[: len(of_ids)], of_ids):
         shape = shape[len(of_ids) - 2 :]
-    is_by_token = len(shape) in (3, 4) and not is_one(shape[1]) and not is_one(shape[-1])
-    return is_by_token and (len(shape) == 3 or is_one(shape[2]))
+    return len(shape) == 3 or (len(shape) == 4 and is_one(shape[2]))
 
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:

@@ -115,6 +115,12 @@ def test_every_form_is_raised(what, sizes):
     assert_matches_oracle(out, function(*(each.double() for each in inputs)))
 
 
+def test_one_token_at_once():
+    """Einsums leave sizes of 1 between the others."""
+    result = rewrite(ON_GATES["gates, at once"], *layer(1, torch.float32), passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+
+
 @pytest.mark.parametrize("what", ["Llama 4", "broadcast", "gates by token", "gates, at once"])
 def test_gradients(what):
     trained({**ON_INPUT, **ON_GATES}[what])

@@ -57,6 +57,8 @@ NOT_WEIGHED = {
 
 @pytest.mark.parametrize(("what", "sizes"), mixed(OF_ONE, SIZES), ids=str)
 def test_a_top1_of_weighed_tokens(what, sizes):
+    if "sorted" in what and sizes[1] is torch.float32:
+        pytest.skip("_grouped_mm takes bfloat16")
     inputs = layer(*sizes)
     result, out = computed(OF_ONE[what], *inputs, passes=PIPELINE)
     assert result.ops() == ["topk_routing", "fused_experts"]
