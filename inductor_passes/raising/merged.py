@@ -77,7 +77,7 @@ def _merged(product: Node) -> _Merged | None:
     left, right = args(product)
     weight = unseen(right)
     shape = weight.meta["val"].shape
-    is_known = rank(weight) == 3 and all(isinstance(each, int) and each > 1 for each in shape)
+    is_known = rank(weight) == 3 and all(isinstance(each, int) for each in shape)
     is_turned = _is_turned(weight, right) if is_known and indexed(weight) is None else None
     rows = None if is_turned is None else _unmerged(left, (shape[0], shape[1 + is_turned]))
     return None if rows is None or is_turned is None else _Merged(rows, weight, is_turned)

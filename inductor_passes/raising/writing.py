@@ -94,11 +94,7 @@ def _rows(graph: Graph, layer: Experts, weights: Node, sorted_slots: Node, like:
     hidden_states, weighed = layer.parts.tokens
     tokens, dtype = _flat(graph, hidden_states, like), layer.parts.firsts[0].product.rows.meta["val"].dtype
     if weighed is not None and layer.indices.top_k == 1:  # then they are gathered as other tokens are
-
-        def weigh(tokens: Tensor, topk_weights: Tensor) -> Tensor:
-            return (tokens * topk_weights).to(dtype)
-
-        tokens = written(graph, weigh, (tokens, weights), like)
+        tokens = written(graph, torch.mul, (tokens, weights), like)
     elif weighed is not None:
         rows = call(graph, record.Permute(tokens, sorted_slots), like)
         return written(graph, _weigh(dtype), (rows, weights, sorted_slots), like)

@@ -115,6 +115,22 @@ def test_every_form_is_raised(what, sizes):
     assert_matches_oracle(out, function(*(each.double() for each in inputs)))
 
 
+def test_weights_by_expert_of_batches():
+    """[E, B, S], as they are added up over choices."""
+
+    def function(x, router, w13, w2):
+        batches = x.view(3, -1, HIDDEN)
+        weights, ids = F.linear(batches, router).softmax(-1).topk(2)
+        of_all = torch.stack([(weights * (ids == expert)).sum(-1) for expert in range(EXPERTS)])
+        out = by_expert(x.expand(EXPERTS, -1, -1), w13, w2).view(EXPERTS, *batches.shape)
+        return (out * of_all.unsqueeze(-1)).sum(0)
+
+    inputs = layer(12, torch.float32)
+    result, out = computed(function, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    assert_matches_oracle(out, function(*(each.double() for each in inputs)))
+
+
 def test_one_token_at_once():
     """Einsums leave sizes of 1 between the others."""
     result = rewrite(ON_GATES["gates, at once"], *layer(1, torch.float32), passes=PIPELINE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import moe_ops
 from inductor_passes.pipeline import FUSIONS, RAISES
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import EXPERTS, layer, softmax_router, swiglu
@@ -206,3 +207,32 @@ def of_two_choices(x, router, w13, w2):
 def test_a_router_is_no_expert_of_another_choice():
     reasons = rewrite(of_two_choices, *layer(5), passes=PIPELINE).reasons
     assert len(reasons) == 1 and "the weights of an expert come from" in reasons[0]
+
+
+def test_halves_of_tokens_are_no_experts():
+    """Nor is their number known: what is seen of them has no place in a table."""
+
+    def function(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        total = torch.zeros_like(x)
+        for index, half in enumerate(x.view(2, -1, x.shape[1])):
+            out = F.silu(x @ half.mT) @ half
+            total = total + out * (weights * (ids == index)).sum(-1, keepdim=True)
+        return total
+
+    inputs = layer(12, torch.float32, True)
+    result, out = computed(function, *inputs, passes=PIPELINE)
+    assert not result.ops()
+    torch.testing.assert_close(out, function(*inputs))
+
+
+def test_a_choice_of_ours_is_not_mentioned():
+    """Its weights weigh a dense layer as well."""
+
+    def function(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        routed = moe_ops.fused_experts(x, w13, w2, weights, ids)
+        return routed + F.linear(x, w13[0][:64]) * weights[:, :1].to(x.dtype)
+
+    result = rewrite(function, *layer(7), passes=PIPELINE)
+    assert result.ops() and not result.reasons
