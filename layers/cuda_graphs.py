@@ -3,6 +3,7 @@
 Letters: T rows (tokens) of a call.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from layers._checks import expect_positive
-from layers.graph_buffers import Bucket, Inputs
+from layers.graph_buffers import Bucket, Inputs, holders
 from layers.graph_capture import CaptureError, CudaGraphs, Graphs, causes_named
 from moe_ops.errors import describe
 
@@ -54,6 +55,7 @@ class CudaGraphRunner(Generic[Output]):
     Every tensor among the arguments, in whatever containers, has T rows, and so has every tensor that `fn` returns.
     A call copies its rows to buffers, pads them to the next of `capture_sizes`, replays, and returns copies of the
     first T rows. What else `fn` needs, such as weights and caches, it holds itself and a graph reads where it was.
+    Threads take turns, in the order of one stream: their buffers are the same.
 
     Padding: `topk_ids` (integers of that name: a keyword, a key, a field of `RouterOutput`) get -1, slots of nobody
     that load no weights. Everything else gets the last row once more: valid wherever rows are, and its experts are
@@ -101,7 +103,7 @@ class CudaGraphRunner(Generic[Output]):
         self._fn, self._explain, self._graphs = fn, explain, graphs or CudaGraphs()
         self._inputs: Inputs | None = None
         self._captured: dict[int, Bucket] = {}
-        self._is_closed = False
+        self._is_closed, self._turn = False, threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Output:
         """What `fn(*args, **kwargs)` returns, in memory of the caller's.
@@ -112,16 +114,17 @@ class CudaGraphRunner(Generic[Output]):
             TypeError, ValueError: arguments that `fn` was not captured for, in structure, dtype, shape behind the rows,
                 device, or values other than tensors; more rows than the largest size; a gradient is asked for.
         """
-        inputs = self._inputs or self._capture(args, kwargs)
-        tensors = inputs.checked(args, kwargs)
-        rows = tensors[0].shape[0]
-        size = next(size for size in self.capture_sizes if size >= rows)
-        bucket = self._captured[size]
-        with torch.no_grad():
-            if rows:
-                inputs.fill(tensors, size)
-                bucket.replay()
-            return bucket.first_rows(rows)
+        with self._turn:
+            inputs = self._inputs or self._capture(args, kwargs)
+            tensors = inputs.checked(args, kwargs)
+            rows = tensors[0].shape[0]
+            size = next(size for size in self.capture_sizes if size >= rows)
+            bucket = self._captured[size]
+            with torch.no_grad():
+                if rows:
+                    inputs.fill(tensors, size)
+                    bucket.replay()
+                return bucket.first_rows(rows)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures all sizes, with the rows of an example of any T from 1 to the largest size.
@@ -131,7 +134,8 @@ class CudaGraphRunner(Generic[Output]):
             RuntimeError: the runner is closed, or has captured.
             TypeError, ValueError: as a call does; T = 0.
         """
-        self._capture(args, kwargs)
+        with self._turn:
+            self._capture(args, kwargs)
 
     @property
     def memory(self) -> GraphMemory:
@@ -141,8 +145,9 @@ class CudaGraphRunner(Generic[Output]):
 
     def close(self) -> None:
         """Gives all memory back. Outputs stay valid, calls raise."""
-        self._is_closed = True
-        self._discard()
+        with self._turn:
+            self._is_closed = True
+            self._discard()
 
     def __enter__(self) -> "CudaGraphRunner[Output]":
         return self
@@ -168,15 +173,23 @@ class CudaGraphRunner(Generic[Output]):
 
     def _bucket(self, inputs: Inputs, size: int) -> Bucket:
         args, kwargs = inputs.arguments(size)
-        versions = inputs.versions()
+        versions, runs = inputs.versions(), [[]]
+
+        def step() -> Output:
+            outputs = self._fn(*args, **kwargs)
+            runs[:] = [runs[-1], holders(outputs)]
+            return outputs
+
         with causes_named(size):
-            captured = self._graphs.capture(lambda: self._fn(*args, **kwargs), inputs.device)
+            captured = self._graphs.capture(step, inputs.device)
         written = [name for name, now, then in zip(inputs.names, inputs.versions(), versions) if now != then]
         if written:
             raise CaptureError(
                 size, f"it writes into its argument {written[0]}, which is a buffer in the graph"
             )
-        return Bucket(captured, size, inputs.device)
+        before, last = runs
+        made = [each for each in last if not any(each is other for other in before)]
+        return Bucket(captured, size, inputs.device, made)
 
     def _refuse_hazards(self, inputs: Inputs) -> None:
         if self._explain is None:

@@ -3,10 +3,11 @@
 Letters: T rows of a call.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layers import _compat
 from layers.graph_capture import Captured, CaptureError
@@ -80,9 +81,9 @@ class Inputs:
 
 
 class Bucket:
-    """A captured step of one size, and what it returns."""
+    """A captured step of one size, and what it returns; `made` are the `holders` that the step made itself."""
 
-    def __init__(self, captured: Captured, size: int, device: torch.device) -> None:
+    def __init__(self, captured: Captured, size: int, device: torch.device, made: list[Any]) -> None:
         self._leaves, self._structure = _compat.flatten(captured.outputs)
         self.replay, self.num_bytes = captured.replay, captured.num_bytes
         for path, leaf in zip(_compat.paths(captured.outputs), self._leaves):
@@ -91,6 +92,11 @@ class Bucket:
             if isinstance(leaf, Tensor) and leaf.shape[:1] != (size,):
                 shape, expected = list(leaf.shape), f"[{size}, ...], for a sum over rows has padding in it"
                 raise CaptureError(size, f"output{path} has shape {shape}: expected {expected}")
+            if any(leaf is each for each in made):
+                told = (
+                    f"output{path} is a {type(leaf).__name__}, in which every replay writes over its tensors"
+                )
+                raise CaptureError(size, f"{told}: expected tensors, in containers that torch.utils knows")
 
     def first_rows(self, rows: int) -> Any:
         """Copies of the first rows of its outputs; what is no tensor as it was captured."""
@@ -101,6 +107,27 @@ class Bucket:
 def _named(path: str) -> str:
     # "args[0].topk_ids" of "[0][0].topk_ids", a path in (args, kwargs).
     return ("args", "kwargs")[int(path[1])] + path[3:]
+
+
+def holders(outputs: Any) -> list[Any]:
+    """Objects among a step's outputs that hold tensors, such as a cache with its layers. Those of modules stay."""
+    return [
+        leaf for leaf in _compat.flatten(outputs)[0] if not isinstance(leaf, Tensor) and _holds_tensors(leaf)
+    ]
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, nn.Module | type):
+        return False
+    slots = [getattr(value, each.name) for each in _fields(value)]
+    parts, _ = _compat.flatten([*getattr(value, "__dict__", {}).values()] or slots)
+    return any(_holds_tensors(part, depth - 1) for part in parts)
+
+
+def _fields(value: Any) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
 
 
 def _holds_ids(name: str, tensor: Tensor) -> bool:
@@ -131,13 +158,20 @@ def _is_constant(given: Any, held: Any) -> bool:
     if given is held:
         return True
     is_alike = type(given) is type(held)
-    return is_alike and bool(given == held or (given != given and held != held))  # two NaN are one constant
+    try:
+        return is_alike and bool(
+            given == held or (given != given and held != held)
+        )  # two NaN are one constant
+    except (RuntimeError, ValueError, TypeError):  # what holds tensors is compared by element
+        return False
 
 
 def _expect_like(path: str, given: Any, held: Any) -> None:
     if not isinstance(held, Tensor) or not isinstance(given, Tensor):
         if not _is_constant(given, held):
-            raise ValueError(f"{path} is {describe(given)}: expected {describe(held)}, as captured")
+            is_another = type(given) is type(held) and describe(given) == describe(held)
+            expected = "the object that was there" if is_another else describe(held)
+            raise ValueError(f"{path} is {describe(given)}: expected {expected}, as captured")
         return
     if (given.dtype, given.device, given.shape[1:]) != (held.dtype, held.device, held.shape[1:]):
         shapes = [

@@ -1,8 +1,9 @@
-"""Modes of torch, which are private in 2.11 to 2.14: the one file here that knows them."""
+"""Modes and replicas of torch, which are private in 2.11 to 2.14: the one file here that knows them."""
 
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -16,6 +17,15 @@ class RewriteCalls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*tree_map(self.rewritten, args), **tree_map(self.rewritten, kwargs or {}))
+
+
+REPLICATE = "_replicate_for_data_parallel"
+"""Name of the method that `nn.DataParallel` calls for each module."""
+
+
+def replicate(module: nn.Module) -> nn.Module:
+    """What that method of the module's class returns."""
+    return getattr(type(module), REPLICATE)(module)
 
 
 def real_tensors() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from layers._compat import has_global_hooks
 from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import forwards, gates, trial
-from layers.huggingface.outside import TOKENS, are_close, run, twin_of
+from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes, twin_of
 from layers.huggingface.settled import Settings, has_changed, is_watched, settings_of
 from moe_ops import (
     RoutingConfig,
@@ -232,7 +232,7 @@ def _tried_block(block: Any, kind: type[BlockKind]) -> FoundBlock | None:
         sizes = (each.shape[1] for name, each in twin.named_parameters() if name.startswith("router"))
         if (hidden_size := next(sizes, None)) is None:  # quantised, its weight is no parameter
             return None
-        tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
+        tokens = tokens_of_all_sizes(generator, 10, 3, TOKENS // 3, hidden_size)
         own = run(type(twin).forward, twin, tokens)
         install(twin, found, "auto", "auto")
         return found if are_close(own, run(kind.forward, twin, tokens)) else None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layers.huggingface import trial
-from layers.huggingface.outside import are_close, run
+from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def _functions(expert: nn.Module) -> list[str]:
 
 def _is(mlp: Mlp, twin: Any, generator: torch.Generator) -> bool:
     down = twin.get_parameter(mlp.down)
-    tokens = torch.randn(17, down.shape[0], generator=generator, dtype=torch.float64)
+    tokens = tokens_of_all_sizes(generator, 100, TOKENS, down.shape[0])
     act = activation_of(twin, mlp)
 
     def ours(expert: Any, hidden_states: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from layers.huggingface._compat import REPLICATE, replicate
+
 
 def current(module: nn.Module) -> Any:
     """The function that the instance runs instead of its class's forward, or None."""
@@ -29,6 +31,7 @@ def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
     forward.
     """
     setattr(module, _attribute(module), MethodType(forward, module))
+    setattr(module, REPLICATE, MethodType(_replicate, module))
 
 
 def restore(module: nn.Module) -> None:
@@ -36,7 +39,20 @@ def restore(module: nn.Module) -> None:
     if _attribute(module) == "forward":
         vars(module).pop("forward", None)
     else:
-        replace(module, type(module).forward)
+        vars(module)["_old_forward"] = MethodType(type(module).forward, module)
+    vars(module).pop(REPLICATE, None)
+
+
+def _replicate(self: nn.Module) -> nn.Module:
+    """The module as `nn.DataParallel` copies it: its attributes are the original's, so they are bound to that one."""
+    replica = replicate(self)
+    for name, value in vars(replica).items():
+        if isinstance(value, MethodType) and value.__self__ is self:
+            vars(replica)[name] = MethodType(value.__func__, replica)
+    return replica
+
+
+_replicate.__name__ = REPLICATE  # by which a copy in another process finds the class's own
 
 
 def _attribute(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from layers.huggingface import loops, router_trial, trial
 from layers.huggingface.expert_modules import Mlp
 from layers.huggingface.loops import Choice, Given, StackedBlock
-from layers.huggingface.outside import TOKENS, twin_of
+from layers.huggingface.outside import TOKENS, tokens_of_all_sizes, twin_of
 from layers.huggingface.router_trial import Output, Tried
 from layers.huggingface.settled import get, settings_of
 from layers.huggingface.stacked import StackedExperts, of_modules
@@ -73,8 +73,8 @@ def _twins(block: Any, mlp: Mlp) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
     (twin, generator), (ours, _) = twin_of(block, len(block.experts)), twin_of(block, len(block.experts))
     ours.experts = of_modules(ours.experts, mlp, StackedExperts)
     hidden_size = ours.experts.down_proj.shape[1]
-    tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
-    return twin, ours, (tokens, tokens[:1, :1])  # one token may go another way
+    tokens = tokens_of_all_sizes(generator, 10, 3, TOKENS // 3, hidden_size)
+    return twin, ours, (tokens, tokens[-1:, -1:])  # one token may go another way
 
 
 def calls_with_ids(block: Any, mlp: Mlp) -> bool:
@@ -108,7 +108,7 @@ def _run(run: Callable[..., Any], twin: Any, tokens: Tensor) -> _Ran | str:
     leaf = tokens.clone().requires_grad_()
     try:
         returned = trial.run(run, twin, leaf.clone())  # no leaf, so that it may be changed in place
-        output, *more = returned if isinstance(returned, tuple) else (returned,)
+        output, *more = returned if type(returned) is tuple else (returned,)  # none with names
         if not isinstance(output, Tensor):
             return f"it returns a {type(output).__name__}, not its output or a tuple that begins with it"
         weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
@@ -118,7 +118,7 @@ def _run(run: Callable[..., Any], twin: Any, tokens: Tensor) -> _Ran | str:
         )
     except (ValueError, RuntimeError) as error:
         return repr(error.__cause__ or error)
-    return _Ran(output.detach(), gradient, tuple(more) if isinstance(returned, tuple) else None)
+    return _Ran(output.detach(), gradient, tuple(more) if type(returned) is tuple else None)
 
 
 def _raises(twin: Any, tokens: Tensor) -> bool:

@@ -4,6 +4,7 @@ What their own code computes is tried on a twin of small sizes, in float64, with
 ours computes: where the two differ they are left as they are.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ def collection_activation(module: Any) -> str | None:
         hidden_size = twin.down_proj.shape[1]
         ids = torch.rand(TOKENS, num_experts, generator=generator).argsort(-1)[:, :2]
         weights = torch.rand(TOKENS, 2, generator=generator, dtype=torch.float64)
-        tokens = torch.randn(TOKENS, hidden_size, generator=generator, dtype=torch.float64)
+        tokens = tokens_of_all_sizes(generator, 100, TOKENS, hidden_size)
         own, ours = (
             run(forward, twin, tokens, ids, weights) for forward in (type(twin).forward, Collection.forward)
         )
@@ -62,6 +63,13 @@ def twin_of(module: nn.Module, num_experts: int, *kept: int) -> tuple[Any, torch
     generator = torch.Generator().manual_seed(0)
     sizes = trial.smaller(module, num_experts, *kept)
     return trial.skeleton(module, trial.random_like(generator), sizes).eval(), generator
+
+
+def tokens_of_all_sizes(generator: torch.Generator, largest: float, *shape: int) -> Tensor:
+    """Random tokens [..., H], from a tenth of the usual size to `largest` times it, so that limits on sums show."""
+    tokens = torch.randn(shape, generator=generator, dtype=torch.float64)
+    sizes = torch.logspace(-1, math.log10(largest), math.prod(shape[:-1]), dtype=torch.float64)
+    return tokens * sizes.view(*shape[:-1], 1)
 
 
 def run(forward: Callable[..., Any], twin: Any, tokens: Tensor, *rest: Tensor) -> list[Tensor]:

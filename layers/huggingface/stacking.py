@@ -14,7 +14,7 @@ from layers.huggingface import forwards, loop_trial, loops, trial
 from layers.huggingface.blocks import Dbrx, known_block
 from layers.huggingface.expert_modules import Mlp, known_mlp
 from layers.huggingface.loops import StackedBlock
-from layers.huggingface.outside import TOKENS, are_close, run, twin_of
+from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes, twin_of
 from layers.huggingface.recognise import form
 from layers.huggingface.settled import settings_of
 from layers.huggingface.stacked import MaskedExperts, StackedExperts, of_modules, of_rows
@@ -23,6 +23,9 @@ from moe_ops import RoutingConfig
 _UNLIKE = "its experts are not alike"
 _NO_MLP = "an expert is no MLP of two or three weights without biases, or does something else in training"
 _NO_MASK = "its experts are called neither with ids and weights nor with a mask and weights"
+_NOT_HERE = (
+    "its experts have hooks of accelerate, or weights on the meta device: expected weights that can be copied"
+)
 """Why experts that are modules stay modules."""
 _OWN_GATE = "it chooses experts itself, by its own code"
 
@@ -39,14 +42,18 @@ def stack(model: nn.Module) -> dict[str, str]:
     uses = _uses(model)
     for name, block in list(model.named_modules()):
         experts = getattr(block, "experts", None)
-        if isinstance(experts, nn.Module) and not isinstance(experts, StackedExperts) and _is_plain(block):
-            key = form(block)
-            if key not in known:
-                known[key] = _found(block)
-            if why := _why_not(known[key], block.experts, uses):
-                apart[name] = why
-            elif known[key] is not None:
-                _stack(block, *known[key])
+        if not isinstance(experts, nn.Module) or isinstance(experts, StackedExperts) or not _is_plain(block):
+            continue
+        if why := _why_not_together(experts):
+            apart[name] = why
+            continue
+        key = form(block)
+        if key not in known:
+            known[key] = _found(block)
+        if why := _why_not(known[key], block.experts, uses):
+            apart[name] = why
+        elif known[key] is not None:
+            _stack(block, *known[key])
     return apart
 
 
@@ -86,12 +93,24 @@ def unstack(block: Any) -> None:
 
 
 def _is_plain(block: Any) -> bool:
-    """Whether its weights are here, as plain tensors, and its forward its own."""
-    inside = [each for each in block.experts.modules() if "_hf_hook" in vars(each)]
+    """Whether its weights are plain tensors, and its forward its own."""
     parameters = list(block.experts.parameters())
-    plain = all(type(each) is nn.Parameter and not each.is_meta for each in parameters)
-    plain = plain and len({(each.dtype, each.device, each.requires_grad) for each in parameters}) == 1
-    return plain and not inside and len(parameters) > 1 and not forwards.is_replaced(block)
+    plain = all(type(each) is nn.Parameter for each in parameters)
+    return plain and len(parameters) > 1 and not forwards.is_replaced(block)
+
+
+def _why_not_together(experts: nn.Module) -> str | None:
+    """Why weights cannot be in one tensor, whatever is computed with them."""
+    parameters = list(experts.parameters())
+    has_hooks = any("_hf_hook" in vars(each) for each in experts.modules())
+    if has_hooks or any(each.is_meta for each in parameters):
+        return _NOT_HERE
+    kinds = sorted({f"{each.dtype} on {each.device} ({_trains(each)})" for each in parameters})
+    return None if len(kinds) == 1 else f"its experts' weights are {' and '.join(kinds)}: expected one kind"
+
+
+def _trains(parameter: Tensor) -> str:
+    return "trained" if parameter.requires_grad else "frozen"
 
 
 def _uses(model: nn.Module) -> Counter[int]:
@@ -165,7 +184,7 @@ def _is_masked(experts: Any, mlp: Mlp) -> bool:
         chosen = torch.randint(0, num_experts + 1, (TOKENS, 1), generator=generator)
         mask = torch.nn.functional.one_hot(chosen, num_experts + 1)[..., :-1]
         weights = torch.rand(TOKENS, 1, generator=generator, dtype=torch.float64)
-        tokens = torch.randn(TOKENS, hidden_size, generator=generator, dtype=torch.float64)
+        tokens = tokens_of_all_sizes(generator, 100, TOKENS, hidden_size)
         own = run(type(twin).forward, twin.train(), tokens, mask, weights)
         ours = run(MaskedExperts.forward, of_modules(twin, mlp, MaskedExperts), tokens, mask, weights)
         return are_close(own, ours)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from layers.huggingface._compat import RewriteCalls, real_tensors
+from layers.huggingface._compat import REPLICATE, RewriteCalls, real_tensors
 
 _SAME: Mapping[int, int] = {}
 
@@ -157,7 +157,7 @@ def smaller(module: nn.Module, num_experts: int, *kept: int) -> dict[int, int]:
     return {size: size // divisor for size in found}
 
 
-OF_INSTANCE = ("forward", "_old_forward", "_hf_hook")
+OF_INSTANCE = ("forward", "_old_forward", "_hf_hook", REPLICATE)
 """Attributes that make an instance run other code than its class's."""
 _HOOKS = {
     "_forward_hooks",

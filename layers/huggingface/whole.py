@@ -30,7 +30,7 @@ from layers.huggingface import (
 )
 from layers.huggingface.experts import ExpertsOptions, is_dispatched
 from layers.huggingface.finding import Found, FoundRouter
-from layers.huggingface.outside import TOKENS, are_close, run, twin_of
+from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes, twin_of
 from layers.huggingface.recognise import form
 from layers.huggingface.settled import Settings, has_changed, has_hooks, settings_of
 from moe_ops import _library
@@ -185,15 +185,15 @@ def _known(block: Any, own: str, name: str, router: FoundRouter, options: Expert
         twin, generator = twin_of(block, experts.weights(block._modules[own]).w13.weight.shape[0])
         linear_router.settled(twin._modules[name], router.known)
         hidden_size = _settled(twin._modules[own], options)
-        tokens = torch.randn(3, TOKENS // 3, hidden_size, generator=generator, dtype=torch.float64)
-        inputs = tokens, tokens[:1, :1]  # one token may go another way
+        tokens = tokens_of_all_sizes(generator, 10, 3, TOKENS // 3, hidden_size)
+        inputs = tokens, tokens[-1:, -1:]  # one token may go another way
         wanted = [run(type(twin).forward, twin, each) for each in inputs]
         sums = _sums(twin, own, name, router.known.details)
         parts = next((parts for parts in sums if _is(parts, twin, inputs, wanted)), None)
         if parts is None or not parts.shared:
             return parts
         shared, *gates = (twin._modules[name] for name in parts.shared)
-        rows = tokens.flatten(0, 1)
+        rows = tokens_of_all_sizes(generator, 100, TOKENS, hidden_size)
         if any(gate(rows).shape[1] != 1 for gate in gates):  # a weight of each column, not of a token
             return parts
         return replace(parts, mlp=shared_experts.known(shared, rows, options.activation or ""))

@@ -46,6 +46,7 @@ class Admission:
 
 def error(status: int, message: str) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
+    message = message.encode(errors="backslashreplace").decode()  # half a surrogate pair is in no UTF-8
     kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 

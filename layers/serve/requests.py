@@ -53,11 +53,11 @@ def _message_problem(body: Body) -> str | None:
     if not isinstance(messages, list) or not messages:
         return f"messages={messages!r}: expected a list of at least one message"
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        if not isinstance(message, dict) or not _is_text(message.get("role")):
             return f"messages[{index}]={message!r}: expected an object with a role"
         calls = message.get("tool_calls")
-        if calls is not None and not isinstance(calls, list):
-            return f"messages[{index}].tool_calls={calls!r}: expected a list"
+        if calls is not None and not _are_objects(calls):
+            return f"messages[{index}].tool_calls={calls!r}: expected a list of objects"
         told = _content_problem(message.get("content"), "tool_calls" in message)
         if told is not None:
             return f"messages[{index}].content{told}"
@@ -79,6 +79,10 @@ def _content_problem(content: Any, may_lack: bool) -> str | None:
 def _prompt_problem(body: Body) -> str | None:
     prompt = body.get("prompt")
     return None if _is_text(prompt) and prompt else f"prompt={prompt!r}: expected a text that is not empty"
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def _is_text(value: Any) -> bool:

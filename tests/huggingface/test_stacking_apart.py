@@ -110,6 +110,31 @@ def test_what_would_be_lost_is_left_alone(change):
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
+HERE = "torch.float32 on cpu"
+KINDS = {
+    "frozen": (
+        lambda model: model.moe.experts[1].requires_grad_(False),
+        f"its experts' weights are {HERE} (frozen) and {HERE} (trained): expected one kind",
+    ),
+    "dtype": (
+        lambda model: model.moe.experts[1].double(),
+        f"its experts' weights are {HERE} (trained) and torch.float64 on cpu (trained): expected one kind",
+    ),
+    "meta": (
+        lambda model: model.moe.experts.to("meta"),
+        "its experts have hooks of accelerate, or weights on the meta device: expected weights that can be copied",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), KINDS.values(), ids=KINDS)
+def test_weights_that_no_tensor_can_have_together_are_told(change, reason):
+    model = Model()
+    change(model)
+    report = huggingface.patch(model, stack_experts=True)
+    assert report.left == (("moe", reason),) and isinstance(model.moe.experts, nn.ModuleList)
+
+
 def test_other_blocks_are_stacked():
     model = nn.Sequential(Model(), Model())
     hook(model[0])

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import namedtuple
 
 import pytest
 import torch
@@ -182,12 +183,14 @@ def test_what_is_returned_beside_the_output(change):
         assert_alike(ours, own, hidden(length))
 
 
+Returned = namedtuple("Returned", ("output", "logits"))
 NO_SUM = "its output is not the sum over experts by a RoutingConfig"
 OTHERS = {
     "a tensor of its own": (lambda output, logits: (output, logits.exp()), NO_SUM),
     "a number that depends": (lambda output, logits: (output, float(logits.detach().sum())), NO_SUM),
     "an object": (lambda output, logits: (output, {"logits": logits}), NO_SUM),
     "a list": (lambda output, logits: [output, logits], "its own code cannot be tried: it returns a list"),
+    "names": (Returned, "its own code cannot be tried: it returns a Returned"),
     "logits before": (lambda output, logits: (logits, output), "no gate or router gives logits"),
     "an error": (lambda output, logits: output.mm(logits), "its own code cannot be tried: RuntimeError("),
 }

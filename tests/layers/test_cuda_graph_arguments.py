@@ -1,11 +1,15 @@
 """What `CudaGraphRunner` takes for the arguments that it has captured, and which of its own are none."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
 import numpy
 import pytest
 import torch
+from torch import nn
 
-from layers import CudaGraphRunner
-from tests.layers.test_cuda_graphs import H, X, _double, _runner
+from layers import CaptureError, CudaGraphRunner
+from tests.layers.test_cuda_graphs import H, OnCpu, X, _double, _runner
 
 
 @pytest.mark.parametrize(("held", "given"), [(1, 1.0), (1, True), (2.0, 2)])
@@ -36,6 +40,76 @@ def test_an_object_is_the_constant_that_it_was():
     run, cache = _runner(lambda x, cache: x * 2), Cache()
     run(X, cache)
     assert torch.equal(run(X, cache), 2 * X)
+
+
+@dataclass
+class Row:
+    values: torch.Tensor
+
+
+def test_another_object_is_another_constant():
+    """Also where comparing it compares its tensors."""
+    run = _runner(lambda x, row: x * row.values)
+    run(X, Row(torch.ones(H)))
+    with pytest.raises(
+        ValueError, match=r"args\[1\] is <Row>: expected the object that was there, as captured"
+    ):
+        run(X, Row(torch.ones(H)))
+
+
+@dataclass(slots=True)
+class Slotted:
+    values: list[torch.Tensor]
+
+
+class Layers:
+    def __init__(self, values):
+        self.layers = [Row(values)]
+
+
+@pytest.mark.parametrize("kind", [Row, lambda values: Slotted([values]), Layers])
+def test_objects_that_hold_tensors_are_no_outputs(kind):
+    """Nobody takes their first rows, and each replay would write over them."""
+    with pytest.raises(
+        CaptureError, match=r"output\['cache'\] is a (Row|Slotted|Layers), in which every replay"
+    ):
+        _runner(lambda x: {"cache": kind(x * 2)})(X)
+
+
+class Rehearsed(OnCpu):
+    """As CUDA graphs are, a step runs before it is captured."""
+
+    def capture(self, step, device):
+        step()
+        return super().capture(step, device)
+
+
+def test_objects_that_the_step_holds_are_outputs_as_they_were():
+    """A static cache, say, which a model returns."""
+    cache, runner = (
+        Layers(torch.ones(4, H)),
+        CudaGraphRunner(lambda x: (x * 2, cache), [4], graphs=Rehearsed()),
+    )
+    assert runner(X[:3])[1] is cache
+    with pytest.raises(CaptureError, match=r"output\[1\] is a Layers"):
+        CudaGraphRunner(lambda x: (x, Layers(x * 2)), [4], graphs=Rehearsed())(X[:3])
+
+
+def test_modules_are_outputs_as_they_were():
+    module = nn.Linear(2, 3)
+    assert _runner(lambda x: (x * 2, module))(X)[1] is module
+
+
+def test_threads_take_turns():
+    run, most = _runner(_double), 4
+    run(X)
+
+    def asked(number):
+        given = torch.full((3, H), float(number))
+        return all(torch.equal(run(given), 2 * given) for _ in range(100))
+
+    with ThreadPoolExecutor(most) as threads:
+        assert all(threads.map(asked, range(most)))
 
 
 def test_keywords_come_in_any_order():

@@ -14,6 +14,7 @@ from layers.serve.replies import ended, install
 RAISED = {
     "bad": (HTTPException(400, "n=3: no"), 400, "n=3: no"),
     "twice": (HTTPException(409, "in work"), 409, "in work"),
+    "half": (HTTPException(400, "requested '\ud800'"), 400, "requested '\\ud800'"),
     "dead": (CBWorkerDeadError("it ended"), 503, "it ended"),
     "fault": (KeyError("x"), 500, "KeyError: 'x'"),
 }

@@ -51,7 +51,15 @@ def test_taken(more):
         ),
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": 3}]},
-            "messages[0].tool_calls=3: expected a list",
+            "messages[0].tool_calls=3: expected a list of objects",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [5]}]},
+            "messages[0].tool_calls=[5]: expected a list of objects",
+        ),
+        (
+            {"messages": [{"role": "\ud800", "content": "x"}]},
+            "messages[0]={'role': '\\ud800', 'content': 'x'}: expected an object with a role",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -1,0 +1,113 @@
+"""Limits on what is between products: on numbers as small as usual they do nothing, on large ones they count."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from layers import huggingface
+from layers.huggingface import outside, stacking
+from tests.huggingface import blocks
+from tests.huggingface.loops import EXPERTS, HIDDEN, INTER, Expert, Loop, block
+from tests.huggingface.test_whole import PARTS, hidden, is_whole, ran
+
+LIMIT = 20.0
+
+
+def limited(gate, up):
+    return gate.clamp(max=LIMIT) * up.clamp(-LIMIT, LIMIT)
+
+
+class LimitedExpert(Expert):
+    def forward(self, hidden_states):
+        return self.w2(limited(self.act_fn(self.w1(hidden_states)), self.w3(hidden_states)))
+
+
+@torch.no_grad()
+def test_of_an_expert_that_is_a_module():
+    own = block(Loop, expert=LimitedExpert)
+    for each in own.experts.parameters():
+        each.mul_(9)
+    ours = copy.deepcopy(own)
+    report = huggingface.patch(ours, stack_experts=True)
+    assert report.experts == () and report.left[0][1].startswith("an expert is no MLP")
+    tokens = torch.randn(3, 7, HIDDEN)
+    assert torch.equal(ours(tokens)[0], own(tokens)[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@torch.no_grad()
+def test_of_a_shared_expert_alone(tokens):
+    own = blocks.block("qwen3_next", "eager")
+    kind = type(own.shared_expert)
+
+    class Limited(kind):
+        def forward(self, x):
+            return self.down_proj(limited(self.act_fn(self.gate_proj(x)), self.up_proj(x)))
+
+    own.shared_expert.__class__ = Limited
+    for each in own.shared_expert.parameters():
+        each.mul_(9)
+    ours = copy.deepcopy(own)
+    huggingface.patch(ours)
+    given = hidden(1, tokens, blocks.HIDDEN)
+    actual, operators = ran(ours, given)
+    assert is_whole(ours) and operators == PARTS
+    torch.testing.assert_close(actual, own(given), rtol=1e-4, atol=1e-4)
+
+
+class LimitedCollection(nn.Module):
+    """Around a gate that has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER))
+
+    def middle(self, rows):
+        return limited(*rows)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        final = torch.zeros_like(hidden_states)
+        for expert in range(EXPERTS):
+            token, place = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, -1)
+            rows = F.linear(self.middle((self.act_fn(gate), up)), self.down_proj[expert])
+            final.index_add_(0, token, rows * top_k_weights[token, place, None])
+        return final
+
+
+class PlainCollection(LimitedCollection):
+    def middle(self, rows):
+        return rows[0] * rows[1]
+
+
+def test_of_a_collection_around_its_gate():
+    assert outside.collection_activation(PlainCollection()) == "silu"
+    assert outside.collection_activation(LimitedCollection()) is None
+
+
+class MaskedExperts(nn.ModuleDict):
+    """As Switch has them, with a limit on what they are given."""
+
+    def __init__(self, most):
+        super().__init__({f"expert_{each}": Expert() for each in range(EXPERTS)})
+        self.most = most
+
+    def forward(self, hidden_states, mask, weights):
+        final = torch.zeros_like(hidden_states)
+        for place, expert in enumerate(self.values()):
+            token, slot = torch.where(mask[..., place])
+            rows = hidden_states[token].clamp(-self.most, self.most)
+            final.index_add_(0, token, expert(rows) * weights[token, slot, None])
+        return final
+
+
+def test_of_experts_told_by_a_mask():
+    for most, is_masked in ((float("inf"), True), (LIMIT, False)):
+        experts = MaskedExperts(most)
+        mlp = stacking.known_mlp(experts["expert_0"])
+        assert mlp is not None and stacking._is_masked(experts, mlp) is is_masked
