@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
 SERVED = ROOT / "benchmarks" / "results" / "h200-2026-11-23"
 STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "stock.json"
-QUANTISED = ROOT / "benchmarks" / "results" / "h200-2026-11-28" / "quantised.csv"
-IN_4_BITS = QUANTISED.parent / "in-4-bits.txt"
+QUANTISED = ROOT / "benchmarks" / "results" / "h200-2026-11-29" / "quantised.csv"
+IN_4_BITS = ROOT / "benchmarks" / "results" / "h200-2026-11-28" / "in-4-bits.txt"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
 """Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
