@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -33,7 +34,8 @@ def add_adapters(
         if quantised.has_scales(module):
             raise ValueError(f"{name} has quantised weights: expected weights of 16 bits and more")
     sizes, options = (num_adapters, rank, adapter_ids), {"gate_up_rank": gate_up_rank}
-    adapters = {name: ExpertLora(_adapted(module), *sizes, **options) for name, module in experts.items()}
+    with torch.inference_mode(False):  # they are to be trained
+        adapters = {name: ExpertLora(_adapted(module), *sizes, **options) for name, module in experts.items()}
     for name, lora in adapters.items():
         experts[name].moe_ops_lora = lora
     return adapters

@@ -38,7 +38,7 @@ def _search(gate: Callable[[Tensor], Tensor], candidates: list[Activation]) -> A
     """Compares on numbers small and large."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(_ROWS, _COLUMNS, generator=generator, dtype=torch.float64)
-    values = values * torch.logspace(-1, 2, _ROWS, dtype=torch.float64)[:, None]
+    values = values * torch.logspace(-1, 3, _ROWS, dtype=torch.float64)[:, None]
     values[0] = 0
     wanted = trial.in_float64(gate, values)
     return next((each for each in candidates if _is(each, values, wanted)), None)

@@ -37,7 +37,8 @@ def quantise_experts(
         _expect_plain(name, module)
     blocks = {name: _blocks(module, kind, block, dtype) for name, module in found.items()}
     for name, module in found.items():
-        _quantise(module, rows, blocks[name], dtype)
+        with torch.inference_mode(False):  # gradients go through to tokens
+            _quantise(module, rows, blocks[name], dtype)
     return tuple(found)
 
 

@@ -18,6 +18,7 @@ _NOT_PATCHED = (
     "experts are stacked, but their block runs its own code, as out of a pickle: "
     "expected layers.huggingface.patch(model) first"
 )
+_NO_MODULE = f"to take one: expected layers.huggingface.unpatch(model) first, which brings modules back; {_NOT_PATCHED}"
 
 
 class Part(NamedTuple):
@@ -86,7 +87,7 @@ class StackedExperts(nn.Module):
 
     def __getitem__(self, index: Any) -> nn.Module:
         """For a block's own code, which takes or goes through its experts one by one."""
-        raise ValueError(_NOT_PATCHED)
+        raise ValueError(_NO_MODULE)
 
     def __len__(self) -> int:
         """As the list of before; what comes next in such code is an expert."""

@@ -191,7 +191,9 @@ def _is_masked(experts: Any, mlp: Mlp) -> bool:
 
 
 def _stack(block: Any, how: StackedBlock | None, mlp: Mlp | None, kind: type[StackedExperts]) -> None:
-    block.experts = of_rows(block.experts) if mlp is None else of_modules(block.experts, mlp, kind)
+    own = block.experts
+    with torch.inference_mode(False):  # of which tensors neither train nor load weights later
+        block.experts = of_rows(own) if mlp is None else of_modules(own, mlp, kind)
     if how is not None:
         block.moe_ops_stacked, block.moe_ops_settings = how, settings_of(block)
         forwards.replace(block, loops.forward)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from layers import huggingface
-from layers.huggingface import outside, stacking
+from layers.huggingface import gates, outside, stacking
 from tests.huggingface import blocks
 from tests.huggingface.loops import EXPERTS, HIDDEN, INTER, Expert, Loop, block
 from tests.huggingface.test_whole import PARTS, hidden, is_whole, ran
@@ -88,6 +88,18 @@ class PlainCollection(LimitedCollection):
 def test_of_a_collection_around_its_gate():
     assert outside.collection_activation(PlainCollection()) == "silu"
     assert outside.collection_activation(LimitedCollection()) is None
+
+
+@pytest.mark.parametrize("limit", [20.0, 100.0, 300.0])
+def test_of_a_gate_that_no_attribute_tells(limit):
+    def gate(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up.clamp(-limit, limit)
+
+    experts = nn.Module()
+    assert gates.of_function(F.silu) is not None
+    experts._apply_gate = gate
+    assert gates.recognised(experts) is None
 
 
 class MaskedExperts(nn.ModuleDict):

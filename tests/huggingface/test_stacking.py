@@ -130,6 +130,12 @@ def test_unpatching_brings_the_list_back():
     assert huggingface.patch(ours, stack_experts=True).experts == ("experts",)
 
 
+def test_to_take_an_expert_the_list_comes_first():
+    ours = stacked(Loop)
+    with pytest.raises(ValueError, match=r"to take one: expected layers.huggingface.unpatch\(model\) first"):
+        ours.experts[0]
+
+
 def test_copies_and_pickles():
     own, ours = block(Loop), stacked(Loop)
     expected = ours(hidden())[0]
