@@ -22,6 +22,7 @@ def batching_config(options: ServeOptions) -> ContinuousBatchingConfig:
 
     Never with graphs of the compiler's own ("reduce-overhead"), for a step is captured as a whole; and for any number
     of tokens, of which there are many. `fullgraph` is not possible: paged attention is a graph break.
+    Raises ValueError for a cache in which what is answered before the first request has no room.
     """
     compiled = None
     if options.backend is not None:
@@ -32,11 +33,20 @@ def batching_config(options: ServeOptions) -> ContinuousBatchingConfig:
         _PAGE: options.page_size,
         "use_cuda_graph": options.cuda_graphs,
     }
-    return ContinuousBatchingConfig(
+    config = ContinuousBatchingConfig(
         varlen_compile_config=compiled,
         decode_compile_config=compiled,
         **{name: value for name, value in given.items() if value is not None},
     )
+    _expect_room(options.num_blocks, getattr(config, _PAGE))
+    return config
+
+
+def _expect_room(num_blocks: int | None, page_size: int | None) -> None:
+    needed = max(_PROMPTS) + _ANSWER
+    if num_blocks is not None and page_size is not None and num_blocks * page_size < needed:
+        told = f"num_blocks={num_blocks} of page_size={page_size} hold {num_blocks * page_size} tokens"
+        raise ValueError(f"{told}: expected at least {needed}, for what is answered before the first request")
 
 
 def small() -> ContinuousBatchingConfig:

@@ -80,6 +80,10 @@ def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"the checkpoint has a {type(processor).__name__}: expected a tokenizer")
+    if not tokenizer.encode("a text", add_special_tokens=False):  # where its files are missing
+        raise ValueError(
+            "the checkpoint's tokenizer makes no tokens of a text: expected its files beside the weights"
+        )
     if tokenizer.chat_template is None:
         tokenizer.chat_template = getattr(processor, "chat_template", None)
     if tokenizer.chat_template is not None and not _is_read(tokenizer, "a text"):

@@ -151,6 +151,13 @@ def test_it_says_that_it_is_ready_once_it_listens(free, capsys):
     assert ("ready" in capsys.readouterr().out) == free
 
 
+def without_files():
+    """What transformers makes of a checkpoint that has no file of its tokenizer's."""
+    from tokenizers import Tokenizer, models
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+
+
 def tokenizer(template):
     from tokenizers import Tokenizer, models
 
@@ -177,6 +184,7 @@ def test_of_a_processor_the_tokenizer_is_served(monkeypatch):
     ("processor", "told"),
     [
         (SimpleNamespace(), "the checkpoint has a SimpleNamespace: expected a tokenizer"),
+        (without_files(), "makes no tokens of a text: expected its files beside the weights"),
         (SimpleNamespace(tokenizer=tokenizer(PARTS)), "passes over messages whose content is a text"),
     ],
 )
@@ -219,6 +227,13 @@ def test_both_paths_are_compiled_for_any_number_of_tokens():
     assert (config.num_blocks, config.use_cuda_graph) == (7, None)
     assert 16 in (getattr(config, "page_size", None), getattr(config, "block_size", None))
     assert batching_config(ServeOptions("model", backend=None)).varlen_compile_config is None
+
+
+def test_a_cache_without_room_is_told():
+    told = "num_blocks=2 of page_size=16 hold 32 tokens: expected at least 43, for what is answered before"
+    with pytest.raises(ValueError, match=told):
+        batching_config(ServeOptions("model", num_blocks=2, page_size=16))
+    assert batching_config(ServeOptions("model", num_blocks=3, page_size=16)).num_blocks == 3
 
 
 def test_greedy_wins_over_the_checkpoint():
