@@ -72,7 +72,8 @@ def scaled_fused_experts(
         ValueError, TypeError: the message names argument, value and expectation.
 
     Gradient: with exact rows to hidden_states, topk_weights, biases and shared, not to weights and scales. With
-    quantised rows there is none to hidden_states and w13_bias, which then must not ask for one.
+    quantised rows there is none to hidden_states and w13_bias, which then must not ask for one. Calls of exact rows
+    that record gradients run stages, which round before the gate where others may not: their bits may differ.
 
     Example:
         >>> w13 = moe_ops.ScaledWeight(w13_int8, w13_scale)  # [E, 2I, H] and [E, 2I, 1]

@@ -259,3 +259,18 @@ def test_interpreted_kernels_pass():
 def test_a_case_says_how_it_is_quantised():
     case = cases("scaled_fused_experts", 1)[0]
     assert f"stored='{case.scaled.stored}'" in str(case) and isinstance(case, Case)
+
+
+@pytest.mark.parametrize("off_by", [(0.0, 0.0), (1e-6, 1e-6), (1e-6, 2e-6), (0.5, 0.5)])
+def test_calls_without_gradients_may_round_elsewhere_but_alike(off_by):
+    """The first and second of them: as much off, and by no more than rounding explains."""
+    (case,) = cases("scaled_fused_experts", 1, rows="exact", dtype="float32", backward=True, poisoned=False)
+    original, left = moe_ops.scaled_fused_experts, list(off_by)
+
+    def elsewhere(*args, **kwargs):
+        out = original(*args, **kwargs)
+        return out if torch.is_grad_enabled() else out * (1 + left.pop(0))
+
+    with mock.patch.object(moe_ops, "scaled_fused_experts", elsewhere):
+        wrong = check(case, "cpu").wrong
+    assert not left and (wrong == []) is (off_by[0] == off_by[1] < 0.1)
