@@ -2,6 +2,7 @@
 
     weight[e, b, a] = stored[e, b, a] * scale[e, b // rows, a // columns]        rounded once
 
+Of integers with a zero point its distance from 8 is added to what is stored first (`int4`).
 E experts, B output and A input features. Products of many rows are faster with such a copy than with weights that are
 converted for each tile, and a gradient to the rows of `scaled_grouped_gemm` multiplies with one.
 """
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.scaled import check_scaled, dequantised, scaled_linear
+from moe_ops.scaled import check_scaled, dequantised, expert_of, scaled_linear
 from moe_ops.scaled_arguments import DequantiseWeight, dequantising
 from moe_ops.types import ScaledWeight
 
@@ -45,8 +46,8 @@ def _check(args: DequantiseWeight) -> None:
 def _reference(args: DequantiseWeight) -> Tensor:
     """One expert after the other, so that no more than one is there in the dtype that is computed in."""
     copy = _fake(args)
-    for expert, (stored, scale) in enumerate(zip(args.weight, args.scale, strict=True)):
-        copy[expert] = dequantised(args.linear._replace(weight=stored, scale=scale), args.dtype)
+    for expert in range(args.weight.shape[0]):
+        copy[expert] = dequantised(expert_of(args.linear, expert), args.dtype)
     return copy
 
 

@@ -100,7 +100,7 @@ def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> Scale
     _checks.expect_shape(f"{name}.scale", scale, (stored.shape[0], "blocks of B", "blocks of A"))
     scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
     rows, columns = _block_of(name, stored, scale) if weight.block is None else weight.block
-    return ScaledLinear(stored, scale, bias, rows, columns)
+    return ScaledLinear(stored, scale, bias, rows, columns, weight.zero)
 
 
 def _expect_block(name: str, block: Any) -> None:
@@ -123,11 +123,19 @@ def _block_of(name: str, stored: Tensor, scale: Tensor) -> tuple[int, int]:
 
 def dequantised(linear: ScaledLinear, dtype: torch.dtype) -> Tensor:
     """[E, B, A] in `dtype`: what the weight stands for."""
-    weight, scale, _, rows, columns = linear
+    weight, scale, _, rows, columns, zero = linear
     computed = _checks.compute_dtype(dtype)
     if weight.dtype == PAIRS:
         weight = (mxfp4 if scale.dtype == PAIRS else int4).numbers(weight, computed)
+    if zero is not None:
+        weight = weight + spread(int4.shifts(zero, computed), weight.shape, rows, columns)
     return (weight.to(computed) * spread(_factors(scale, computed), weight.shape, rows, columns)).to(dtype)
+
+
+def expert_of(linear: ScaledLinear, expert: int) -> ScaledLinear:
+    """The same of one expert, without its dimension; the bias stays as it is."""
+    zero = None if linear.zero is None else linear.zero[expert]
+    return linear._replace(weight=linear.weight[expert], scale=linear.scale[expert], zero=zero)
 
 
 def _factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,15 +143,27 @@ def _factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return mxfp4.powers(scale, dtype) if scale.dtype == PAIRS else scale.to(dtype)
 
 
-def quantised_weight(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> ScaledWeight:
+def quantised_weight(
+    weight: Tensor, block: tuple[int, int], dtype: torch.dtype, zero_points: bool = False
+) -> ScaledWeight:
     """A weight [E, B, A] in 8 bits; a scale maps the largest magnitude of its block to the largest of `dtype`.
 
     Of `PAIRS`, MXFP4, a scale is the power of two that comes next to that; of `INTEGERS`, in 4 bits too, it has the
-    weight's dtype. One expert at a time is in float32.
+    weight's dtype, and with `zero_points` maps what lies between the least and the largest. One expert at a time is in
+    float32.
     """
-    make = quantised if dtype in DTYPES else _in_pairs
+    make = _asymmetric if zero_points else quantised if dtype in DTYPES else _in_pairs
     made = (make(each, *block, dtype) for each in weight)
-    return ScaledWeight(*map(torch.stack, zip(*made, strict=True)), block)  # type: ignore[misc]
+    stored, scale, *zero = map(torch.stack, zip(*made, strict=True))
+    return ScaledWeight(stored, scale, block, *zero)
+
+
+def _asymmetric(matrix: Tensor, rows: int, columns: int, _: torch.dtype) -> tuple[Tensor, ...]:
+    values, places = matrix.float(), (matrix.shape, rows, columns)
+    least, largest = -maxima(-values, rows, columns), maxima(values, rows, columns)
+    scale, zero = int4.asymmetric(least, largest, matrix.dtype)
+    shift = spread(int4.shifts(zero, torch.float32), *places)
+    return int4.rounded(values / spread(scale.float(), *places), shift), scale, zero
 
 
 def _in_pairs(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -169,8 +189,9 @@ def _check(args: ScaledGroupedGemm) -> None:
 
 def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor) -> None:
     """Checks the weight in a field of a record, on the device of the argument called `reference`."""
-    weight, scale, bias, rows, columns = linear
-    _, of_scale, of_bias, *of_block = (leaf_name(field, "weight", leaf) for leaf in ScaledLinear._fields)
+    weight, scale, bias, rows, columns, zero = linear
+    names = (leaf_name(field, "weight", leaf) for leaf in ScaledLinear._fields)
+    _, of_scale, of_bias, *of_block, of_zero = names
     _checks.expect_shape(field, weight, ("E", "B", "A"))
     expect_stored(field, weight)
     _checks.expect_weight_strides(field, weight)
@@ -184,10 +205,21 @@ def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor)
         expect_columns(of_block[1], columns, linear.depth)
     else:
         _checks.expect_floating(of_scale, scale)
+    if zero is not None:
+        _expect_zero(of_zero, zero, weight, scale)
     if bias is not None:
         _checks.expect_shape(of_bias, bias, weight.shape[:2])
         _checks.expect_floating(of_bias, bias)
-    _checks.expect_same_device(like.device, reference, **{field: weight, of_scale: scale, of_bias: bias})
+    parts = {field: weight, of_scale: scale, of_bias: bias, of_zero: zero}
+    _checks.expect_same_device(like.device, reference, **parts)
+
+
+def _expect_zero(name: str, zero: Tensor, weight: Tensor, scale: Tensor) -> None:
+    if weight.dtype != PAIRS or scale.dtype == PAIRS:
+        kind = "MXFP4" if weight.dtype == PAIRS else weight.dtype
+        value_error("{} with weights of {}: expected None, only integers of 4 bits have it", name, kind)
+    _checks.expect_index(name, zero, (PAIRS,))
+    _checks.expect_shape(name, zero, scale.shape)
 
 
 def _expect_scale_of_pairs(name: str, scale: Tensor) -> None:
@@ -235,7 +267,7 @@ def _reference(args: ScaledGroupedGemm) -> Tensor:
     out = _fake(args).zero_()
     for expert, (start, end) in enumerate(pairwise(read_offsets(args.expert_offsets, rows.shape[0]))):
         if start < end:
-            one = linear._replace(weight=linear.weight[expert], scale=linear.scale[expert])
+            one = expert_of(linear, expert)
             bias = None if linear.bias is None else linear.bias[expert].to(computed)
             out[start:end] = expert_linear(rows[start:end], dequantised(one, computed), bias)
     return out

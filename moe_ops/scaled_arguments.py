@@ -36,11 +36,12 @@ class DequantiseWeight(NamedTuple):
     block_rows: int
     block_columns: int
     dtype: torch.dtype
+    zero: Annotated[Tensor | None, Role.CONSTANT] = None
 
     @property
     def linear(self) -> ScaledLinear:
         """Its product, without a bias."""
-        return ScaledLinear(self.weight, self.scale, None, self.block_rows, self.block_columns)
+        return ScaledLinear(self.weight, self.scale, None, self.block_rows, self.block_columns, self.zero)
 
 
 class ScaledGroupedGemm(NamedTuple):
@@ -76,7 +77,8 @@ class ScaledFusedExperts(NamedTuple):
 
 def dequantising(linear: ScaledLinear, dtype: torch.dtype) -> DequantiseWeight:
     """What `dequantise_weight` takes of a product's weight."""
-    return DequantiseWeight(linear.weight, linear.scale, linear.block_rows, linear.block_columns, dtype)
+    weight, scale, _, rows, columns, zero = linear
+    return DequantiseWeight(weight, scale, rows, columns, dtype, zero)
 
 
 def without_scales(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:

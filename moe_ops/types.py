@@ -66,11 +66,15 @@ class ScaledWeight:
             Of MXFP4 torch.uint8 or torch.float8_e8m0fnu, exponents: 2 ** (scale - 127), NaN for 255. On a GPU those
             above 191 may be NaN too, and those below 64 may be zeros.
         block: (rows, columns) of a block. None where blocks are as large as each other, and so follow from the sizes.
+        zero: None, or of integers of 4 bits the code from 0 to 15 that stands for 0 in each block, torch.uint8 of the
+            shape of `scale`: a number is (code - zero) * scale then. None is 8 everywhere. Larger codes are not looked
+            for, and give no number that means anything.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
     block: tuple[int, int] | None = None
+    zero: torch.Tensor | None = None
 
 
 LEAST_LARGEST = 2.0**-118

@@ -58,7 +58,7 @@ class ScaledLinear(NamedTuple):
     """A product of each expert in 8 bits: weight [E, B, A], the scale of each of its blocks, bias [E, B].
 
     A block has so many rows and columns, those on the border fewer: scale [E, ceil(B / rows), ceil(A / columns)].
-    In 4 bits (`pairs`) the weight is [E, B, A / 2].
+    In 4 bits (`pairs`) the weight is [E, B, A / 2]; blocks of integers may have zero points too, of the scale's shape.
     """
 
     NAMED_AFTER_FIELD = True
@@ -68,6 +68,7 @@ class ScaledLinear(NamedTuple):
     bias: Tensor | None
     block_rows: int
     block_columns: int
+    zero: Annotated[Tensor | None, Role.CONSTANT] = None
 
     @property
     def depth(self) -> int:

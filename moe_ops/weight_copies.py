@@ -37,7 +37,8 @@ def _copied_slab(linear: ScaledLinear, dtype: torch.dtype, halves: int, part: sl
 
 
 def _cut(linear: ScaledLinear, first: int, last: int) -> ScaledLinear:
-    weight, scale, bias, rows, columns = linear
+    weight, scale, bias, rows, columns, zero = linear
     blocks = slice(first // rows, -(-last // rows))
     bias = None if bias is None else bias[:, first:last]
-    return ScaledLinear(weight[:, first:last], scale[:, blocks], bias, rows, columns)
+    zero = None if zero is None else zero[:, blocks]
+    return ScaledLinear(weight[:, first:last], scale[:, blocks], bias, rows, columns, zero)

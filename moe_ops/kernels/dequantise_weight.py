@@ -9,7 +9,7 @@ import triton.language as tl
 from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
-from moe_ops.kernels.scaled import converts, stride_args
+from moe_ops.kernels.scaled import converts, stride_args, zero_args
 from moe_ops.kernels.scaled_pairs import MISSING, spread_scale, unpacked
 from moe_ops.pairs import GROUP
 
@@ -18,8 +18,9 @@ _ROWS, _COLUMNS = 16, 256  # of a program; by measurement on an H200, 3.9 TB/s
 
 @triton.jit
 def dequantise_weight_kernel(
-    weight_ptr, scale_ptr, out_ptr, features, depth, block_rows, block_columns,
+    weight_ptr, scale_ptr, zero_ptr, out_ptr, features, depth, block_rows, block_columns,
     weight_stride_e, weight_stride_n, weight_stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
+    zero_stride_e, zero_stride_n, zero_stride_k,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows by BLOCK_K columns of an expert's, of which BLOCK_K / GROUPS share a scale."""
@@ -42,13 +43,19 @@ def dequantise_weight_kernel(
     scale_ptrs += offset(rows // block_rows, scale_stride_n)[:, None]
     scale_ptrs += offset(groups // block_columns, scale_stride_k)[None, :]
     scale = tl.load(scale_ptrs, mask=known & (groups < depth)[None, :], other=0)
+    zero = None
+    if zero_ptr is not None:
+        zero_ptrs = zero_ptr + offset(expert, zero_stride_e)
+        zero_ptrs += offset(rows // block_rows, zero_stride_n)[:, None]
+        zero_ptrs += offset(groups // block_columns, zero_stride_k)[None, :]
+        zero = tl.load(zero_ptrs, mask=known & (groups < depth)[None, :], other=0)
     if NUMBERS == 1:
         numbers = stored.to(tl.float32) * spread_scale(scale.to(tl.float32), BLOCK_K)
     elif IS_MXFP4:
         IN_FLOAT32: tl.constexpr = INTERPRETED or tl.float16 == DTYPE
-        numbers = unpacked(stored, scale, tl.float32 if IN_FLOAT32 else DTYPE).to(tl.float32) * MISSING
+        numbers = unpacked(stored, scale, None, tl.float32 if IN_FLOAT32 else DTYPE).to(tl.float32) * MISSING
     else:
-        numbers = unpacked(stored, scale, tl.float32 if INTERPRETED else DTYPE)
+        numbers = unpacked(stored, scale, zero, tl.float32 if INTERPRETED else DTYPE)
     out_ptrs = out_ptr + offset(expert.to(tl.int64) * features + rows, depth)[:, None] + columns[None, :]
     tl.store(out_ptrs, numbers.to(DTYPE), mask=known & (columns < depth)[None, :])
 
@@ -67,6 +74,7 @@ def dequantise_weight_program(args: Any, gpu: Gpu) -> Program:
     given = {
         "weight_ptr": Ref("weight"),
         "scale_ptr": Ref("scale"),
+        **zero_args("zero", args.zero),
         "out_ptr": Ref(copy.name),
         "features": features,
         "depth": depth,

@@ -2,8 +2,9 @@
 
 Words of eight numbers of MXFP4 become, four at a time, float8 by shifts: a number's exponent and fraction are the last
 bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Integers become
-the ends of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. A
-program is one warp: so no thread needs columns of x that another has.
+the ends of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. What a
+zero point differs from 8 comes to a word's sum times the sum of x, which all features share. A program is one warp: so
+no thread needs columns of x that another has.
 """
 
 import math
@@ -18,7 +19,7 @@ from moe_ops.kernels.decode_args import route_args
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
-from moe_ops.kernels.scaled import stride_args
+from moe_ops.kernels.scaled import stride_args, zero_args
 from moe_ops.pairs import PAIRS
 
 _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
@@ -111,7 +112,7 @@ def _loaded(ptrs, mask, DIM: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def _products(
-    words, scale, even0, even1, even2, even3, odd0, odd1, odd2, odd3
+    words, scale, zero, x_sum, even0, even1, even2, even3, odd0, odd1, odd2, odd3
 ):  # fmt: skip
     """[N, W] of words of weights and x of their columns."""
     if scale.dtype == tl.uint8:
@@ -127,13 +128,16 @@ def _products(
     sums += number5.to(tl.float32) * odd2[None, :]
     sums += number6.to(tl.float32) * even3[None, :]
     sums += number7.to(tl.float32) * odd3[None, :]
+    if zero is not None:
+        sums += (8 - zero.to(tl.int32)).to(tl.float32) * x_sum[None, :]
     return sums * scale.to(tl.float32)
 
 
 @triton.jit
 def _added(
     gate, up, x_row_ptr, x_stride_k, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, scale_stride_k,
-    start, END: tl.constexpr, GATED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_W: tl.constexpr,
+    gate_zero_ptr, up_zero_ptr, zero_stride_k, start,
+    END: tl.constexpr, GATED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Sums of gate and up rows, and what words from `start` on give, those before END if there is one."""
     words = start + tl.arange(0, BLOCK_W)
@@ -147,16 +151,23 @@ def _added(
     even1, even3 = tl.split(evens13)
     odd0, odd2 = tl.split(odds02)
     odd1, odd3 = tl.split(odds13)
-    block = offset((words * 8) // BLOCK_COLUMNS, scale_stride_k)[None, :]
+    block = (words * 8) // BLOCK_COLUMNS
+    places = offset(block, scale_stride_k)[None, :]
+    x_sum, gate_zero, up_zero = None, None, None
+    if gate_zero_ptr is not None:
+        x_sum = ((even0 + even1) + (even2 + even3)) + ((odd0 + odd1) + (odd2 + odd3))
+        gate_zero = _loaded(gate_zero_ptr + offset(block, zero_stride_k)[None, :], mask, 0, "evict_first")
     gate += _products(
         _loaded(gate_ptr + words[None, :], mask, 0, "evict_first"),
-        _loaded(gate_scale_ptr + block, mask, 0, "evict_first"),
+        _loaded(gate_scale_ptr + places, mask, 0, "evict_first"), gate_zero, x_sum,
         even0, even1, even2, even3, odd0, odd1, odd2, odd3,
     )  # fmt: skip
     if GATED:
+        if up_zero_ptr is not None:
+            up_zero = _loaded(up_zero_ptr + offset(block, zero_stride_k)[None, :], mask, 0, "evict_first")
         up += _products(
             _loaded(up_ptr + words[None, :], mask, 0, "evict_first"),
-            _loaded(up_scale_ptr + block, mask, 0, "evict_first"),
+            _loaded(up_scale_ptr + places, mask, 0, "evict_first"), up_zero, x_sum,
             even0, even1, even2, even3, odd0, odd1, odd2, odd3,
         )  # fmt: skip
     return gate, up
@@ -165,10 +176,11 @@ def _added(
 # Strides of which nothing is known make words load one by one: so a thread has the columns of x that belong to its.
 @triton.jit(do_not_specialize=["weight_stride_e", "weight_stride_n"])
 def pairs_gemv_kernel(
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
     top_k, slots_of_row, num_ids, num_experts, features, block_rows,
     x_stride_m, x_stride_k, ids_stride_t, ids_stride_k, weight_stride_e, weight_stride_n,
-    scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n,
+    scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
+    bias_stride_e, bias_stride_n,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -196,6 +208,11 @@ def pairs_gemv_kernel(
         up_ptr = words_ptr + offset(up_rows, weight_stride_n // 4)[:, None]
         gate_scale_ptr = expert_scale_ptr + offset(gate_rows // block_rows, scale_stride_n)[:, None]
         up_scale_ptr = expert_scale_ptr + offset(up_rows // block_rows, scale_stride_n)[:, None]
+        gate_zero_ptr, up_zero_ptr = None, None
+        if zero_ptr is not None:
+            expert_zero_ptr = zero_ptr + offset(expert, zero_stride_e)
+            gate_zero_ptr = expert_zero_ptr + offset(gate_rows // block_rows, zero_stride_n)[:, None]
+            up_zero_ptr = expert_zero_ptr + offset(up_rows // block_rows, zero_stride_n)[:, None]
         gate, up = tl.zeros((BLOCK_N, BLOCK_W), tl.float32), tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
         # Steps that are written out read ahead: with too many of them registers do not suffice.
         SPAN: tl.constexpr = BLOCK_W * AT_ONCE
@@ -204,11 +221,13 @@ def pairs_gemv_kernel(
             for step in tl.static_range(AT_ONCE):
                 gate, up = _added(
                     gate, up, x_row_ptr, x_stride_k, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, scale_stride_k,
+                    gate_zero_ptr, up_zero_ptr, zero_stride_k,
                     span + step * BLOCK_W, None, GATED, BLOCK_COLUMNS, BLOCK_W,
                 )  # fmt: skip
         for start in tl.static_range(WHOLE, DEPTH // 8, BLOCK_W):
             gate, up = _added(
                 gate, up, x_row_ptr, x_stride_k, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, scale_stride_k,
+                gate_zero_ptr, up_zero_ptr, zero_stride_k,
                 start, DEPTH // 8 if start + BLOCK_W > DEPTH // 8 else None, GATED, BLOCK_COLUMNS, BLOCK_W,
             )  # fmt: skip
         result, up_result = tl.sum(gate, 1), tl.sum(up, 1)
@@ -260,6 +279,7 @@ def pairs_gemv_launch(
         "x_ptr": Ref(x[0]),
         "weight_ptr": Ref(name),
         "scale_ptr": Ref(f"{name}_scale"),
+        **zero_args(f"{name}_zero", linear.zero),
         "out_ptr": Ref(out.name),
         "inverse_ptr": Ref("inverse") if is_token else None,
         "top_k": top_k,

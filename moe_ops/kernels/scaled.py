@@ -21,7 +21,12 @@ from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
-from moe_ops.kernels.scaled_pairs import PairsConfig, pairs_args, scaled_pairs_config, scaled_pairs_kernel
+from moe_ops.kernels.scaled_pairs import (
+    PairsConfig,
+    pairs_args,
+    scaled_pairs_config,
+    scaled_pairs_kernel,
+)
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
 from moe_ops.pairs import PAIRS, numbers_in
@@ -211,6 +216,7 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
         "weight_ptr": Ref("weight"),
         "weight_desc": _descriptor(linear, (1, block_n, block_k // numbers_in(weight.dtype)), gpu),
         "scale_ptr": Ref("scale"),
+        **zero_args("zero", linear.zero),
         **bias_args(None if bias is None else Operand("bias", bias)),
         "depth": depth,
         "block_rows": linear.block_rows,
@@ -238,6 +244,15 @@ def _descriptor(linear: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | Non
 def stride_args(name: str, strides: tuple[int, ...], letters: str) -> dict[str, int]:
     """A kernel's arguments for the strides of a tensor, a letter for each of its dimensions."""
     return {f"{name}_{letter}": stride for letter, stride in zip(letters, strides, strict=True)}
+
+
+def zero_args(name: str, zero: Any) -> dict[str, Any]:
+    """A kernel's arguments for zero points, the tensor of that name, if there are any."""
+    strides = (0, 0, 0) if zero is None else zero.strides
+    return {
+        "zero_ptr": None if zero is None else Ref(name),
+        **stride_args("zero_stride", strides, "enk"),
+    }
 
 
 def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, LaunchConfig]:

@@ -145,7 +145,7 @@ def _operands(name: str, rows: str) -> dict[str, str]:
 
 
 def _weights(name: str) -> dict[str, str]:
-    return {"weight": name, "scale": f"{name}_scale", "bias": f"{name}_bias"}
+    return {"weight": name, "scale": f"{name}_scale", "zero": f"{name}_zero", "bias": f"{name}_bias"}
 
 
 def _named(program: Program, **names: str) -> Program:

@@ -3,8 +3,9 @@
 The weight is the left operand, as in `scaled`. Of MXFP4 a number's exponent and fraction are put where those of a
 bfloat16 end and begin, which makes it 2**126 times as small, also where it has no leading one; its power makes up for
 all but 2**63 of that, so that any weight from 2**-63 to 2**64 is exact, and the sum for the rest. Larger ones are NaN.
-The code of an integer becomes the end of the fraction of 128 or, in float16, of 1024, which then is taken off; times
-its scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights of it would be.
+The code of an integer becomes the end of the fraction of 128 or, in float16, of 1024, which then is taken off with the
+zero point; times its scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights
+of it would be.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ mul.lo.u32 $0, $0, 0x1040;
 and.b32 $0, $0, 0x81C081C0;
 }
 """)
-# Codes at the end of `first`, and less that and 8: as a fused product, for GPUs before Hopper add no bfloat16.
+# Codes at the end of `first`, and `less` of that and 8: as a fused product, for GPUs before Hopper add no bfloat16.
 _INTEGERS = """
 {{
 .reg .b32 one, less;
@@ -59,12 +60,13 @@ lop3.b32 $0, $0, 0x000F000F, {first}, 0xEA;
 fma.rn.{kind} $0, $0, one, less;
 }}
 """
-_IN_BFLOAT16 = tl.constexpr(
-    _INTEGERS.format(kind="bf16x2", first="0x43004300", one="0x3F803F80", less="0xC308C308")
-)
-_IN_FLOAT16 = tl.constexpr(
-    _INTEGERS.format(kind="f16x2", first="0x64006400", one="0x3C003C00", less="0xE408E408")
-)
+_BFLOAT16 = {"kind": "bf16x2", "first": "0x43004300", "one": "0x3F803F80"}
+_FLOAT16 = {"kind": "f16x2", "first": "0x64006400", "one": "0x3C003C00"}
+_IN_BFLOAT16 = tl.constexpr(_INTEGERS.format(**_BFLOAT16, less="0xC308C308"))
+_IN_FLOAT16 = tl.constexpr(_INTEGERS.format(**_FLOAT16, less="0xE408E408"))
+# The same, less of that and a zero point.
+_FROM_ZERO_IN_BFLOAT16 = tl.constexpr(_INTEGERS.format(**_BFLOAT16, less="$2"))
+_FROM_ZERO_IN_FLOAT16 = tl.constexpr(_INTEGERS.format(**_FLOAT16, less="$2"))
 _PRODUCT = """
 {{
 .reg .b32 none;
@@ -99,7 +101,16 @@ def spread_scale(scale, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _in_32_bits(pairs, scale):
+def _zeros(zero_row_ptr, group, block_columns, zero_stride_k, known, depth):
+    """The zero points beside `_scales`, if there are any."""
+    zeros = None
+    if zero_row_ptr is not None:
+        zeros = _scales(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
+    return zeros
+
+
+@triton.jit
+def _in_32_bits(pairs, scale, zero):
     """Weights of even columns and of odd ones."""
     codes = pairs.to(tl.int32)
     if scale.dtype == tl.uint8:
@@ -107,24 +118,39 @@ def _in_32_bits(pairs, scale):
         even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
         odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
     else:
-        even, odd = ((codes & 15) - 8).to(tl.float32), ((codes >> 4) - 8).to(tl.float32)
+        less = 8 if zero is None else spread_scale(zero.to(tl.int32), pairs.shape[1])
+        even, odd = ((codes & 15) - less).to(tl.float32), ((codes >> 4) - less).to(tl.float32)
     spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
     return even * spread, odd * spread
 
 
 @triton.jit
-def _in_16_bits(pairs, scale, DTYPE: tl.constexpr):
+def _in_16_bits(pairs, scale, zero, DTYPE: tl.constexpr):
     """Weights of even columns and of odd ones, rounded once."""
-    if scale.dtype == tl.uint8:
-        scale = _powers(scale)
-        NUMBERS: tl.constexpr = _MXFP4
+    IN_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
+    if zero is None:
+        if scale.dtype == tl.uint8:
+            scale = _powers(scale)
+            NUMBERS: tl.constexpr = _MXFP4
+        else:
+            NUMBERS: tl.constexpr = _IN_BFLOAT16 if IN_BFLOAT16 else _IN_FLOAT16
+        words = tl.inline_asm_elementwise(
+            NUMBERS, "=&r,r", [pairs.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
-        NUMBERS: tl.constexpr = _IN_BFLOAT16 if tl.bfloat16 == DTYPE else _IN_FLOAT16
-    words = tl.inline_asm_elementwise(
-        NUMBERS, "=&r,r", [pairs.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
-    )
+        FROM_ZERO: tl.constexpr = _FROM_ZERO_IN_BFLOAT16 if IN_BFLOAT16 else _FROM_ZERO_IN_FLOAT16
+        # Of 128, or 1024, and a zero point the negative, in both halves.
+        less = (zero.to(tl.int32) | (0xC300 if IN_BFLOAT16 else 0xE400)) * 0x10001
+        words = tl.inline_asm_elementwise(
+            FROM_ZERO,
+            "=&r,r,r",
+            [pairs.to(tl.int32), spread_scale(less, pairs.shape[1])],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
     if scale.dtype == DTYPE:
-        PRODUCT: tl.constexpr = _OF_BFLOAT16 if tl.bfloat16 == DTYPE else _OF_FLOAT16
+        PRODUCT: tl.constexpr = _OF_BFLOAT16 if IN_BFLOAT16 else _OF_FLOAT16
         twice = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
         words = tl.inline_asm_elementwise(
             PRODUCT,
@@ -143,12 +169,12 @@ def _in_16_bits(pairs, scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def unpacked(pairs, scale, DTYPE: tl.constexpr):
-    """[N, K / 2] bytes and [N, K / 32] scales as [N, K] weights, of MXFP4 times 2**-63."""
+def unpacked(pairs, scale, zero, DTYPE: tl.constexpr):
+    """[N, K / 2] bytes and [N, K / 32] scales and zero points, if any, as [N, K] weights, of MXFP4 times 2**-63."""
     if tl.float32 == DTYPE:
-        even, odd = _in_32_bits(pairs, scale)
+        even, odd = _in_32_bits(pairs, scale, zero)
     else:
-        even, odd = _in_16_bits(pairs, scale, DTYPE)
+        even, odd = _in_16_bits(pairs, scale, zero, DTYPE)
     return tl.join(even, odd).reshape(pairs.shape[0], 2 * pairs.shape[1])
 
 
@@ -165,10 +191,11 @@ def _dot(weight, x, acc):
 @triton.jit
 def _multiply_tile(
     expert, row, end, feature_block,
-    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
     top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+    scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
+    bias_stride_e, bias_stride_n, out_stride_m,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TURN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -184,9 +211,15 @@ def _multiply_tile(
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
     scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
     scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
+    zero_row_ptr = None
+    if zero_ptr is not None:
+        zero_row_ptr = zero_ptr + offset(expert, zero_stride_e)
+        zero_row_ptr += offset(columns // block_rows, zero_stride_n)[:, None]
     groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
     coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
     second = _scales(scale_row_ptr, BLOCK_K + groups, block_columns, scale_stride_k, known, depth)
+    coming_zero = _zeros(zero_row_ptr, groups, block_columns, zero_stride_k, known, depth)
+    second_zero = _zeros(zero_row_ptr, BLOCK_K + groups, block_columns, zero_stride_k, known, depth)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for turn in tl.range(0, tl.cdiv(depth, TURN * BLOCK_K), num_stages=STAGES):
         for part in tl.static_range(TURN):
@@ -207,12 +240,14 @@ def _multiply_tile(
             # A turn ahead, as bytes are too short for copies that go on beside products.
             group = (step + TURN) * BLOCK_K + groups
             if part == 0:
-                scale = coming
+                scale, zero = coming, coming_zero
                 coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
+                coming_zero = _zeros(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
             else:
-                scale = second
+                scale, zero = second, second_zero
                 second = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            acc = finished(_dot(unpacked(pairs, scale, DTYPE), x, acc))
+                second_zero = _zeros(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
+            acc = finished(_dot(unpacked(pairs, scale, zero, DTYPE), x, acc))
     if IS_MXFP4:
         acc *= MISSING
     if bias_ptr is not None:
@@ -225,10 +260,11 @@ def _multiply_tile(
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def scaled_pairs_kernel(
-    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr, tiles_ptr,
+    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, tiles_ptr,
     top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-    scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+    scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
+    bias_stride_e, bias_stride_n, out_stride_m,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TURN: tl.constexpr, STAGES: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
@@ -241,28 +277,31 @@ def scaled_pairs_kernel(
         if not MIXED or end - row > SHORT:
             _multiply_tile(
                 expert, row, end, feature_block,
-                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
                 top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-                scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+                scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
+                bias_stride_e, bias_stride_n, out_stride_m,
                 EVEN, BLOCK_M, BLOCK_N, BLOCK_K, TURN, STAGES,
             )  # fmt: skip
         elif end - row > SHORTEST:
             _multiply_tile(
                 expert, row, end, feature_block,
-                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
                 top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-                scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+                scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
+                bias_stride_e, bias_stride_n, out_stride_m,
                 EVEN, SHORT, BLOCK_N, BLOCK_K, TURN, STAGES + 1,
             )  # fmt: skip
         else:
             _multiply_tile(
                 expert, row, end, feature_block,
-                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, bias_ptr, out_ptr,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
                 top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
-                scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
+                scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
+                bias_stride_e, bias_stride_n, out_stride_m,
                 EVEN, SHORTEST, BLOCK_N, BLOCK_K, TURN, STAGES + 2,
             )  # fmt: skip
 

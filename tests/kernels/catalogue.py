@@ -151,18 +151,29 @@ def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
     return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
 
 
-def in_pairs(scale: torch.dtype) -> tuple[list[Program], dict[str, torch.dtype]]:
+def in_pairs(scale: torch.dtype, has_zeros: bool = False) -> tuple[list[Program], dict[str, torch.dtype]]:
     """Programs of weights of 4 bits, MXFP4 or integers by the dtype of scales, and of what dtypes their tensors are."""
-    dtypes = dict.fromkeys(("weight", "w13", "w2"), torch.uint8)
+    dtypes = dict.fromkeys(("weight", "w13", "w2", "zero", "w13_zero", "w2_zero"), torch.uint8)
     dtypes |= dict.fromkeys(("scale", "w13_scale", "w2_scale"), scale)
-    return [_scaled_pairs(scale), _token_in_pairs(scale)], TENSORS | dtypes
+    programs = [_scaled_pairs(scale, has_zeros), _token_in_pairs(scale, has_zeros)]
+    if has_zeros:
+        programs.append(_dequantised_pairs(scale))
+    return programs, TENSORS | dtypes
 
 
-def _scaled_pairs(scale_dtype: torch.dtype) -> Program:
+def _dequantised_pairs(scale_dtype: torch.dtype) -> Program:
+    """A copy of integers with zero points, of any strides."""
+    weight, scale = _strided(8, 128, 48, dtype=torch.uint8), _strided(8, 128, 3, dtype=scale_dtype)
+    zero = _strided(8, 128, 3, dtype=torch.uint8)
+    return program_of("dequantise_weight", weight, scale, zero, 1, 32, torch.bfloat16)
+
+
+def _scaled_pairs(scale_dtype: torch.dtype, has_zeros: bool) -> Program:
     """Rows of 16 bits times weights of 4, of any strides."""
     weight, scale = _strided(8, 128, 48, dtype=torch.uint8), _strided(8, 128, 3, dtype=scale_dtype)
     named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
     named |= {"block_rows": 1, "block_columns": 32}
+    named["zero"] = _strided(8, 128, 3, dtype=torch.uint8) if has_zeros else None
     return program_of("scaled_grouped_gemm", _strided(512, 96), weight, scale, _index(9), **named)
 
 
@@ -192,7 +203,7 @@ def _scaled_token() -> Program:
     return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named)
 
 
-def _token_in_pairs(scale_dtype: torch.dtype) -> Program:
+def _token_in_pairs(scale_dtype: torch.dtype, has_zeros: bool) -> Program:
     """A token's layer in 4 bits, of rows with gaps."""
     weights = meta(1, 2, dtype=torch.float32), meta(1, 2, dtype=torch.int32)
     named = {"hidden_states": _strided(1, 96), "topk_weights": weights[0], "topk_ids": weights[1]}
@@ -200,6 +211,7 @@ def _token_in_pairs(scale_dtype: torch.dtype) -> Program:
         scale = _strided(8, rows, columns // 16, dtype=scale_dtype)
         named |= {name: meta(8, rows, 80, dtype=torch.uint8)[:, :, :columns], f"{name}_scale": scale}
         named |= {f"{name}_bias": _strided(8, rows), f"{name}_block_rows": 1, f"{name}_block_columns": 32}
+        named[f"{name}_zero"] = _strided(8, rows, columns // 16, dtype=torch.uint8) if has_zeros else None
     return program_of("scaled_fused_experts", activation="silu", rows="exact", **named)
 
 
@@ -306,6 +318,7 @@ def programs() -> list[Program]:
             "dequantise_weight",
             _strided(8, 128, 64, dtype=torch.int8),
             _strided(8, 19, 7, dtype=torch.float32),
+            None,
             7,
             10,
             torch.bfloat16,

@@ -12,6 +12,8 @@ from tests.kernels.catalogue import meta
 from tests.kernels.plan_range import ACTIVATIONS, SITU, Planned, Range, _planned, _programs
 
 SCALES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # of weights of 4 bits
+FORMATS = (*((scale, False) for scale in SCALES), *((scale, True) for scale in SCALES[1:]))
+"""The same, and whether there are zero points."""
 
 
 def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
@@ -26,11 +28,11 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, columns in itertools.product(stored, (5, 128, 2048, 16384) if wide else (128, 16384)):
         program = program_of("quantise_rows", meta(8, max(columns, 512)), columns, dtype, gpu=gpu)
         yield from _programs(f"{dtype} rows of {columns}", torch.bfloat16, program)
-    for of, dtype, block in itertools.product(
-        (*stored, *SCALES), (torch.bfloat16, torch.float16), ((1, 128), (7, 96))
+    for (of, zeros), dtype, block in itertools.product(
+        (*((each, False) for each in stored), *FORMATS), (torch.bfloat16, torch.float16), ((1, 128), (7, 96))
     ):
         if wide or (dtype == torch.bfloat16 and of in (stored[0], *SCALES[:2])):
-            yield from _dequantised(gpu, of, dtype, block)
+            yield from _dequantised(gpu, of, zeros, dtype, block)
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
@@ -39,25 +41,32 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
         *itertools.product(SCALES[:1], (4, 25, 50, 200, 2880, 7168)),
         *((SCALES[1], n) for n in (200, 7168)),
     ]
-    for dtype, scale, rows in itertools.product(dtypes, SCALES, (4, 25, 50, 200)):
-        if wide or (dtype == torch.bfloat16 and (scale, rows) in usual):
-            yield from _in_pairs(gpu, dtype, scale, *((2034, 64) if wide else (2880, 32)), 8 * rows)
-    for scale, sizes in itertools.product(SCALES, ((2880, 2880), (7168, 2048), (264, 1000))):
-        if wide or (scale, sizes[0]) in usual:
-            yield from _token_in_pairs(gpu, scale, *sizes)
+    for dtype, form, rows in itertools.product(dtypes, FORMATS, (4, 25, 50, 200)):
+        if wide or (dtype == torch.bfloat16 and (form[0], rows) in usual):
+            yield from _in_pairs(gpu, dtype, form, *((2034, 64) if wide else (2880, 32)), 8 * rows)
+    for form, sizes in itertools.product(FORMATS, ((2880, 2880), (7168, 2048), (264, 1000))):
+        if wide or (form[0], sizes[0]) in usual:
+            yield from _token_in_pairs(gpu, form, *sizes)
 
 
-def _dequantised(gpu, of, dtype, block) -> Iterator[Planned]:
+def _zero_of(scale, has_zeros):
+    return meta(*scale.shape, dtype=torch.uint8) if has_zeros else None
+
+
+def _dequantised(gpu, of, has_zeros, dtype, block) -> Iterator[Planned]:
     """Of weights of 8 bits, or of 4 with scales of a dtype."""
     stored, scale = (torch.uint8, of) if of in SCALES else (of, torch.float32)
     weight = meta(8, 768, 2880 // 2 if stored == torch.uint8 else 2880, dtype=stored)
     scales = meta(8, -(-768 // block[0]), -(-2880 // block[1]), dtype=scale)
-    program = program_of("dequantise_weight", weight, scales, *block, dtype, gpu=gpu)
-    for each in _planned(f"{of} in {dtype}, block={block}", program.buffers, program.launches, dtype):
-        yield replace(each, dtypes=each.dtypes | {"weight": stored, "scale": scale})
+    zero = _zero_of(scales, has_zeros)
+    program = program_of("dequantise_weight", weight, scales, zero, *block, dtype, gpu=gpu)
+    name = f"{of}, zeros={has_zeros} in {dtype}, block={block}"
+    for each in _planned(name, program.buffers, program.launches, dtype):
+        yield replace(each, dtypes=each.dtypes | {"weight": stored, "scale": scale, "zero": torch.uint8})
 
 
-def _token_in_pairs(gpu, scale_dtype, hidden, features) -> Iterator[Planned]:
+def _token_in_pairs(gpu, form, hidden, features) -> Iterator[Planned]:
+    scale_dtype, has_zeros = form
     named = {
         "hidden_states": meta(1, hidden),
         "topk_ids": meta(1, 4, dtype=torch.int32),
@@ -69,14 +78,17 @@ def _token_in_pairs(gpu, scale_dtype, hidden, features) -> Iterator[Planned]:
         scale = meta(16, rows, -(-columns // 32), dtype=scale_dtype)
         named |= {name: meta(16, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
         named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
+        named[f"{name}_zero"] = _zero_of(scale, has_zeros)
     program = program_of("scaled_fused_experts", gpu=gpu, **named)
-    stored = dict.fromkeys(("w13", "w2"), torch.uint8) | dict.fromkeys(("w13_scale", "w2_scale"), scale_dtype)
-    name = f"a token in pairs times {scale_dtype}, {hidden} by {features}"
+    stored = dict.fromkeys(("w13", "w2", "w13_zero", "w2_zero"), torch.uint8)
+    stored |= dict.fromkeys(("w13_scale", "w2_scale"), scale_dtype)
+    name = f"a token in pairs times {scale_dtype}, zeros={has_zeros}, {hidden} by {features}"
     for each in _programs(name, torch.bfloat16, program):
         yield replace(each, dtypes=each.dtypes | stored)
 
 
-def _in_pairs(gpu, dtype, scale_dtype, depth, columns, slots) -> Iterator[Planned]:
+def _in_pairs(gpu, dtype, form, depth, columns, slots) -> Iterator[Planned]:
+    scale_dtype, has_zeros = form
     weight = meta(8, 5760, depth // 2, dtype=torch.uint8)
     scale = meta(8, 5760, -(-depth // columns), dtype=scale_dtype)
     index = {"expert_offsets": meta(9, dtype=torch.int32), "sorted_slots": meta(slots, dtype=torch.int32)}
@@ -84,14 +96,16 @@ def _in_pairs(gpu, dtype, scale_dtype, depth, columns, slots) -> Iterator[Planne
         "x": meta(slots // 2, depth, dtype=dtype),
         "weight": weight,
         "scale": scale,
+        "zero": _zero_of(scale, has_zeros),
         **index,
         "dtype": dtype,
     }
     named |= {"bias": meta(8, 5760, dtype=dtype), "block_rows": 1, "block_columns": columns}
     program = program_of("scaled_grouped_gemm", gpu=gpu, **named)
-    name = f"pairs times {scale_dtype} times {dtype} depth={depth} slots={slots}"
+    name = f"pairs times {scale_dtype}, zeros={has_zeros} times {dtype} depth={depth} slots={slots}"
+    stored = {"weight": torch.uint8, "scale": scale_dtype, "zero": torch.uint8}
     for each in _planned(name, program.buffers, program.launches, dtype):
-        yield replace(each, dtypes=each.dtypes | {"weight": torch.uint8, "scale": scale_dtype})
+        yield replace(each, dtypes=each.dtypes | stored)
 
 
 def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:

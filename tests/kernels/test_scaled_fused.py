@@ -70,9 +70,8 @@ def _stages(at):
         block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
         rows, scale = launch("quantise_rows", x, block[1], at[name].dtype)
         stored = at[name], at[f"{name}_scale"]
-        return launch(
-            "scaled_grouped_gemm", rows, *stored, offsets, scale, at[f"{name}_bias"], index, *block, x.dtype
-        )
+        given = rows, *stored, offsets, scale, at[f"{name}_bias"], None, index, *block, x.dtype
+        return launch("scaled_grouped_gemm", *given)
 
     activated = launch("gated_activation", product(at["hidden_states"], "w13", slots), at["activation"])
     expert_out = product(activated, "w2", None)

@@ -14,6 +14,7 @@ ROW_TOKENS = torch.tensor([[0, 2, -1, -1]], dtype=torch.int32)
 NO_TOKENS = torch.full((1, 4), -1, dtype=torch.int32)
 SENT = torch.tensor([2], dtype=torch.int32)
 PAIRS = torch.randint(0, 256, (3, 5, 4), dtype=torch.uint8)
+ZEROS = torch.randint(0, 16, (3, 5, 1), dtype=torch.uint8)
 EXPONENTS = torch.randint(120, 130, (3, 5, 1), dtype=torch.uint8)
 REPLICA_COUNT = torch.tensor([2, 1, 2], dtype=torch.int32)
 
@@ -110,9 +111,9 @@ def samples():
         ],
         "quantise_rows": [(t(3, 4), 3, torch.int8), (t(3, 4), 4, torch.float8_e4m3fn)],
         "dequantise_weight": [
-            (whole(3, 5, 4), torch.rand(3, 3, 2), 2, 3, torch.float32),
-            (PAIRS, EXPONENTS, 1, 32, torch.bfloat16),
-            (PAIRS, torch.rand(3, 5, 1), 1, 8, torch.float64),
+            (whole(3, 5, 4), torch.rand(3, 3, 2), None, 2, 3, torch.float32),
+            (PAIRS, EXPONENTS, None, 1, 32, torch.bfloat16),
+            (PAIRS, torch.rand(3, 5, 1), ZEROS, 1, 8, torch.float64),
         ],
         "scaled_grouped_gemm": [
             (
@@ -122,21 +123,27 @@ def samples():
                 OFFSETS,
                 torch.rand(3, 2),
                 t(3, 5),
+                None,
                 SLOTS,
                 2,
                 3,
             )
             + (torch.float32,),
-            (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, 2, 3, torch.float32),
-            (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, None, None, SLOTS, 1, 4, torch.float32),
-            (t(3, 8), PAIRS, EXPONENTS, OFFSETS, None, t(3, 5), SLOTS, 1, 32, torch.float32),
-            (t(6, 8), PAIRS, torch.rand(3, 5, 1), OFFSETS, None, None, None, 1, 8, torch.float32),
+            (t(6, 4), whole(3, 5, 4), torch.rand(3, 3, 2), OFFSETS, None, t(3, 5), None, None, 2, 3)
+            + (torch.float32,),
+            (t(3, 4), whole(3, 5, 4), torch.rand(3, 5, 1), OFFSETS, *(None,) * 3, SLOTS, 1, 4, torch.float32),
+            (t(3, 8), PAIRS, EXPONENTS, OFFSETS, None, t(3, 5), None, SLOTS, 1, 32, torch.float32),
+            (t(6, 8), PAIRS, torch.rand(3, 5, 1), OFFSETS, *(None,) * 4, 1, 8, torch.float32),
+            (t(3, 8), PAIRS, torch.rand(3, 5, 1), OFFSETS, None, t(3, 5), ZEROS, SLOTS, 1, 8, torch.float32),
         ],
         "scaled_fused_experts": [
             (t(3, 4), whole(3, 8, 4), torch.rand(3, 4, 2), whole(3, 4, 4), torch.rand(3, 1, 2), t(3, 2), IDS)
-            + (t(3, 8), t(3, 4), None, *joined, 2, 3, 4, 2, "silu", "quantised"),
+            + (t(3, 8), None, t(3, 4), None, None, *joined, 2, 3, 4, 2, "silu", "quantised"),
             (t(3, 4), whole(3, 4, 4), torch.rand(3, 4, 1), whole(3, 4, 4), torch.rand(3, 4, 1), t(3, 2), IDS)
-            + (*(None,) * 6, 1, 4, 1, 4, "relu2", "exact"),
+            + (*(None,) * 8, 1, 4, 1, 4, "relu2", "exact"),
+            (t(3, 8), PAIRS[:, :4], torch.rand(3, 4, 1), PAIRS.view(3, 10, 2)[:, :8], torch.rand(3, 8, 1), t(3, 2))
+            + (IDS, None, ZEROS[:, :4], None, ZEROS.repeat(1, 2, 1)[:, :8], *(None,) * 4)
+            + (1, 8, 1, 4, "relu2", "exact"),
         ],
         "dense_gemm": [
             (matrix(3, 4), matrix(5, 4), matrix(5), torch.float32),
@@ -247,9 +254,9 @@ def empty_samples():
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
         "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
         "quantise_rows": (none, 3, torch.int8),
-        "dequantise_weight": (whole(0, 5, 4), torch.rand(0, 3, 2), 2, 3, torch.float32),
-        "scaled_grouped_gemm": (none, whole(3, 5, 4), torch.rand(3, 5, 1), offsets, None, t(3, 5), None, 1, 4)
-        + (torch.float32,),
+        "dequantise_weight": (whole(0, 5, 4), torch.rand(0, 3, 2), None, 2, 3, torch.float32),
+        "scaled_grouped_gemm": (none, whole(3, 5, 4), torch.rand(3, 5, 1), offsets, None, t(3, 5), None, None)
+        + (1, 4, torch.float32),
         "scaled_fused_experts": (
             none,
             whole(3, 8, 4),
@@ -257,7 +264,7 @@ def empty_samples():
             whole(3, 4, 4),
             torch.rand(3, 4, 1),
         )
-        + (weights, ids, *(None,) * 6, 1, 4, 1, 4, "silu", "quantised"),
+        + (weights, ids, *(None,) * 8, 1, 4, 1, 4, "silu", "quantised"),
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),

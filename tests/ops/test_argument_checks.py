@@ -55,18 +55,23 @@ ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones t
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation", "quantise_rows", "scaled_grouped_gemm"}
 
 
-def complete(name):
-    """Arguments of which none is left out."""
-    args = list(samples()[name][-1 if name == "build_dispatch" else 0])
+def complete(name, argument=""):
+    """Arguments of which none is left out, but for zero points: other weights than `argument` wants have none."""
     arguments = getattr(torch.ops.moe, name).default._schema.arguments
+    names = [each.name for each in arguments]
+    if argument.endswith("zero"):
+        return names, list(next(args for args in samples()[name] if args[names.index(argument)] is not None))
+    args = list(samples()[name][-1 if name == "build_dispatch" else 0])
     for position, argument in enumerate(arguments):
+        if argument.name.endswith("zero"):
+            continue
         if args[position] is None and argument.name == "seed":
             args[position] = torch.tensor(7)
         elif args[position] is None:
             num_experts = 8 if "routing" in name else 3
             made = torch.arange(num_experts, dtype=torch.int32)
             args[position] = made if argument.name == "expert_map" else made.float()
-    return [argument.name for argument in arguments], args
+    return names, args
 
 
 def call(name, args):
@@ -85,7 +90,7 @@ arguments = pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda 
 
 @arguments
 def test_rank_device_and_dtype(name, argument):
-    names, args = complete(name)
+    names, args = complete(name, argument)
     call(name, args)
     position = names.index(argument)
     good = args[position]
@@ -102,7 +107,7 @@ def test_rank_device_and_dtype(name, argument):
 
 @arguments
 def test_dtypes_that_differ(name, argument):
-    names, args = complete(name)
+    names, args = complete(name, argument)
     position = names.index(argument)
     good = args[position]
     if (
@@ -119,7 +124,7 @@ def test_dtypes_that_differ(name, argument):
 
 @arguments
 def test_every_size(name, argument):
-    names, args = complete(name)
+    names, args = complete(name, argument)
     position = names.index(argument)
     good = args[position]
     for dim in range(good.dim()):

@@ -64,7 +64,7 @@ CALLS = {
     ),
     "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
     "scaled_grouped_gemm": (
-        lambda x, b: OPS.scaled_grouped_gemm(x, WHOLE, SCALE, OFFSETS, None, b, None, 2, 3, x.dtype),
+        lambda x, b: OPS.scaled_grouped_gemm(x, WHOLE, SCALE, OFFSETS, None, b, None, None, 2, 3, x.dtype),
         [(6, 4), (3, 5)],
     ),
     "scaled_fused_experts": (
@@ -77,7 +77,9 @@ CALLS = {
             w,
             IDS,
             None,
+            None,
             b,
+            None,
             None,
             shared,
             gate,
