@@ -87,7 +87,7 @@ def _powers(exponents):
 
 @triton.jit
 def _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth):
-    """[N, K / 32] scales of groups that begin at these columns; zeros past the depth."""
+    """[N, K / 32] scales, or zero points, of groups that begin at these columns; zeros past the depth."""
     scale_ptrs = scale_row_ptr + offset(group // block_columns, scale_stride_k)[None, :]
     return tl.load(scale_ptrs, mask=known[:, None] & (group < depth)[None, :], other=0)
 
@@ -98,15 +98,6 @@ def spread_scale(scale, COLUMNS: tl.constexpr):
     times: tl.constexpr = COLUMNS // scale.shape[1]
     spread = scale[:, :, None].broadcast_to(scale.shape[0], scale.shape[1], times)
     return spread.reshape(scale.shape[0], COLUMNS)
-
-
-@triton.jit
-def _zeros(zero_row_ptr, group, block_columns, zero_stride_k, known, depth):
-    """The zero points beside `_scales`, if there are any."""
-    zeros = None
-    if zero_row_ptr is not None:
-        zeros = _scales(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
-    return zeros
 
 
 @triton.jit
@@ -211,15 +202,14 @@ def _multiply_tile(
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
     scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
     scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
-    zero_row_ptr = None
-    if zero_ptr is not None:
-        zero_row_ptr = zero_ptr + offset(expert, zero_stride_e)
-        zero_row_ptr += offset(columns // block_rows, zero_stride_n)[:, None]
     groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
     coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
     second = _scales(scale_row_ptr, BLOCK_K + groups, block_columns, scale_stride_k, known, depth)
-    coming_zero = _zeros(zero_row_ptr, groups, block_columns, zero_stride_k, known, depth)
-    second_zero = _zeros(zero_row_ptr, BLOCK_K + groups, block_columns, zero_stride_k, known, depth)
+    if zero_ptr is not None:
+        zero_row_ptr = zero_ptr + offset(expert, zero_stride_e)
+        zero_row_ptr += offset(columns // block_rows, zero_stride_n)[:, None]
+        coming_zero = _scales(zero_row_ptr, groups, block_columns, zero_stride_k, known, depth)
+        second_zero = _scales(zero_row_ptr, BLOCK_K + groups, block_columns, zero_stride_k, known, depth)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for turn in tl.range(0, tl.cdiv(depth, TURN * BLOCK_K), num_stages=STAGES):
         for part in tl.static_range(TURN):
@@ -240,14 +230,22 @@ def _multiply_tile(
             # A turn ahead, as bytes are too short for copies that go on beside products.
             group = (step + TURN) * BLOCK_K + groups
             if part == 0:
-                scale, zero = coming, coming_zero
+                scale = coming
                 coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-                coming_zero = _zeros(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
             else:
-                scale, zero = second, second_zero
+                scale = second
                 second = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-                second_zero = _zeros(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
-            acc = finished(_dot(unpacked(pairs, scale, zero, DTYPE), x, acc))
+            if zero_ptr is None:
+                weight = unpacked(pairs, scale, None, DTYPE)
+            else:
+                if part == 0:
+                    zero = coming_zero
+                    coming_zero = _scales(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
+                else:
+                    zero = second_zero
+                    second_zero = _scales(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
+                weight = unpacked(pairs, scale, zero, DTYPE)
+            acc = finished(_dot(weight, x, acc))
     if IS_MXFP4:
         acc *= MISSING
     if bias_ptr is not None:
