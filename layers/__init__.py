@@ -38,6 +38,12 @@ from layers.weigh_and_reduce import (
 )
 from layers.weight_decay import weight_decay_groups
 from layers.weights.loading import load_checkpoint
+from layers.weights.packed_integers import (
+    PackedIntegers,
+    integers_of_awq,
+    integers_of_gptq,
+    zeros_of_compressed_tensors,
+)
 from layers.weights.saving import checkpoint_state_dict
 from layers.weights.scales import WeightScale
 from layers.weights.shard import TensorShard
@@ -68,6 +74,7 @@ __all__ = [
     "RoutedExpertsCapture",
     "RoutedExpertsReplay",
     "MoERunner",
+    "PackedIntegers",
     "Pending",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
@@ -84,6 +91,8 @@ __all__ = [
     "add_weight_scales",
     "checkpoint_state_dict",
     "determine_expert_map",
+    "integers_of_awq",
+    "integers_of_gptq",
     "load_checkpoint",
     "quantise_experts",
     "rebalance_experts",
@@ -97,4 +106,5 @@ __all__ = [
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOp",
     "weight_decay_groups",
+    "zeros_of_compressed_tensors",
 ]

@@ -16,7 +16,7 @@ from layers.weights.expert_loader import (
     is_distributed,
     load_expert_weight,
 )
-from layers.weights.scales import SCALES, WEIGHTS, Quantisation
+from layers.weights.scales import WEIGHTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops.mxfp4 import ONE
 from moe_ops.pairs import PAIRS
@@ -137,10 +137,10 @@ class ExpertParameters(nn.Module):
         """Copies one tensor of a checkpoint into its place in `param`; `load_checkpoint` does this for whole files.
 
         Args:
-            param: a parameter [E_local, ...] of this module: weight, bias, or a scale from `add_weight_scales`. It may
-                be padded; what the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds
-                matrices the other way round. Of a layer that a style of `layers.parallel` has sharded it is a DTensor,
-                and what is here of it is loaded.
+            param: a parameter [E_local, ...] of this module: weight, bias, scale or zero point. It may be padded; what
+                the checkpoint does not fill becomes zero. With the attribute `is_transposed` it holds matrices the
+                other way round. Of a layer that a style of `layers.parallel` has sharded it is a DTensor, and what is
+                here of it is loaded.
             loaded_weight: of one expert as the checkpoint has it, w1 and w3 [I, H], w2 [H, I], or weights, biases and
                 scales of rows and columns of all experts, with a dimension in front; over all tensor-parallel ranks,
                 of which `shard` takes its part.
@@ -188,7 +188,7 @@ class ExpertParameters(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ExpertParameters":
         # Every cast and move of a module comes through here, `to_empty` too, which leaves memory as it finds it.
         correction, expert_map = self.e_score_correction_bias, self.expert_map
-        stored = [] if self.quantisation is None else self._stored()
+        stored = [] if self.quantisation is None else self._stored(self.quantisation)
 
         def uncast(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
@@ -205,10 +205,10 @@ class ExpertParameters(nn.Module):
             self._place(expert_map, self.expert_map.device)
         return self
 
-    def _stored(self) -> list[Tensor]:
-        """Quantised weights, and scales."""
+    def _stored(self, quantisation: Quantisation) -> list[Tensor]:
+        """Quantised weights, scales and zero points."""
         weights = [weight for name in WEIGHTS if (weight := getattr(self, name)).dtype in STORED]
-        return [*weights, *(getattr(self, name) for name in SCALES)]
+        return [*weights, *(getattr(self, name) for name in quantisation.parameters)]
 
     def _load_from_state_dict(
         self,
@@ -232,8 +232,9 @@ class ExpertParameters(nn.Module):
             self._place(self.expert_map, self.w13_weight.device)
 
     def _converted(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Quantised weights that would be copied into ones of another dtype, or from such, and exponents likewise."""
-        for name in (*WEIGHTS, *(SCALES if self.quantisation is not None else ())):
+        """Quantised weights, exponents or zero points that would be copied into ones of another dtype, or from such."""
+        beside = () if self.quantisation is None else self.quantisation.parameters
+        for name in (*WEIGHTS, *beside):
             given, ours = state_dict.get(prefix + name), getattr(self, name).dtype
             if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(STORED):
                 yield f"{prefix}{name} has dtype {given.dtype}: expected {ours}, that of the module"

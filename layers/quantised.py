@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layers.weights.scales import SCALES, WeightScale, blocks_of_kind
+from layers.weights.scales import WeightScale, blocks_of_kind
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.pairs import numbers_in
@@ -45,11 +45,17 @@ def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, S
     """
     kind = module.quantisation.kind
     of_up, of_down = blocks_of(module, kind, module.quantisation.block)
-    up, down = (_on_this_rank(module, getattr(module, name)) for name in SCALES)
+    up, down, *zeros = (
+        _on_this_rank(module, getattr(module, name)) for name in module.quantisation.parameters
+    )
+    up_zero, down_zero = zeros or (None, None)
     if kind is WeightScale.TENSOR:
         up, down = up.unsqueeze(2), down[:, None, None]
     w13, w2 = experts
-    return ScaledLinear(w13.weight, up, w13.bias, *of_up), ScaledLinear(w2.weight, down, w2.bias, *of_down)
+    return (
+        ScaledLinear(w13.weight, up, w13.bias, *of_up, up_zero),
+        ScaledLinear(w2.weight, down, w2.bias, *of_down, down_zero),
+    )
 
 
 def _on_this_rank(module: Any, scale: Tensor) -> Tensor:

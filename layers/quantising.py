@@ -9,14 +9,16 @@ from layers.quantised import blocks_of, down_sizes, expect_supported, scaled_lin
 from layers.weights.scales import (
     SCALES,
     WEIGHTS,
+    ZERO_POINTS,
     Quantisation,
     WeightScale,
     expect_block,
     expect_even,
     expect_format,
+    expect_zero_points,
 )
 from moe_ops._checks import FLOATING_DTYPES
-from moe_ops.int4 import INTEGERS
+from moe_ops.int4 import INTEGERS, ZERO
 from moe_ops.mxfp4 import ONE
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import STORED, quantised_weight
@@ -58,10 +60,15 @@ def add_weight_scales(
         )
     shapes = _shapes(module, kind, *block)
     module.quantisation = Quantisation(kind, block, rows_for(module.w13_weight.dtype))
-    for name, shape in zip(SCALES, shapes, strict=True):
-        scale = torch.full(shape, ONE if dtype == PAIRS else 1, dtype=dtype, device=module.w13_weight.device)
-        param = nn.Parameter(scale, requires_grad=False)
-        param.quant_method = kind.value  # type: ignore[attr-defined]
+    _register(module, dict(zip(SCALES, shapes, strict=True)), dtype, ONE if dtype == PAIRS else 1)
+
+
+def _register(module: FusedMoE, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, value: int) -> None:
+    """Parameters of these names, filled with a value, of the kind that `module.quantisation` says."""
+    for name, shape in shapes.items():
+        filled = torch.full(shape, value, dtype=dtype, device=module.w13_weight.device)
+        param = nn.Parameter(filled, requires_grad=False)
+        param.quant_method = module.quantisation.kind.value  # type: ignore[attr-defined, union-attr]
         loader = getattr(module.w13_weight, "weight_loader", None)
         if loader is not None:  # loops over a model's parameters ask each for its own
             param.weight_loader = loader  # type: ignore[attr-defined]
@@ -106,6 +113,7 @@ def quantise_experts(
     *,
     dtype: torch.dtype = torch.float8_e4m3fn,
     rows: Rows | None = None,
+    zero_points: bool = False,
 ) -> None:
     """Turns the weights of a `FusedMoE` into ones of 8 or 4 bits, with scales; from then on it computes with these.
 
@@ -120,19 +128,27 @@ def quantise_experts(
         dtype: torch.float8_e4m3fn or torch.int8, torch.uint8 for MXFP4, or torch.uint4 for integers of 4 bits: both are
             stored as torch.uint8, two numbers in each.
         rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`.
+        zero_points: of torch.uint4, whether what shares a scale has a zero point of its own: a scale is a fifteenth of
+            what lies between the least and the largest, of which one is 0 at least. `w13_weight_zero_point` and
+            `w2_weight_zero_point` are registered beside the scales, torch.uint8 of their shapes, codes from 0 to 15.
 
     Raises:
-        TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these, weights are quantised already, a block
-            has gate rows and up rows, a weight is no plain parameter (`fully_shard`, a parametrisation), or the module
-            has what quantised experts have not: an `emit` of its own, a norm of the experts' output, adapters.
+        TypeError, ValueError: as `add_weight_scales`; `dtype` is none of these or has no zero points, weights are
+            quantised already, a block has gate rows and up rows, a weight is no plain parameter (`fully_shard`, a
+            parametrisation), or the module has what quantised experts have not: an `emit` of its own, a norm of the
+            experts' output, adapters.
     """
     rows = rows_for(dtype) if rows is None else rows
     expect_format(kind, block, dtype, rows)
+    expect_zero_points(zero_points, dtype)
     _expect_quantisable(module, kind, block)
     if dtype == INTEGERS:
         expect_even(*down_sizes(module)[1:])
     add_weight_scales(module, kind, block, dtype=_scale_dtype(module, dtype))
-    module.quantisation = Quantisation(kind, block, rows)
+    module.quantisation = Quantisation(kind, block, rows, zero_points)
+    if zero_points:
+        shapes = (getattr(module, name).shape for name in SCALES)
+        _register(module, dict(zip(ZERO_POINTS, shapes, strict=True)), PAIRS, ZERO)
     with torch.no_grad():
         for index, name in enumerate(WEIGHTS):
             _quantise(module, index, name, dtype)
@@ -147,12 +163,15 @@ def _scale_dtype(module: FusedMoE, dtype: torch.dtype) -> torch.dtype:
 def _quantise(module: FusedMoE, index: int, name: str, dtype: torch.dtype) -> None:
     """One weight, and nothing here keeps what it was."""
     linear = scaled_linears(module, module.expert_weights())[index]
-    made = quantised_weight(linear.weight, (linear.block_rows, linear.block_columns), dtype)
+    block = linear.block_rows, linear.block_columns
+    made = quantised_weight(linear.weight, block, dtype, linear.zero is not None)
     param = nn.Parameter(made.weight, requires_grad=False)
     vars(param).update(vars(getattr(module, name)))  # what loaders ask of it
     module.register_parameter(name, param)
     scale = getattr(module, SCALES[index])
     scale.copy_(made.scale.reshape(scale.shape))
+    if made.zero is not None:
+        getattr(module, ZERO_POINTS[index]).copy_(made.zero)
 
 
 def _expect_quantisable(module: FusedMoE, kind: WeightScale, block: tuple[int, int]) -> None:

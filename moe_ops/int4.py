@@ -15,19 +15,21 @@ from moe_ops.pairs import PAIRS, codes_of, paired
 INTEGERS = torch.uint4  # type: ignore[attr-defined]  # torch has no stub of it
 """What names the format where weights are made; no tensor has it, for torch computes nothing in it."""
 
-_ZERO = 8  # code
+ZERO = 8
+"""The code of 0 where there are no zero points."""
+
 _LARGEST = 7.5  # magnitude of a block, in steps: -7.5 becomes -8, and 7.5 becomes 7
 _LAST = 15  # code
 
 
 def numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., A / 2] bytes as [..., A] numbers from -8 to 7."""
-    return (codes_of(pairs) - _ZERO).to(dtype)
+    return (codes_of(pairs) - ZERO).to(dtype)
 
 
 def shifts(zero: Tensor, dtype: torch.dtype) -> Tensor:
     """What zero points add to `numbers`, from -7 to 8."""
-    return (_ZERO - zero.int()).to(dtype)
+    return (ZERO - zero.int()).to(dtype)
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,7 +47,7 @@ def asymmetric(least: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tens
     scale = ((largest - least) / _LAST).to(dtype)
     scale = torch.where(scale == 0, 1, scale)
     zero = (-least / scale.to(least.dtype)).round().clamp(0, _LAST)
-    return scale, zero.masked_fill(zero.isnan(), _ZERO).to(PAIRS)
+    return scale, zero.masked_fill(zero.isnan(), ZERO).to(PAIRS)
 
 
 def rounded(values: Tensor, shift: Tensor | float = 0) -> Tensor:
@@ -53,4 +55,4 @@ def rounded(values: Tensor, shift: Tensor | float = 0) -> Tensor:
 
     shift: `shifts` of their zero points.
     """
-    return paired((values.round() - shift).clamp(-_ZERO, _ZERO - 1) + _ZERO)
+    return paired((values.round() - shift).clamp(-ZERO, ZERO - 1) + ZERO)

@@ -143,6 +143,7 @@ def quantise_experts(
     *,
     dtype: "torch.dtype",
     rows: "Rows | None" = None,
+    zero_points: bool = False,
 ) -> tuple[str, ...]:
     """Turns the experts of a patched model into ones of 8 or 4 bits, in place; the rest of the model stays.
 
@@ -152,7 +153,8 @@ def quantise_experts(
 
     Args:
         model: patched, without adapters and not sharded.
-        kind, block, dtype, rows: see `layers.quantise_experts`. Tokens that need a gradient are not rounded.
+        kind, block, dtype, rows, zero_points: see `layers.quantise_experts`. Tokens that need a gradient are not
+            rounded.
 
     Returns:
         The names of the experts.
@@ -168,7 +170,7 @@ def quantise_experts(
     """
     from layers.huggingface import quantising
 
-    return quantising.quantise_experts(model, kind, block, dtype, rows)
+    return quantising.quantise_experts(model, kind, block, dtype, rows, zero_points)
 
 
 def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:

@@ -19,6 +19,7 @@ from moe_ops.scaled_experts import Rows, is_differentiated, run as run_scaled, r
 from moe_ops.values import ScaledLinear
 
 SCALE = "_scale_inv"  # a factor, whatever its name says
+ZERO_POINT = "_zero_point"
 _STORED = torch.float8_e4m3fn
 
 Blocks = tuple[tuple[int, int], tuple[int, int]]
@@ -32,6 +33,7 @@ class Format:
     rows: Rows
     blocks: Blocks
     scale: torch.dtype
+    zero_points: bool = False
 
 
 def has_scales(experts: nn.Module) -> bool:
@@ -92,12 +94,18 @@ def _made(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> Scale
     made, scale = experts.moe_ops_format, _scale(experts, name)
     _expect_uncast(name + SCALE, scale, made.scale)  # casts leave integers, but not their scales
     of_w13, of_w2 = made.blocks
-    return ScaledLinear(weight, scale, bias, *(of_w2 if name == "down_proj" else of_w13))
+    zero = _on_this_rank(experts, name + ZERO_POINT) if made.zero_points else None
+    rows, columns = of_w2 if name == "down_proj" else of_w13
+    return ScaledLinear(weight, scale, bias, rows, columns, zero)
 
 
 def _scale(experts: Any, name: str) -> Tensor:
-    scale, parallel = getattr(experts, name + SCALE), getattr(experts, "moe_ops_parallel", None)
-    return scale if parallel is None else parallel.local_part(scale, 3)
+    return _on_this_rank(experts, name + SCALE)
+
+
+def _on_this_rank(experts: Any, name: str) -> Tensor:
+    found, parallel = getattr(experts, name), getattr(experts, "moe_ops_parallel", None)
+    return found if parallel is None else parallel.local_part(found, 3)
 
 
 def _expect_uncast(name: str, tensor: Tensor, dtype: torch.dtype) -> None:

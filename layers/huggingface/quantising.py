@@ -13,9 +13,9 @@ from torch import nn
 from layers._checks import expect_type
 from layers.huggingface import experts, quantised
 from layers.huggingface.experts import is_dispatched
-from layers.huggingface.quantised import SCALE, Format
+from layers.huggingface.quantised import SCALE, ZERO_POINT, Format
 from layers.huggingface.settled import settings_of
-from layers.weights.scales import WeightScale, blocks_of_kind, expect_even, expect_format
+from layers.weights.scales import WeightScale, blocks_of_kind, expect_even, expect_format, expect_zero_points
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import quantised_weight
@@ -23,13 +23,19 @@ from moe_ops.scaled_experts import Rows, rows_for
 
 
 def quantise_experts(
-    model: nn.Module, kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows | None
+    model: nn.Module,
+    kind: WeightScale,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    rows: Rows | None,
+    zero_points: bool,
 ) -> tuple[str, ...]:
     """See `layers.huggingface.quantise_experts`."""
     expect_type("model", model, nn.Module)
     expect_type("kind", kind, WeightScale)
     rows = rows_for(dtype) if rows is None else rows
     expect_format(kind, block, dtype, rows)
+    expect_zero_points(zero_points, dtype)
     found: dict[str, Any] = {n: m for n, m in model.named_modules() if "moe_ops_options" in vars(m)}
     if not found:
         raise ValueError("model has no patched experts: expected some, by layers.huggingface.patch")
@@ -38,7 +44,7 @@ def quantise_experts(
     blocks = {name: _blocks(module, kind, block, dtype) for name, module in found.items()}
     for name, module in found.items():
         with torch.inference_mode(False):  # gradients go through to tokens
-            _quantise(module, rows, blocks[name], dtype)
+            _quantise(module, rows, blocks[name], dtype, zero_points)
     return tuple(found)
 
 
@@ -69,14 +75,18 @@ def _blocks(module: Any, kind: WeightScale, block: tuple[int, int], dtype: torch
 
 
 @torch.no_grad()
-def _quantise(module: Any, rows: Rows, blocks: quantised.Blocks, dtype: torch.dtype) -> None:
+def _quantise(
+    module: Any, rows: Rows, blocks: quantised.Blocks, dtype: torch.dtype, zero_points: bool
+) -> None:
     """One weight after the other, and nothing here keeps what it was."""
     for index, (name, block) in enumerate(zip(quantised.names(module), blocks, strict=True)):
-        made = quantised_weight(experts.weights(module)[index].weight, block, dtype)
+        made = quantised_weight(experts.weights(module)[index].weight, block, dtype, zero_points)
         module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
         module.register_parameter(name + SCALE, nn.Parameter(made.scale, requires_grad=False))
+        if made.zero is not None:
+            module.register_parameter(name + ZERO_POINT, nn.Parameter(made.zero, requires_grad=False))
     scale = getattr(module, f"down_proj{SCALE}").dtype
-    module.is_transposed, module.moe_ops_format = False, Format(rows, blocks, scale)
+    module.is_transposed, module.moe_ops_format = False, Format(rows, blocks, scale, zero_points)
     options = module.moe_ops_options
     inside = [path for path, _ in options.settings.inside]
     module.moe_ops_options = replace(options, settings=settings_of(module, *inside))

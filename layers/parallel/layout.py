@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from layers.fused_moe import FusedMoE
-from layers.weights.scales import SCALES
 from moe_ops.pairs import numbers_in
 
 _WHY_NO_ADAPTERS = "module has lora: expected None, adapters are made for what a rank holds, afterwards"
@@ -99,8 +98,8 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         "w13_bias": rows,
         "w2_bias": ParameterLayout(None),
     }
-    if module.w2_weight.dtype.itemsize == 1:
-        layouts |= dict.fromkeys(SCALES, ParameterLayout(None))
+    if module.quantisation is not None and module.w2_weight.dtype.itemsize == 1:
+        layouts |= dict.fromkeys(module.quantisation.parameters, ParameterLayout(None))
     for name, _ in module.named_parameters(recurse=False):
         if name not in layouts and name != "expert_scale":
             raise ValueError(f"module has {name}: expected no scales of weights among ranks")
@@ -130,7 +129,9 @@ def transformers_layout(module: Any) -> ExpertsLayout:
         "down_proj": ParameterLayout(1 if is_transposed else 2),
     }
     if module.down_proj.dtype.itemsize == 1:
-        layouts |= {f"{name}_scale_inv": ParameterLayout(None) for name in layouts}
+        has_zeros = "down_proj_zero_point" in module._parameters
+        beside = ("_scale_inv", "_zero_point") if has_zeros else ("_scale_inv",)
+        layouts |= {f"{name}{each}": ParameterLayout(None) for each in beside for name in layouts}
     if has_bias:
         layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
     down, dim = module.down_proj, 1 if is_transposed else 2

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_positive
+from layers._checks import expect_positive, expect_type
 from moe_ops.errors import value_error
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import GROUP, PAIRS
@@ -35,7 +35,8 @@ class WeightScale(Enum):
         """
         names = (name for name, each in module.named_parameters(recurse=False) if each is param)
         quantisation: Quantisation | None = getattr(module, "quantisation", None)
-        known = quantisation.kind if quantisation is not None and next(names, "") in SCALES else None
+        is_known = quantisation is not None and next(names, "") in quantisation.parameters
+        known = quantisation.kind if quantisation is not None and is_known else None
         value = getattr(param, "quant_method", known)
         value = value.value if isinstance(value, Enum) else value
         try:
@@ -47,15 +48,25 @@ class WeightScale(Enum):
 
 WEIGHTS = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale", "w2_weight_scale")
+ZERO_POINTS = ("w13_weight_zero_point", "w2_weight_zero_point")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the experts of a layer are quantised: what shares a scale, and whether tokens are quantised too."""
+    """How the experts of a layer are quantised: what shares a scale, and whether tokens are quantised too.
+
+    zero_points: whether what shares a scale shares a zero point as well.
+    """
 
     kind: WeightScale
     block: tuple[int, int]
     rows: Rows = "quantised"
+    zero_points: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of those that a layer has beside its weights."""
+        return (*SCALES, *ZERO_POINTS) if self.zero_points else SCALES
 
 
 def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
@@ -70,6 +81,13 @@ def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype,
         raise ValueError(f"{kind}, block={block} with weights of 4 bits: expected {expected}")
     elif rows != "exact":
         raise ValueError(f"rows={rows!r} with weights of 4 bits: expected 'exact'")
+
+
+def expect_zero_points(zero_points: bool, dtype: torch.dtype) -> None:
+    """Raises TypeError, ValueError where there can be none."""
+    expect_type("zero_points", zero_points, bool)
+    if zero_points and dtype != INTEGERS:
+        raise ValueError(f"zero_points=True with dtype={dtype}: expected {INTEGERS}, integers of 4 bits")
 
 
 def _is_of_pairs(kind: WeightScale, columns: int, dtype: torch.dtype) -> bool:

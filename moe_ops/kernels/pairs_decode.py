@@ -23,7 +23,10 @@ from moe_ops.kernels.scaled import stride_args, zero_args
 from moe_ops.pairs import PAIRS
 
 _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
-_STEPS = 6  # that are written out
+_STEPS, _STEPS_FROM_ZEROS = (
+    6,
+    3,
+)  # that are written out, without zero points and with them, which take registers
 _CONVERTS_E4M3 = 89  # compute capability, times ten
 _LARGEST = tl.constexpr(248)  # exponent
 _WORD = 8  # columns
@@ -292,7 +295,7 @@ def pairs_gemv_launch(
         **stride_args("scale_stride", linear.scale.strides, "enk"),
         "DEPTH": linear.depth,
         "BLOCK_N": block_n,
-        "AT_ONCE": _STEPS,
+        "AT_ONCE": _STEPS if linear.zero is None else _STEPS_FROM_ZEROS,
         "BLOCK_W": min(_WORDS, next_power_of_2(linear.depth // _WORD)),
     }
     return Launch(

@@ -65,8 +65,8 @@ def test_no_kernel_addresses_by_a_32_bit_product() -> None:
         for program in catalogue.programs()
         for kernel in aot.compile_program(program, catalogue.TENSORS)
     ]
-    for scale in (torch.uint8, torch.float32):
-        programs, dtypes = catalogue.in_pairs(scale)
+    for form in ((torch.uint8, False), (torch.float32, False), (torch.float32, True)):
+        programs, dtypes = catalogue.in_pairs(*form)
         compiled += [kernel for program in programs for kernel in aot.compile_program(program, dtypes)]
     for program in catalogue.exchanges(torch.bfloat16, (2, 64, 7168)):
         compiled += aot.compile_program(program, catalogue.exchange_dtypes(torch.bfloat16))

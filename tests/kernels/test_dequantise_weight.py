@@ -79,6 +79,16 @@ def test_weights_of_4_bits(size, scale, dtype, device):
     _check(_scaled(*SIZES_OF_PAIRS[size], PAIRS, scale), dtype, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", SCALES[1:], ids=str)
+@pytest.mark.parametrize("size", SIZES_OF_PAIRS)
+def test_integers_with_zero_points(size, scale, dtype, device):
+    """Of any strides; those of the next block or row would be others."""
+    weight = _scaled(*SIZES_OF_PAIRS[size], PAIRS, scale)
+    zero = torch.randint(16, weight.scale.shape).to(PAIRS).mT.contiguous().mT
+    _check(ScaledWeight(weight.weight, weight.scale, weight.block, zero), dtype, device)
+
+
 @pytest.mark.parametrize("stored", [*IN_8_BITS, PAIRS], ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "a part of a wider one"])
 def test_layouts(layout, stored, device):

@@ -60,6 +60,20 @@ def test_integers(ptx, dtype):
 
 
 @pytest.mark.parametrize(
+    ("ptx", "dtype", "first"),
+    [
+        (pairs._FROM_ZERO_IN_BFLOAT16, torch.bfloat16, 0xC300),
+        (pairs._FROM_ZERO_IN_FLOAT16, torch.float16, 0xE400),
+    ],
+    ids=["bfloat16", "float16"],
+)
+def test_integers_from_zero_points(ptx, dtype, first):
+    for zero in range(16):
+        found = _halves(_run(ptx.value, BYTES, torch.full((256,), (first | zero) * 0x10001)), dtype)
+        assert found.tolist() == [[(byte & 15) - zero, (byte >> 4) - zero] for byte in range(256)]
+
+
+@pytest.mark.parametrize(
     ("ptx", "dtype"),
     [(pairs._OF_BFLOAT16, torch.bfloat16), (pairs._OF_FLOAT16, torch.float16)],
     ids=["bfloat16", "float16"],

@@ -33,13 +33,17 @@ EXPERTS, SLOTS = 4, 23
 OFFSETS = {"ragged": [0, 5, 5, 9, 20], "none": [0, 0, 0, 0, 0], "one expert": [0, 0, 23, 23, 23]}
 
 
-def dense(pairs: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def dense(
+    pairs: torch.Tensor, scale: torch.Tensor, block: tuple[int, int], zero: torch.Tensor | None = None
+) -> torch.Tensor:
     """What 4 bits stand for in float64, by a loop over columns."""
+    zeros = torch.full(scale.shape, 8.0) if zero is None else zero
     columns, rows = [], torch.arange(pairs.shape[1]) // block[0]
     for column in range(2 * pairs.shape[2]):
         half = pairs[:, :, column // 2].to(torch.int64)
         code = half // 16 if column % 2 else half % 16
-        columns.append((code - 8).double() * scale[:, rows, column // block[1]].double())
+        of_column = (each[:, rows, column // block[1]].double() for each in (zeros, scale))
+        columns.append((code.double() - next(of_column)) * next(of_column))
     return torch.stack(columns, 2)
 
 

@@ -141,7 +141,14 @@ def samples():
             + (t(3, 8), None, t(3, 4), None, None, *joined, 2, 3, 4, 2, "silu", "quantised"),
             (t(3, 4), whole(3, 4, 4), torch.rand(3, 4, 1), whole(3, 4, 4), torch.rand(3, 4, 1), t(3, 2), IDS)
             + (*(None,) * 8, 1, 4, 1, 4, "relu2", "exact"),
-            (t(3, 8), PAIRS[:, :4], torch.rand(3, 4, 1), PAIRS.view(3, 10, 2)[:, :8], torch.rand(3, 8, 1), t(3, 2))
+            (
+                t(3, 8),
+                PAIRS[:, :4],
+                torch.rand(3, 4, 1),
+                PAIRS.view(3, 10, 2)[:, :8],
+                torch.rand(3, 8, 1),
+                t(3, 2),
+            )
             + (IDS, None, ZEROS[:, :4], None, ZEROS.repeat(1, 2, 1)[:, :8], *(None,) * 4)
             + (1, 8, 1, 4, "relu2", "exact"),
         ],

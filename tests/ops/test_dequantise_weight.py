@@ -15,14 +15,14 @@ from tests.kernels import test_scaled_integers, test_scaled_pairs
 
 E, A, I, T, K = 13, 64, 32, 33, 3
 FORMATS = {"float8": (torch.float8_e4m3fn, (16, 16)), "int8": (torch.int8, (1, 64)), "MXFP4": (torch.uint8, (1, 32)),
-           "int4": (torch.uint4, (1, 32))}  # fmt: skip
+           "int4": (torch.uint4, (1, 32)), "int4 from zeros": (torch.uint4, (1, 32))}  # fmt: skip
 
 
 def quantised(name, rows, columns, dtype=torch.float32):
     stored, (height, width) = FORMATS[name]
-    return scaled.quantised_weight(
-        torch.randn(E, rows, columns, dtype=dtype) / 8, (height, min(width, columns)), stored
-    )
+    weight, has_zeros = torch.randn(E, rows, columns, dtype=dtype) / 8, name.endswith("zeros")
+    weight = weight + 0.05 if has_zeros else weight
+    return scaled.quantised_weight(weight, (height, min(width, columns)), stored, has_zeros)
 
 
 def linear(weight, bias=None):
@@ -32,8 +32,9 @@ def linear(weight, bias=None):
 def meant(weight):
     """[E, B, A] in float64, by another way than the library's."""
     if weight.weight.dtype == torch.uint8:
-        of = test_scaled_pairs if weight.scale.dtype == torch.uint8 else test_scaled_integers
-        return of.dense(weight.weight, weight.scale, weight.block)
+        if weight.scale.dtype == torch.uint8:
+            return test_scaled_pairs.dense(weight.weight, weight.scale, weight.block)
+        return test_scaled_integers.dense(weight.weight, weight.scale, weight.block, weight.zero)
     rows, columns = weight.block
     scale = weight.scale.double().repeat_interleave(rows, 1).repeat_interleave(columns, 2)
     return weight.weight.double() * scale[:, : weight.weight.shape[1], : weight.weight.shape[2]]

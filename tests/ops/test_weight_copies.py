@@ -93,7 +93,7 @@ def _blocks_of_two(name, rows, columns):
     """Two rows have a scale."""
     stored, (_, width) = FORMATS[name]
     weight = torch.randn(E, rows, columns, dtype=torch.float64) / 8
-    return scaled.quantised_weight(weight, (2, min(width, columns)), stored)
+    return scaled.quantised_weight(weight, (2, min(width, columns)), stored, name.endswith("zeros"))
 
 
 @pytest.mark.parametrize("gathers", [False, True])
