@@ -142,7 +142,9 @@ def _of_columns(codes: Tensor, zeros: Tensor, scales: Tensor) -> PackedIntegers:
             value_error("{} has shape {}: expected {}", name, list(tensor.shape), expected)
     if groups < 1 or depth % groups or depth % 2:
         value_error("qweight has {} columns: expected an even number, of {} groups", depth, groups)
-    return PackedIntegers(paired(codes.mT), scales.mT.contiguous(), zeros.mT.to(PAIRS).contiguous())
+    return PackedIntegers(
+        paired(codes.mT.contiguous()), scales.mT.contiguous(), zeros.mT.to(PAIRS).contiguous()
+    )
 
 
 def _expect_order(g_idx: Tensor, depth: int, groups: int) -> None:

@@ -47,7 +47,13 @@ class Made:
     def dense(self) -> Tensor:
         """What it stands for, in float64."""
         weight, scale = meant(self.given.weight, self.given.scale)
-        return weight.double() * spread(scale, weight.shape, self.block)
+        weight = weight.double() + shift(self.given.zero, weight.shape, self.block)
+        return weight * spread(scale, weight.shape, self.block)
+
+
+def shift(zero: Tensor | None, shape: torch.Size, block: tuple[int, int]) -> Tensor | float:
+    """What zero points add to numbers of 4 bits that are 8 less than their codes."""
+    return 0.0 if zero is None else 8 - spread(zero, shape, block)
 
 
 def meant(stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,9 +120,15 @@ class Quantised:
             size // each == min(edge, size)
             for size, each, edge in zip((rows, columns), blocks, block, strict=True)
         )
-        return Made(
-            ScaledWeight(stored, scale, None if follows and not self.scaled.is_said else block), block
-        )
+        said = None if follows and not self.scaled.is_said else block
+        return Made(ScaledWeight(stored, scale, said, self.zero(experts, *blocks)), block)
+
+    def zero(self, *shape: int) -> Tensor | None:
+        """Zero points of integers, of strides of their own."""
+        if not self.scaled.zero_points:
+            return None
+        zero = (self.make.uniform(*shape) * 16).to(torch.uint8).mT.contiguous().mT
+        return zero.to(self.make.device)
 
     def arithmetic(self) -> rounding.Arithmetic:
         """Of a layer in the dtype of the case."""

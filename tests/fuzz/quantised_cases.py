@@ -44,6 +44,7 @@ class Scaled:
     faint: bool  # some tokens are zeros, or next to them
     strange: bool  # weights and scales of experts that nobody chose are NaN
     compiled: str  # "", or the backend
+    zero_points: bool = False  # of integers of 4 bits
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -80,7 +81,10 @@ def draw(case: "Case") -> Scaled:
         compiled=random.choices(("", "aot_eager", "inductor"), (60, 5, 1))[0],
     )
     stored = random.choices(("", *IN_4_BITS), (60, 20, 20))[0]
-    return _in_pairs(scaled, stored, is_layer) if stored and _goes_in_pairs(case) else scaled
+    has_zeros = random.random() < 0.5 and stored == "int4"
+    if not stored or not _goes_in_pairs(case):
+        return scaled
+    return replace(_in_pairs(scaled, stored, is_layer), zero_points=has_zeros)
 
 
 def _in_pairs(scaled: Scaled, stored: str, is_layer: bool) -> Scaled:

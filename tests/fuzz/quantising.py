@@ -10,7 +10,7 @@ import moe_ops
 from tests.fuzz import rounding
 from tests.fuzz.levels import LEVELS, Routed, module_of
 from tests.fuzz.problem import Mismatch, Problem, Tensors, layer_bound, routing_bound, without_none
-from tests.fuzz.quantised import OfLayer, Quantised, compiled, meant, spread
+from tests.fuzz.quantised import OfLayer, Quantised, compiled, meant, shift, spread
 from tests.fuzz.quantised_cases import num_blocks
 from tests.fuzz.rounding import Known
 from tests.fuzz.tensors import Maker
@@ -101,7 +101,8 @@ def _quantise(module: Any, quantised: Quantised) -> rounding.Weights:
             parameter.copy_(given)
     before = [each.detach().clone() for each in (module.w13_weight, module.w2_weight)]
     kind = WeightScale(scaled.kind)
-    quantise_experts(module, kind, scaled.w13_block, dtype=quantised.made, rows=scaled.rows)
+    how = {"dtype": quantised.made, "rows": scaled.rows, "zero_points": scaled.zero_points}
+    quantise_experts(module, kind, scaled.w13_block, **how)
     blocks = [_block_of(scaled, case, *each.shape[1:]) for each in before]
     dense = []
     for name, block, was in zip(("w13_weight", "w2_weight"), blocks, before, strict=True):
@@ -109,6 +110,8 @@ def _quantise(module: Any, quantised: Quantised) -> rounding.Weights:
         if scaled.kind == "tensor":
             scale = scale.unsqueeze(2) if scale.dim() == 2 else scale[:, None, None]
         stored, scale = meant(stored, scale)
+        moved = shift(getattr(module, f"{name}_zero_point", None), was.shape, block)
+        stored = stored.double() + moved
         of_each = spread(scale, was.shape, block)
         ratio = was.float().double() / of_each
         step = torch.ones_like(ratio)
@@ -116,7 +119,7 @@ def _quantise(module: Any, quantised: Quantised) -> rounding.Weights:
             step = torch.exp2(ratio.abs().clamp(min=1.0).log2().floor()) / 2
             ratio = ratio.clamp(-6.0, 6.0)
         elif quantised.is_paired:
-            ratio = ratio.clamp(-8.0, 7.0)
+            ratio = (ratio - moved).clamp(-8.0, 7.0) + moved
         elif quantised.dtype.is_floating_point:
             step = torch.exp2(ratio.abs().clamp(min=2.0**-6).log2().floor()) / 8
         if not ((stored.double() - ratio).abs() <= step / 2 + 8 * rounding.SINGLE * ratio.abs()).all():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import scaled_experts
+from moe_ops import int4, scaled_experts
 from moe_ops.quantise_rows import quantised
 from moe_ops.scaled import quantised_weight
 from tests.fuzz import pool, quantised_cases, rounding
@@ -48,7 +48,7 @@ def test_every_option_is_drawn():
     assert values("scale_dtype") == set(quantised_cases.SCALE_DTYPES)
     assert values("scale_layout") == set(quantised_cases.SCALE_LAYOUTS)
     assert values("compiled") == {"", "aot_eager", "inductor"}
-    for switch in ("is_said", "gathered", "widened", "faint", "strange"):
+    for switch in ("is_said", "gathered", "widened", "faint", "strange", "zero_points"):
         assert values(switch) == {False, True}, switch
 
 
@@ -79,6 +79,14 @@ def test_layers_of_float32_pass(stored, rows):
     assert len(found) >= 5
     for case in found:
         assert check(case, "cpu").wrong == [], case.number
+
+
+@pytest.mark.parametrize("level", ["scaled_fused_experts", "scaled_grouped_gemm", "quantised_layer"])
+def test_zero_points_pass_and_are_found_where_they_are_lost(level):
+    found = cases(level, 4, zero_points=True)
+    assert len(found) == 4 and not any(check(case, "cpu").wrong for case in found)
+    with mock.patch.object(int4, "shifts", lambda zero, dtype: torch.zeros_like(zero, dtype=dtype)):
+        assert any(check(case, "cpu").wrong for case in found)
 
 
 EVEN = {"skew": "even", "dropped": False, "backward": False, "poisoned": False}

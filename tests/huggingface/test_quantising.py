@@ -14,6 +14,7 @@ from tests.helpers import relative_error
 from tests.huggingface.families import EXPERTS, HIDDEN, INTER, tiny_model, tokens
 
 INT8, FLOAT8, PAIRS = torch.int8, torch.float8_e4m3fn, torch.uint8
+FROM_ZEROS = "uint4 with zero points"
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
 FORMATS = [
     (WeightScale.CHANNEL, (1, 1), INT8),
@@ -21,6 +22,7 @@ FORMATS = [
     (WeightScale.GROUP, (1, 16), FLOAT8),
     (WeightScale.GROUP, (1, 32), PAIRS),
     (WeightScale.GROUP, (1, 32), torch.uint4),
+    (WeightScale.GROUP, (1, 32), FROM_ZEROS),
 ]
 APART = [(WeightScale.BLOCK, (8, 16), FLOAT8), (WeightScale.TENSOR, (1, 1), INT8)]
 
@@ -38,7 +40,10 @@ def _block(kind, block, name):
 def _meant(experts, kind, block, name):
     """[E, B, A] in float64."""
     weight, scale = meant(getattr(experts, name).data, getattr(experts, f"{name}_scale_inv").data)
-    return weight.double() * spread(scale, weight.shape, _block(kind, block, name))
+    weight, block = weight.double(), _block(kind, block, name)
+    zero = getattr(experts, f"{name}_zero_point", None)
+    weight = weight if zero is None else weight + 8 - spread(zero.data, weight.shape, block)
+    return weight * spread(scale, weight.shape, block)
 
 
 def _standard(stock, ours, kind, block):
@@ -53,11 +58,15 @@ def _standard(stock, ours, kind, block):
     return stock
 
 
+def _named(dtype):
+    return {"dtype": torch.uint4, "zero_points": True} if dtype == FROM_ZEROS else {"dtype": dtype}
+
+
 def _quantised(family, kind, block, dtype, rows="exact"):
     stock = tiny_model(family)
     ours = copy.deepcopy(stock)
     report = huggingface.patch(ours)
-    assert huggingface.quantise_experts(ours, kind, block, dtype=dtype, rows=rows) == report.experts
+    assert huggingface.quantise_experts(ours, kind, block, **_named(dtype), rows=rows) == report.experts
     return stock, ours
 
 
@@ -79,7 +88,7 @@ def test_values_on_a_gpu(family, kind, block, dtype):
     stock = tiny_model(family)
     ours = copy.deepcopy(stock).cuda()
     huggingface.patch(ours)
-    huggingface.quantise_experts(ours, kind, block, dtype=dtype, rows="exact")
+    huggingface.quantise_experts(ours, kind, block, **_named(dtype), rows="exact")
     expected = _standard(stock, ours, kind, block)(tokens(3, 7)).logits
     experts = ours.model.layers[0].mlp.experts
     hidden, weights = torch.randn(2, 9, HIDDEN, device="cuda"), torch.rand(9, 2, device="cuda")
@@ -281,7 +290,7 @@ def test_what_was_quantised_stays_so():
 def test_a_model_that_was_cast_says_so(kind, block, dtype):
     """Scales of integers would be rounded, in float16 to nothing. Exponents are not cast."""
     model = _patched()
-    huggingface.quantise_experts(model, kind, block, dtype=dtype)
+    huggingface.quantise_experts(model, kind, block, **_named(dtype))
     model.half()
     if dtype == PAIRS:
         assert model(tokens(1, 4)).logits.isfinite().all()

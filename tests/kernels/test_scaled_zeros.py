@@ -80,7 +80,8 @@ def _layer(size, dtype, activation, names):
     for name in ("w13", "w2"):
         experts, rows, half = at[name].shape
         block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
-        at[name], at[f"{name}_scale"] = made(experts, rows, 2 * half, block, torch.float32)
+        at[name], scale = made(experts, rows, 2 * half, block, torch.float32)
+        at[f"{name}_scale"] = scale / 8  # numbers are larger, and float16 has to hold their squares
         at[f"{name}_zero"] = zeros_for(at[f"{name}_scale"]) if name in names else None
         weights[name] = dense(at[name], at[f"{name}_scale"], block, at[f"{name}_zero"])
     return at, weights

@@ -61,15 +61,24 @@ def test_values(style, kind):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("style", "dtype"),
-    [("allreduce", torch.uint8), ("allgather", torch.uint4), ("alltoall", torch.uint4)],
+    ("style", "dtype", "zero_points"),
+    [
+        ("allreduce", torch.uint8, False),
+        ("allgather", torch.uint4, False),
+        ("alltoall", torch.uint4, False),
+        ("allgather", torch.uint4, True),
+    ],
     ids=str,
 )
-def test_values_in_4_bits(style, dtype):
+def test_values_in_4_bits(style, dtype, zero_points):
+    _expect_values(make_layer_in_4_bits(dtype, zero_points), style)
+
+
+def make_layer_in_4_bits(dtype, zero_points) -> FusedMoE:
     torch.manual_seed(3)
     layer = FusedMoE(MoEConfig(E, K, H, 32, has_bias=True))
-    quantise_experts(layer, WeightScale.GROUP, (1, 32), dtype=dtype)
-    _expect_values(layer, style)
+    quantise_experts(layer, WeightScale.GROUP, (1, 32), dtype=dtype, zero_points=zero_points)
+    return layer
 
 
 def _expect_values(layer, style):
@@ -78,7 +87,7 @@ def _expect_values(layer, style):
     with torch.no_grad():
         actual, expected = sharded(hidden, logits), layer(hidden, logits)
     assert actual.shape == expected.shape and (not len(hidden) or relative_error(actual, expected) < 1e-5)
-    for name in (*WEIGHTS, *SCALES):
+    for name in (*WEIGHTS, *layer.quantisation.parameters):
         part, whole = sharded.get_parameter(name), layer.get_parameter(name)
         assert (
             part.placements == (Shard(0),)
@@ -88,9 +97,10 @@ def _expect_values(layer, style):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=str)
 def test_experts_change_places_with_their_scales(kind):
-    layer = make_layer(kind)
+    """And with their zero points, of integers of 4 bits."""
+    layer = make_layer_in_4_bits(torch.uint4, True) if kind is None else make_layer(kind)
     sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), ExpertParallel("allreduce"))
     rebalancer = ExpertRebalancer(sharded)
     hidden, logits = tokens_of(0)
@@ -170,18 +180,22 @@ def test_models_of_transformers(dispatcher):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_models_that_were_quantised(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "zero_points"), [(torch.int8, False), (torch.uint8, False), (torch.uint4, True)], ids=str
+)
+def test_models_that_were_quantised(dtype, zero_points):
     """gpt-oss has biases, and transposed weights before."""
     from tests.huggingface.families import tiny_model, tokens
 
     alone = tiny_model("gpt_oss")
     huggingface.patch(alone)
-    huggingface.quantise_experts(alone, WeightScale.GROUP, (1, 32), dtype=dtype, rows="exact")
+    how = {"dtype": dtype, "rows": "exact", "zero_points": zero_points}
+    huggingface.quantise_experts(alone, WeightScale.GROUP, (1, 32), **how)
     shared = copy.deepcopy(alone)
     huggingface.patch(shared, mesh=mesh_of_all())
     experts = shared.model.layers[0].mlp.experts
-    for name in ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj_bias"):
+    zeros = ["down_proj_zero_point", "gate_up_proj_zero_point"] if zero_points else []
+    for name in ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj_bias", *zeros):
         assert getattr(experts, name).to_local().shape[0] == 4
     with torch.no_grad():
         assert relative_error(shared(tokens(2, 5)).logits, alone(tokens(2, 5)).logits) < 1e-5
