@@ -17,6 +17,7 @@ from moe_ops.scaled import quantised_weight
 from tests.fuzz import pool, quantised_cases, rounding
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.check import check
+from tests.fuzz.problem import Mismatch
 from tests.fuzz.quantised import spread
 
 DRAWN = [draw(0, quantised_cases.EVERY * number) for number in range(1, 1500)]
@@ -81,12 +82,22 @@ def test_layers_of_float32_pass(stored, rows):
         assert check(case, "cpu").wrong == [], case.number
 
 
-@pytest.mark.parametrize("level", ["scaled_fused_experts", "scaled_grouped_gemm", "quantised_layer"])
+@pytest.mark.parametrize("level", ["scaled_fused_experts", "scaled_grouped_gemm"])
 def test_zero_points_pass_and_are_found_where_they_are_lost(level):
     found = cases(level, 4, zero_points=True)
     assert len(found) == 4 and not any(check(case, "cpu").wrong for case in found)
     with mock.patch.object(int4, "shifts", lambda zero, dtype: torch.zeros_like(zero, dtype=dtype)):
         assert any(check(case, "cpu").wrong for case in found)
+
+
+def test_zero_points_of_a_layer_pass_and_are_found_where_they_are_lost():
+    """Few layers are of whole groups: this is the number of a small one."""
+    case = draw(0, 16304)
+    assert case.level == "quantised_layer" and case.scaled.zero_points
+    assert check(case, "cpu").wrong == []
+    with mock.patch.object(int4, "shifts", lambda zero, dtype: torch.zeros_like(zero, dtype=dtype)):
+        with pytest.raises(Mismatch, match="is not the nearest to what it was"):
+            check(case, "cpu")
 
 
 EVEN = {"skew": "even", "dropped": False, "backward": False, "poisoned": False}
