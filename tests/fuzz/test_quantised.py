@@ -95,9 +95,9 @@ def test_zero_points_of_a_layer_pass_and_are_found_where_they_are_lost():
     case = draw(0, 16304)
     assert case.level == "quantised_layer" and case.scaled.zero_points
     assert check(case, "cpu").wrong == []
-    with mock.patch.object(int4, "shifts", lambda zero, dtype: torch.zeros_like(zero, dtype=dtype)):
-        with pytest.raises(Mismatch, match="is not the nearest to what it was"):
-            check(case, "cpu")
+    lost = mock.patch.object(int4, "shifts", lambda zero, dtype: torch.zeros_like(zero, dtype=dtype))
+    with lost, pytest.raises(Mismatch, match="is not the nearest to what it was"):
+        check(case, "cpu")
 
 
 EVEN = {"skew": "even", "dropped": False, "backward": False, "poisoned": False}

@@ -247,6 +247,7 @@ def _parametrised(model):
         (None, {"block": (16,)}, ValueError, r"block=\(16,\)"),
         (None, {"kind": WeightScale.BLOCK, "block": (5, 16)}, ValueError, "multiple of the block's 5"),
         (None, {"dtype": PAIRS}, ValueError, "weights of 4 bits"),
+        (None, {"zero_points": True}, ValueError, "zero_points=True with dtype"),
     ],
 )
 def test_refused_before_anything_changes(change, named, error, words):
