@@ -21,7 +21,9 @@ AWAITED = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
 EXPERTS, FEATURES, DEPTH = 16, 640, 576
 
 
-def _compiled(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[int, Compiled]:
+def _compiled(
+    stored: torch.dtype, scale: torch.dtype, rows_each: int, has_zeros: bool
+) -> tuple[int, Compiled]:
     """Of exact bfloat16 rows: how high a tile is, and its kernel."""
     is_paired = stored == torch.uint8
     columns = 32 if is_paired else DEPTH
@@ -29,13 +31,14 @@ def _compiled(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[
         "x": meta(EXPERTS * rows_each, DEPTH, dtype=torch.bfloat16),
         "weight": meta(EXPERTS, FEATURES, DEPTH // (2 if is_paired else 1), dtype=stored),
         "scale": meta(EXPERTS, FEATURES, DEPTH // columns, dtype=scale),
+        "zero": meta(EXPERTS, FEATURES, DEPTH // columns, dtype=torch.uint8) if has_zeros else None,
         "block_rows": 1,
         "block_columns": columns,
         "expert_offsets": meta(EXPERTS + 1, dtype=torch.int32),
         "dtype": torch.bfloat16,
     }
     program = program_of("scaled_grouped_gemm", **named)
-    dtypes = {**TENSORS, "x": torch.bfloat16, "weight": stored, "scale": scale}
+    dtypes = {**TENSORS, "x": torch.bfloat16, "weight": stored, "scale": scale, "zero": torch.uint8}
     dtypes |= {buffer.name: buffer.dtype for buffer in program.buffers}
     launch = program.launches[-1]
     return launch.args["BLOCK_M"], compile_launch(launch, dtypes)
@@ -43,16 +46,17 @@ def _compiled(stored: torch.dtype, scale: torch.dtype, rows_each: int) -> tuple[
 
 @pytest.mark.parametrize("rows_each", [4, 20, 60, 200])
 @pytest.mark.parametrize(
-    ("stored", "scale"),
+    ("stored", "scale", "has_zeros"),
     [
-        (torch.uint8, torch.uint8),
-        (torch.uint8, torch.bfloat16),
-        (torch.int8, torch.float32),
-        (torch.float8_e4m3fn, torch.float32),
+        (torch.uint8, torch.uint8, False),
+        (torch.uint8, torch.bfloat16, False),
+        (torch.uint8, torch.bfloat16, True),
+        (torch.int8, torch.float32, False),
+        (torch.float8_e4m3fn, torch.float32, False),
     ],
 )
-def test_no_product_goes_on_behind_its_step(stored, scale, rows_each):
-    height, kernel = _compiled(stored, scale, rows_each)
+def test_no_product_goes_on_behind_its_step(stored, scale, has_zeros, rows_each):
+    height, kernel = _compiled(stored, scale, rows_each, has_zeros)
     assert height >= rows_each or height == 128
     assert len(FROM_REGISTERS.findall(kernel.ptx)) >= 4
     left_pending = set(AWAITED.findall(kernel.ptx))

@@ -124,8 +124,12 @@ REFUSED = {
         r"scales has shape \[1, 24\]: expected \[2, 24\]",
     ),
     "groups that divide nothing": (
-        lambda: integers_of_awq(WORDS[:63], ZEROS, SCALES), ValueError,
-        "qweight has 63 columns: expected an even number, of 2 groups",
+        lambda: integers_of_awq(WORDS, ZEROS[[0, 0, 1]], SCALES[[0, 0, 1]]), ValueError,
+        "qweight has 64 columns: expected an even number, of 3 groups",
+    ),
+    "half a byte": (
+        lambda: integers_of_awq(WORDS[:63], ZEROS[:1], SCALES[:1]), ValueError,
+        "qweight has 63 columns: expected an even number, of 1 groups",
     ),
     "another order": (
         lambda: integers_of_gptq(ROWS, ZEROS, SCALES, IN_ORDER.flip(0)), ValueError,
