@@ -123,6 +123,19 @@ def test_threads_take_turns():
         assert all(threads.map(asked, range(most)))
 
 
+def test_one_of_the_threads_captures():
+    def waiting(x):
+        time.sleep(0.005)
+        return x * 2
+
+    run, most = _runner(waiting), 4
+
+    with ThreadPoolExecutor(most) as threads:
+        results = [threads.submit(run.capture, X) for _ in range(most)]
+    errors = [each.exception() for each in results]
+    assert errors.count(None) == 1 and {type(each) for each in errors} == {type(None), RuntimeError}
+
+
 def test_keywords_come_in_any_order():
     run = _runner(lambda first, second: first - second)
     run(first=X, second=X)
