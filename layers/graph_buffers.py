@@ -158,10 +158,8 @@ def _is_constant(given: Any, held: Any) -> bool:
     if given is held:
         return True
     is_alike = type(given) is type(held)
-    try:
-        return is_alike and bool(
-            given == held or (given != given and held != held)
-        )  # two NaN are one constant
+    try:  # two NaN are one constant
+        return is_alike and bool(given == held or (given != given and held != held))
     except (RuntimeError, ValueError, TypeError):  # what holds tensors is compared by element
         return False
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from layers import huggingface
-from layers.huggingface import gates, outside, stacking
+from layers.huggingface import blocks as known_blocks, gates, outside, stacking
+from tests.coverage.cases import stock_model
 from tests.huggingface import blocks
 from tests.huggingface.loops import EXPERTS, HIDDEN, INTER, Expert, Loop, block
 from tests.huggingface.test_whole import PARTS, hidden, is_whole, ran
@@ -123,3 +124,33 @@ def test_of_experts_told_by_a_mask():
         experts = MaskedExperts(most)
         mlp = stacking.known_mlp(experts["expert_0"])
         assert mlp is not None and stacking._is_masked(experts, mlp) is is_masked
+
+
+def block_limits(kind, is_limited):
+    """A block that limits its tokens to twice what is usual, where `is_limited` of them."""
+
+    class Limited(kind):
+        def forward(self, hidden_states):
+            if is_limited(hidden_states):
+                hidden_states = hidden_states.clamp(-8, 8)
+            return super().forward(hidden_states)
+
+    return Limited
+
+
+WHERE = {"always": lambda tokens: True, "one token": lambda tokens: tokens.shape[:2] == (1, 1)}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_of_a_block_with_a_list_of_experts(where):
+    own = block(Loop)
+    own.__class__ = block_limits(Loop, WHERE[where])
+    report = huggingface.patch(own, stack_experts=True)
+    assert report.experts == () and report.left[0][1].startswith("its output is not the sum")
+
+
+def test_of_a_block_outside_of_the_interface():
+    own = stock_model("llama4").model.layers[0].feed_forward
+    assert known_blocks.known_block(own) is not None
+    own.__class__ = block_limits(type(own), WHERE["always"])
+    assert known_blocks.known_block(own) is None

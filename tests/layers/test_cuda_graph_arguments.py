@@ -68,11 +68,18 @@ class Layers:
         self.layers = [Row(values)]
 
 
-@pytest.mark.parametrize("kind", [Row, lambda values: Slotted([values]), Layers])
+class Both:
+    """As transformers' EncoderDecoderCache holds two."""
+
+    def __init__(self, values):
+        self.own = Layers(values)
+
+
+@pytest.mark.parametrize("kind", [Row, lambda values: Slotted([values]), Layers, Both])
 def test_objects_that_hold_tensors_are_no_outputs(kind):
     """Nobody takes their first rows, and each replay would write over them."""
     with pytest.raises(
-        CaptureError, match=r"output\['cache'\] is a (Row|Slotted|Layers), in which every replay"
+        CaptureError, match=r"output\['cache'\] is a (Row|Slotted|Layers|Both), in which every replay"
     ):
         _runner(lambda x: {"cache": kind(x * 2)})(X)
 
@@ -107,7 +114,6 @@ def test_threads_take_turns():
         return x * 2
 
     run, most = _runner(waiting), 4
-    run(X)
 
     def asked(number):
         given = torch.full((3, H), float(number))
@@ -115,6 +121,19 @@ def test_threads_take_turns():
 
     with ThreadPoolExecutor(most) as threads:
         assert all(threads.map(asked, range(most)))
+
+
+def test_one_of_the_threads_captures():
+    def waiting(x):
+        time.sleep(0.005)
+        return x * 2
+
+    run, most = _runner(waiting), 4
+
+    with ThreadPoolExecutor(most) as threads:
+        results = [threads.submit(run.capture, X) for _ in range(most)]
+    errors = [each.exception() for each in results]
+    assert errors.count(None) == 1 and {type(each) for each in errors} == {type(None), RuntimeError}
 
 
 def test_keywords_come_in_any_order():
