@@ -23,10 +23,7 @@ from moe_ops.kernels.scaled import stride_args, zero_args
 from moe_ops.pairs import PAIRS
 
 _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
-_STEPS, _STEPS_FROM_ZEROS = (
-    6,
-    3,
-)  # that are written out, without zero points and with them, which take registers
+_STEPS, _STEPS_FROM_ZEROS = 6, 3  # that are written out; zero points take registers
 _CONVERTS_E4M3 = 89  # compute capability, times ten
 _LARGEST = tl.constexpr(248)  # exponent
 _WORD = 8  # columns

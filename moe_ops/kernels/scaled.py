@@ -21,12 +21,7 @@ from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
-from moe_ops.kernels.scaled_pairs import (
-    PairsConfig,
-    pairs_args,
-    scaled_pairs_config,
-    scaled_pairs_kernel,
-)
+from moe_ops.kernels.scaled_pairs import PairsConfig, pairs_args, scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map
 from moe_ops.pairs import PAIRS, numbers_in
