@@ -129,7 +129,10 @@ def _products(
     sums += number6.to(tl.float32) * even3[None, :]
     sums += number7.to(tl.float32) * odd3[None, :]
     if zero is not None:
-        sums += (8 - zero.to(tl.int32)).to(tl.float32) * x_sum[None, :]
+        less = (zero.to(tl.int32) | 0x4B000000).to(
+            tl.float32, bitcast=True
+        )  # 2**23 more: faster than converting
+        sums += ((2**23 + 8) - less) * x_sum[None, :]
     return sums * scale.to(tl.float32)
 
 
