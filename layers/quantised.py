@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from layers.weights.scales import WeightScale, blocks_of_kind
+from layers.weights.expert_loader import part_here
+from layers.weights.scales import Blocks, WeightScale, blocks_of_kind
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.pairs import numbers_in
@@ -44,7 +45,7 @@ def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, S
     Raises ValueError where a block has gate rows and up rows.
     """
     kind = module.quantisation.kind
-    of_up, of_down = blocks_of(module, kind, module.quantisation.block)
+    of_up, of_down = blocks_of(module, experts, kind, module.quantisation.block)
     up, down, *zeros = (
         _on_this_rank(module, getattr(module, name)) for name in module.quantisation.parameters
     )
@@ -59,19 +60,16 @@ def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, S
 
 
 def _on_this_rank(module: Any, scale: Tensor) -> Tensor:
-    return scale if module.parallel is None else module.parallel.local_part(scale, scale.dim())
+    return scale if module.parallel is None else part_here(scale, 3)
 
 
-def blocks_of(
-    module: Any, kind: WeightScale, block: tuple[int, int]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of a block of w13, and of w2."""
-    _, hidden_size, features = down_sizes(module)
-    sizes = module.w13_weight.shape[1], hidden_size, features
+def blocks_of(module: Any, experts: ExpertWeights, kind: WeightScale, block: tuple[int, int]) -> Blocks:
+    """Of a `FusedMoE` with these weights. Raises ValueError where a block has gate rows and up rows."""
+    w13, w2 = experts
+    sizes = w13.weight.shape[1], *down_sizes(w2.weight)
     return blocks_of_kind(kind, block, sizes, module.config.activation.interleaved)
 
 
-def down_sizes(module: Any) -> tuple[int, int, int]:
-    """[E, H, I]."""
-    E, H, columns = module.w2_weight.shape
-    return E, H, columns * numbers_in(module.w2_weight.dtype)
+def down_sizes(w2: Tensor) -> tuple[int, int]:
+    """H and I, of what is stored [E, H, I], or half as many columns in 4 bits."""
+    return w2.shape[1], w2.shape[2] * numbers_in(w2.dtype)

@@ -90,7 +90,7 @@ def _shapes(
     module: FusedMoE, kind: WeightScale, rows: int, columns: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     E, gate_up, _ = module.w13_weight.shape
-    _, H, I = down_sizes(module)
+    H, I = down_sizes(module.w2_weight)
     halves = gate_up // I
     if kind is WeightScale.TENSOR:
         return (E, halves), (E,)
@@ -143,7 +143,7 @@ def quantise_experts(
     expect_zero_points(zero_points, dtype)
     _expect_quantisable(module, kind, block)
     if dtype == INTEGERS:
-        expect_even(*down_sizes(module)[1:])
+        expect_even(*down_sizes(module.w2_weight))
     add_weight_scales(module, kind, block, dtype=_scale_dtype(module, dtype))
     module.quantisation = Quantisation(kind, block, rows, zero_points)
     if zero_points:
@@ -182,7 +182,7 @@ def _expect_quantisable(module: FusedMoE, kind: WeightScale, block: tuple[int, i
         raise ValueError(
             f"w13_weight has dtype {module.w13_weight.dtype}: expected weights that are not quantised"
         )
-    blocks_of(module, kind, block)
+    blocks_of(module, module.expert_weights(), kind, block)
 
 
 def _expect_plain(module: FusedMoE) -> None:

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from layers.huggingface import gates
+from layers.weights.expert_loader import part_here
+from layers.weights.scales import Blocks
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import type_error
+from moe_ops.pairs import numbers_in
 from moe_ops.quantise_rows import blocks_of
 from moe_ops.scaled_experts import Rows, is_differentiated, run as run_scaled, run_around
 from moe_ops.values import ScaledLinear
@@ -21,9 +24,6 @@ from moe_ops.values import ScaledLinear
 SCALE = "_scale_inv"  # a factor, whatever its name says
 ZERO_POINT = "_zero_point"
 _STORED = torch.float8_e4m3fn
-
-Blocks = tuple[tuple[int, int], tuple[int, int]]
-"""Rows and columns that share a scale, of w13 and of w2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,17 @@ def run(experts: Any, args: FusedExperts) -> Tensor:
     return run_around(gates.gate_of(experts), args, w13, w2, rows)
 
 
+def blocks(experts: Any) -> Blocks:
+    """Of experts with scales that are whole."""
+    made: Format | None = getattr(experts, "moe_ops_format", None)
+    if made is not None:
+        return made.blocks
+    w13, w2 = (
+        _block(experts, getattr(experts, name), getattr(experts, name + SCALE)) for name in names(experts)
+    )
+    return w13, w2
+
+
 def names(experts: Any) -> tuple[str, str]:
     """Of its weights."""
     return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj", "down_proj"
@@ -95,8 +106,8 @@ def _made(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> Scale
     _expect_uncast(name + SCALE, scale, made.scale)  # casts leave integers, but not their scales
     of_w13, of_w2 = made.blocks
     zero = _on_this_rank(experts, name + ZERO_POINT) if made.zero_points else None
-    rows, columns = of_w2 if name == "down_proj" else of_w13
-    return ScaledLinear(weight, scale, bias, rows, columns, zero)
+    block = _fitting(of_w2 if name == "down_proj" else of_w13, weight, scale)
+    return ScaledLinear(weight, scale, bias, *block, zero)
 
 
 def _scale(experts: Any, name: str) -> Tensor:
@@ -105,7 +116,7 @@ def _scale(experts: Any, name: str) -> Tensor:
 
 def _on_this_rank(experts: Any, name: str) -> Tensor:
     found, parallel = getattr(experts, name), getattr(experts, "moe_ops_parallel", None)
-    return found if parallel is None else parallel.local_part(found, 3)
+    return found if parallel is None else part_here(found, 3)
 
 
 def _expect_uncast(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -115,12 +126,18 @@ def _expect_uncast(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def _block(experts: Any, weight: Tensor, scale: Tensor) -> tuple[int, int]:
-    """Rows and columns that share a scale: those of the module where they fit, else what makes as many blocks.
+    """Rows and columns that share a scale.
 
     transformers has a scale for each matrix where no size is given, and two at least for gate and up.
     """
-    (height, width), (below, beside) = weight.shape[1:], scale.shape[1:]
-    rows, columns = getattr(experts, "block_size", None) or (height, width)
+    height, width = weight.shape[1:]
+    return _fitting(getattr(experts, "block_size", None) or (height, width), weight, scale)
+
+
+def _fitting(block: tuple[int, int], weight: Tensor, scale: Tensor) -> tuple[int, int]:
+    """A block if it fits, else what makes as many: a part of gate rows whose scale is that of all is smaller."""
+    height, width = weight.shape[1], weight.shape[2] * numbers_in(weight.dtype)
+    (rows, columns), (below, beside) = block, scale.shape[1:]
     if (blocks_of(height, rows), blocks_of(width, columns)) == (below, beside):
         return rows, columns
     return height // below, width // beside

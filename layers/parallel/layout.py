@@ -4,12 +4,17 @@ Letters: E experts, H hidden size, I intermediate size.
 """
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from layers.fused_moe import FusedMoE
+from layers.huggingface.quantised import SCALE, ZERO_POINT, blocks, has_scales
+from layers.quantised import blocks_of
+from layers.weights.scales import Blocks
+from layers.weights.shard import TensorShard
 from moe_ops.pairs import numbers_in
 
 _WHY_NO_ADAPTERS = "module has lora: expected None, adapters are made for what a rank holds, afterwards"
@@ -39,6 +44,7 @@ class ExpertsLayout:
         intermediate_size: I.
         dtype: of the weights.
         parameters: by name, those [E, ...].
+        unit: of what a rank's part of I has to be a multiple, so that it has whole blocks of scales, and whole bytes.
     """
 
     num_experts: int
@@ -47,17 +53,20 @@ class ExpertsLayout:
     intermediate_size: int
     dtype: torch.dtype
     parameters: dict[str, ParameterLayout]
+    unit: int = 1
 
     @property
     def is_quantised(self) -> bool:
-        """Whether weights have 8 bits. Scales are among the parameters then, and go with whole experts only."""
+        """Whether weights have 8 or 4 bits. Scales are among the parameters then."""
         return self.dtype.itemsize == 1
 
-    def expect_parts(self) -> None:
-        """Raises ValueError where an expert cannot be cut: a scale may be of rows on both sides."""
-        if self.is_quantised:
+    def expect_parts(self, shard: TensorShard) -> None:
+        """Raises ValueError where experts cannot be cut into as many parts."""
+        size = shard.local_size("intermediate_size", self.intermediate_size)
+        if size % self.unit:
             raise ValueError(
-                f"weights have dtype {self.dtype}: expected ExpertParallel, which keeps experts whole"
+                f"intermediate_size={self.intermediate_size} of quantised experts in {shard.size} parts: "
+                f"expected a multiple of {self.unit} in each, for blocks that share a scale are not cut"
             )
 
 
@@ -98,14 +107,34 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         "w13_bias": rows,
         "w2_bias": ParameterLayout(None),
     }
+    unit = 1
     if module.quantisation is not None and module.w2_weight.dtype.itemsize == 1:
-        layouts |= dict.fromkeys(module.quantisation.parameters, ParameterLayout(None))
+        kind, block = module.quantisation.kind, module.quantisation.block
+        found = blocks_of(module, module.expert_weights(), kind, block)
+        of_scales, unit = _of_scales(found, rows, module.w2_weight)
+        layouts |= zip(module.quantisation.parameters, of_scales * 2)
     for name, _ in module.named_parameters(recurse=False):
         if name not in layouts and name != "expert_scale":
             raise ValueError(f"module has {name}: expected no scales of weights among ranks")
     present = {name: layout for name, layout in layouts.items() if getattr(module, name) is not None}
     sizes = config.num_physical_experts, config.top_k, config.hidden_size, config.intermediate_size
-    return ExpertsLayout(*sizes, module.w2_weight.dtype, present)
+    return ExpertsLayout(*sizes, module.w2_weight.dtype, present, unit)
+
+
+def _of_scales(
+    of: Blocks, rows: ParameterLayout, w2: Tensor
+) -> tuple[tuple[ParameterLayout, ParameterLayout], int]:
+    """Of scales beside w13, whose rows lie as its own do, and beside w2, and a unit of I; zero points lie alike.
+
+    What is one scale for all of I, on either side, every rank has.
+    """
+    (gate_rows, _), (_, columns) = of
+    per_byte = numbers_in(w2.dtype)
+    size, whole = w2.shape[2] * per_byte, ParameterLayout(None)
+    w13 = rows if gate_rows < size else whole
+    down = ParameterLayout(2) if columns < size else whole
+    cut = (each for each, layout in ((gate_rows, w13), (columns, down)) if layout is not whole)
+    return (w13, down), lcm(per_byte, *cut)
 
 
 def of_transformers_experts(module: Any) -> ExpertsLayout:
@@ -124,16 +153,16 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     has_gate, is_transposed = getattr(module, "has_gate", True), getattr(module, "is_transposed", False)
     up, has_bias = "gate_up_proj" if has_gate else "up_proj", getattr(module, "has_bias", False)
     has_blocks = has_gate and getattr(module, "is_concatenated", True)
-    layouts = {
-        up: ParameterLayout(2 if is_transposed else 1, has_blocks),
-        "down_proj": ParameterLayout(1 if is_transposed else 2),
-    }
-    if module.down_proj.dtype.itemsize == 1:
-        has_zeros = "down_proj_zero_point" in module._parameters
-        beside = ("_scale_inv", "_zero_point") if has_zeros else ("_scale_inv",)
-        layouts |= {f"{name}{each}": ParameterLayout(None) for each in beside for name in layouts}
+    rows = ParameterLayout(2 if is_transposed else 1, has_blocks)
+    layouts = {up: rows, "down_proj": ParameterLayout(1 if is_transposed else 2)}
+    unit = 1
+    if has_scales(module):
+        of_scales, unit = _of_scales(blocks(module), rows, module.down_proj)
+        beside = [each for each in (SCALE, ZERO_POINT) if f"down_proj{each}" in module._parameters]
+        layouts |= {f"{name}{each}": of for each in beside for name, of in zip(layouts.copy(), of_scales)}
     if has_bias:
         layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
     down, dim = module.down_proj, 1 if is_transposed else 2
-    intermediate_size = down.shape[dim] * numbers_in(down.dtype)
-    return ExpertsLayout(down.shape[0], None, down.shape[3 - dim], intermediate_size, down.dtype, layouts)
+    size = down.shape[dim] * numbers_in(down.dtype)
+    sizes = down.shape[0], None, down.shape[3 - dim], size
+    return ExpertsLayout(*sizes, down.dtype, layouts, unit)

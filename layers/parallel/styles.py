@@ -113,7 +113,9 @@ class ExpertTensorParallel(ParallelStyle):
 
     Parameters become DTensors. Gate rows followed by up rows, [E, 2I, H], become [E, 2, I, H], since DTensor has no
     other way to say which of them are here: so they are in a state dict, on any number of ranks. A bias behind the
-    second product stays whole on all ranks and counts once.
+    second product stays whole on all ranks and counts once. Scales of quantised experts are cut as weights are, but
+    for those of all gate rows, or of whole rows of down, which every rank has. What is computed of tokens is quantised
+    where it is: with scales of whole rows each part of a row between the products has its own.
 
     Args:
         dispatcher: "allreduce" is for ranks that have the same tokens, "allgather" for ranks with tokens of their own,
@@ -121,8 +123,8 @@ class ExpertTensorParallel(ParallelStyle):
         max_tokens, batches, chunk_tokens: as in `ExpertParallel`; the first and the last with "allgather".
 
     Raises:
-        TypeError, ValueError: as `ExpertParallel` does; the intermediate size is no multiple of W, or experts are
-            quantised.
+        TypeError, ValueError: as `ExpertParallel` does; the intermediate size is no multiple of W, or a part of it no
+            multiple of what shares a scale.
 
     Example:
         >>> parallelize_module(block, mesh["tp"], {"experts": ExpertTensorParallel()})
@@ -154,8 +156,7 @@ class ExpertTensorParallel(ParallelStyle):
 
     def _expect_equal_shares(self, layout: ExpertsLayout, group: Group) -> None:
         """Raises ValueError unless ranks can have equal shares."""
-        layout.expect_parts()
-        TensorShard(group.rank, group.size).local_size("intermediate_size", layout.intermediate_size)
+        layout.expect_parts(TensorShard(group.rank, group.size))
 
     def _exchange(self, mesh: DeviceMesh) -> Exchange:
         if self.dispatcher == "allreduce":

@@ -51,6 +51,10 @@ SCALES = ("w13_weight_scale", "w2_weight_scale")
 ZERO_POINTS = ("w13_weight_zero_point", "w2_weight_zero_point")
 
 
+Blocks = tuple[tuple[int, int], tuple[int, int]]
+"""Rows and columns that share a scale, of w13 and of w2."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """How the experts of a layer are quantised: what shares a scale, and whether tokens are quantised too.
@@ -113,7 +117,7 @@ def expect_even(hidden_size: int, features: int) -> None:
 
 def blocks_of_kind(
     kind: WeightScale, block: tuple[int, int], sizes: tuple[int, int, int], interleaved: bool
-) -> tuple[tuple[int, int], tuple[int, int]]:
+) -> Blocks:
     """Rows and columns of a block of w13, and of w2. sizes: rows of w13, H and I.
 
     Raises ValueError where a block has gate rows and up rows.
