@@ -199,7 +199,7 @@ def test_bytes_are_not_cut():
     assert experts_layout(layer).unit == 2
 
 
-def stock_model(how):
+def stock_model(how, block=BLOCK):
     from tests.huggingface.families import tiny_model
     from tests.huggingface.test_quantised_experts import _quantised
 
@@ -208,7 +208,7 @@ def stock_model(how):
     model = tiny_model("qwen3_moe" if how == "float8 tensors" else "gpt_oss")
     huggingface.patch(model)
     kind, dtype, zero_points = FORMATS[how]
-    huggingface.quantise_experts(model, kind, (8, 32), dtype=dtype, rows="exact", zero_points=zero_points)
+    huggingface.quantise_experts(model, kind, block, dtype=dtype, rows="exact", zero_points=zero_points)
     return model
 
 
@@ -239,10 +239,11 @@ def test_blocks_of_stock_models_are_not_cut():
     ):
         layout.expect_parts(TensorShard(0, 4))
     assert layout_of("int8 channels").unit == 1
+    assert layout_of("float8 groups", (1, 20)).unit == 20  # 32 columns have two of these
 
 
-def layout_of(how):
-    return transformers_layout(stock_model(how).model.layers[0].mlp.experts)
+def layout_of(how, block=BLOCK):
+    return transformers_layout(stock_model(how, block).model.layers[0].mlp.experts)
 
 
 def test_plans_name_scales():
