@@ -23,7 +23,7 @@ from layers.modular_parts import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
 )
-from layers.quantised import quantised_rows
+from layers.quantised import quantised_rows, run_quantised
 from layers.router import RouterOutput
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOp
 from moe_ops import (
@@ -213,31 +213,42 @@ class BatchedExperts(LocalExperts):
     activation_formats = (ActivationFormat.BatchedExperts, ActivationFormat.BatchedExperts)
     weigh_and_reduce = TopKWeightAndReduceDelegate()
 
-    def __init__(self, layer: FusedMoE) -> None:
-        super().__init__(layer)
-        if layer.quantisation is not None:
-            raise ValueError("layer has quantised experts: expected StandardExperts of them")
-
     def _run(self, prepared: Prepared) -> ExpertOutput:
         layer, x, counts = self.layer, prepared.hidden_states, present("counts", prepared.counts)
+        if layer.quantisation is not None:
+            return self._quantised(prepared, counts)
         gate_up = batched_gemm(x, layer.w13_weight, counts, layer.w13_bias)
         if layer.lora is not None:
             return self._adapted(layer.lora, prepared, counts, gate_up)
         activated = gated_activation(gate_up.flatten(0, 1), self._activation).unflatten(0, x.shape[:2])
         return ExpertOutput(batched_gemm(activated, layer.w2_weight, counts, layer.w2_bias), prepared.inverse)
 
+    def _quantised(self, prepared: Prepared, counts: Tensor) -> ExpertOutput:
+        """Every row is a token of one expert, that of its place."""
+        layer, x = self.layer, prepared.hidden_states
+        ids = _experts_of_rows(x, counts, -1).unsqueeze(1)
+        weights = torch.ones(ids.shape, device=x.device)
+        experts, placement = layer.expert_weights(), Placement(None)
+        args = FusedExperts(x.flatten(0, 1), experts, weights, ids, placement, None, self._activation)
+        return ExpertOutput(run_quantised(layer, args).unflatten(0, x.shape[:2]), prepared.inverse)
+
     def _adapted(self, lora: ExpertLora, prepared: Prepared, counts: Tensor, gate_up: Tensor) -> ExpertOutput:
         layer, x = self.layer, prepared.hidden_states
         lora.expect_experts(counts.shape[0])
-        experts, row = (torch.arange(size, device=x.device) for size in x.shape[:2])
-        experts = torch.where(row < counts.unsqueeze(1), experts.unsqueeze(1), counts.shape[0])  # [E, M]
-        adapted = lora.rows_of(experts.flatten(), prepared.extra_tensors[-1].flatten())
+        experts = _experts_of_rows(x, counts, counts.shape[0])
+        adapted = lora.rows_of(experts, prepared.extra_tensors[-1].flatten())
         w13, w2 = lora.linears()
         changed = gate_up.flatten(0, 1) + adapted.change(x.flatten(0, 1), w13)
         activated = gated_activation(changed, self._activation)
         change = adapted.change(activated, w2).unflatten(0, x.shape[:2])
         rows = batched_gemm(activated.unflatten(0, x.shape[:2]), layer.w2_weight, counts, layer.w2_bias)
         return ExpertOutput(rows + change, prepared.inverse)
+
+
+def _experts_of_rows(x: Tensor, counts: Tensor, nobody: int) -> Tensor:
+    """[E * M], of rows [E, M, H]; `nobody` for those of no token."""
+    experts, row = (torch.arange(size, device=x.device) for size in x.shape[:2])
+    return torch.where(row < counts.unsqueeze(1), experts.unsqueeze(1), nobody).flatten()
 
 
 def _expect_known(name: str, config: Any, known: Set[str]) -> None:

@@ -253,9 +253,11 @@ def test_state_dicts_and_casts():
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["all_gather", "padded", "variable"])
-def test_modular_kernels(name):
+@pytest.mark.parametrize("is_batched", [False, True], ids=["standard", "batched"])
+def test_modular_kernels(is_batched, name):
     whole = exchanges.make_layer(exchanges.config())
     kernel = exchanges.ALL[name](whole)
+    kernel = exchanges.batched(kernel) if is_batched else kernel
     for layer in (whole, kernel.experts.layer):
         quantise_experts(layer, WeightScale.BLOCK, (8, 8))
     hidden, logits = (each[: 5 + dist.get_rank()] for each in (torch.randn(6, 16), torch.randn(6, 8)))

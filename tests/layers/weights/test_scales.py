@@ -10,7 +10,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import inductor_passes
 from layers import (
-    BatchedExperts,
     ExpertLora,
     FusedMoE,
     LocalPrepareAndFinalize,
@@ -278,10 +277,3 @@ def test_weights_that_stay_uncast_move(dtype):
     experts.to("meta", dtype)
     assert {each.device.type for each in experts.parameters()} == {"meta"}
     assert experts.w13_weight.dtype == torch.float8_e4m3fn
-
-
-def test_batched_experts_are_not_quantised_ones():
-    experts = quantisable()
-    quantise_experts(experts, WeightScale.CHANNEL)
-    with pytest.raises(ValueError, match="layer has quantised experts: expected StandardExperts of them"):
-        BatchedExperts(experts)
