@@ -10,7 +10,8 @@ from layers.cuda_graphs import CudaGraphRunner, GraphMemory
 from layers.fused_moe import FusedMoE
 from layers.graph_capture import CaptureError
 from layers.local_experts import BatchedExperts, LocalExperts, StandardExperts
-from layers.lora import ExpertLora, LowRank, join_gate_up
+from layers.lora import ExpertLora
+from layers.low_rank import LowRank, join_gate_up
 from layers.modular_kernel import ModularKernel, Pending
 from layers.modular_parts import (
     ActivationFormat,

@@ -22,7 +22,7 @@ from layers.expert_options import expect_none, expect_overlap, in_chunks, run_wi
 from layers.expert_parameters import ExpertParameters, expect_movable
 from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
-from layers.quantised import run_quantised
+from layers.quantised import products, run_quantised
 from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
 from layers.weights.shard import WHOLE, TensorShard
@@ -302,17 +302,17 @@ class FusedMoE(ExpertParameters):
 
     def _run_experts(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
         config = self.config
-        if self.quantisation is not None:
-            return run_quantised(self, args)
         if self.lora is not None and adapter_ids is not None:
             return self._run_adapted(args, self.lora, adapter_ids)
+        if self.quantisation is not None:
+            return run_quantised(self, args)
         if self.post_norm_weight is not None and self._post_norm_eps is not None:
             return run_with_norm(args, self.post_norm_weight, self._post_norm_eps)
         return run_experts(args, emitted(config.emit, config.save_for_backward))
 
     def _run_adapted(self, args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> Tensor:
         expect_routed(args)
-        rows, plan = run_with_lora(args, lora, adapter_ids)
+        rows, plan = run_with_lora(args, lora, adapter_ids, products(self, args.experts))
         eps = self._post_norm_eps
         if self.post_norm_weight is not None and eps is not None:
             rows = F.rms_norm(rows, self.post_norm_weight.shape, self.post_norm_weight, eps)

@@ -23,7 +23,7 @@ from layers.modular_parts import (
     TopKWeightAndReduce,
     TopKWeightAndReduceDelegate,
 )
-from layers.quantised import quantised_rows, run_quantised
+from layers.quantised import products, quantised_rows, run_quantised
 from layers.router import RouterOutput
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNoOp
 from moe_ops import (
@@ -37,6 +37,7 @@ from moe_ops import (
 )
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import FusedExperts, Placement
+from moe_ops.errors import value_error
 from moe_ops.fused_experts import emits_stages
 
 # What a config may say here besides its defaults. Whatever else changes what experts compute is refused by name.
@@ -177,11 +178,11 @@ class StandardExperts(LocalExperts):
 
     def _rows(self, prepared: Prepared) -> ExpertOutput:
         layer, config, x = self.layer, self.config, prepared.hidden_states
+        if layer.lora is not None:
+            return self._adapted(layer.lora, prepared)
         if layer.quantisation is not None:
             rows, plan = quantised_rows(layer, self._args(prepared))
             return ExpertOutput(rows, plan.inverse)
-        if layer.lora is not None:
-            return self._adapted(layer.lora, prepared)
         plan = build_dispatch(prepared.topk_ids, self.num_experts, self.expert_map)
         if emits_stages(emitted(config.emit, config.save_for_backward)):
             rows = permute(x, plan.sorted_slots)
@@ -193,7 +194,8 @@ class StandardExperts(LocalExperts):
         return ExpertOutput(rows, plan.inverse)
 
     def _adapted(self, lora: ExpertLora, prepared: Prepared) -> ExpertOutput:
-        rows, plan = run_with_lora(self._args(prepared), lora, prepared.extra_tensors[-1])
+        args = self._args(prepared)
+        rows, plan = run_with_lora(args, lora, prepared.extra_tensors[-1], products(self.layer, args.experts))
         return ExpertOutput(rows, plan.inverse)
 
     def _args(self, prepared: Prepared) -> FusedExperts:
@@ -226,6 +228,8 @@ class BatchedExperts(LocalExperts):
     def _quantised(self, prepared: Prepared, counts: Tensor) -> ExpertOutput:
         """Every row is a token of one expert, that of its place."""
         layer, x = self.layer, prepared.hidden_states
+        if layer.lora is not None:
+            value_error("lora with quantised experts in batches: expected None, or StandardExperts")
         ids = _experts_of_rows(x, counts, -1).unsqueeze(1)
         weights = torch.ones(ids.shape, device=x.device)
         experts, placement = layer.expert_weights(), Placement(None)

@@ -22,63 +22,15 @@ from layers._checks import expect_count, expect_positive, expect_type
 from layers.adapted_experts import AdaptedExperts
 from layers.carried import expert_of_rows
 from layers.expert_parameters import ExpertParameters
+from layers.low_rank import LowRank, expect_low_rank
 from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
-from moe_ops._checks import expect_index, expect_shape
-from moe_ops.arguments import FusedExperts
-from moe_ops.errors import describe, value_error
+from moe_ops._checks import FLOATING_DTYPES, expect_index, expect_shape
+from moe_ops.arguments import ExpertWeights, FusedExperts
+from moe_ops.errors import value_error
+from moe_ops.scaled import STORED
 
 if TYPE_CHECKING:
     from layers.parallel.rank_experts import RankExperts
-
-
-class LowRank(NamedTuple):
-    """A change of one weight of every expert, b @ a.
-
-    Attributes:
-        a: [E, r, A], of A input features. In `ExpertLora` [E, N, r, A].
-        b: [E, B, r], of B output features. In `ExpertLora` [E, N, B, r].
-    """
-
-    a: Tensor
-    b: Tensor
-
-
-def join_gate_up(gate: LowRank, up: LowRank, *, interleaved: bool = False) -> LowRank:
-    """The change of w13, of rank 2r, from those of gate and up projection that have each an `a` of their own.
-
-    Args:
-        gate, up: [E, r, H] and [E, I, r], as checkpoints of linear projections have them, stacked over experts.
-        interleaved: whether rows of w13 alternate.
-
-    Returns:
-        [E, 2r, H] and [E, 2I, 2r], in which half of `b` is zero.
-
-    Raises:
-        TypeError, ValueError: one of both is none, or shapes do not fit.
-
-    Example:
-        >>> lora.load_adapter(0, join_gate_up(gate, up), down, scaling=alpha / rank)
-    """
-    _expect_low_rank("gate", gate)
-    _expect_low_rank("up", up)
-    (num_experts, rank, hidden_size), size, others = gate.a.shape, gate.b.shape[1], up.a.shape[1]
-    expect_shape("gate.b", gate.b, (num_experts, size, rank))
-    expect_shape("up.a", up.a, (num_experts, others, hidden_size))
-    expect_shape("up.b", up.b, (num_experts, size, others))
-    b = gate.b.new_zeros(num_experts, 2 * size, rank + others)
-    gate_rows, up_rows = (b[:, ::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
-    gate_rows[:, :, :rank], up_rows[:, :, rank:] = gate.b, up.b
-    return LowRank(torch.cat([gate.a, up.a], dim=1), b)
-
-
-def _expect_low_rank(name: str, given: object) -> None:
-    """Raises TypeError or ValueError unless these are matrices of experts, of any sizes."""
-    if not isinstance(given, LowRank):
-        raise TypeError(f"{name}={describe(given)}: expected LowRank, got {type(given).__name__}")
-    for part, matrix, shape in zip(("a", "b"), given, ("ErA", "EBr"), strict=True):
-        expect_shape(f"{name}.{part}", matrix, tuple(shape))
-        if not matrix.dtype.is_floating_point:
-            raise TypeError(f"{name}.{part} has dtype {matrix.dtype}: expected a floating point dtype")
 
 
 def _expect_number(name: str, value: object) -> None:
@@ -102,17 +54,19 @@ class ExpertLora(nn.Module):
             place before a forward, which reads its first T. An id outside [0, N), such as -1, is no adapter. It is
             kept as it is given, until a move to another device.
         gate_up_rank: that of w13; `rank` if None. Adapters of `join_gate_up` need 2r.
+        dtype: of the adapters, that of tokens. None: the weights', or torch's default beside quantised ones.
 
     Attributes:
-        a13: [E, N, r, H], b13: [E, N, 2I, r] ([E, N, I, r] without a gate), a2: [E, N, r, I], b2: [E, N, H, r], in the
-            dtype of the layer. At first `a` is drawn as by `nn.Linear`, `b` is zero, so nothing changes. Of a layer
-            that a style has sharded they are DTensors, of all experts; under `ExpertTensorParallel` b13 is
-            [E, N, 2, I, r]. Ranks that hold parts of the same experts without one have to draw a13 alike.
+        a13: [E, N, r, H], b13: [E, N, 2I, r] ([E, N, I, r] without a gate), a2: [E, N, r, I], b2: [E, N, H, r]. At
+            first `a` is drawn as by `nn.Linear`, `b` is zero, so nothing changes. Of a layer that a style has sharded
+            they are DTensors, of all experts; under `ExpertTensorParallel` b13 is [E, N, 2, I, r]. Ranks that hold
+            parts of the same experts without one have to draw a13 alike.
         experts: the `AdaptedExperts`.
         scaling: [N] float32 buffer, ones; it stays float32 when the module is cast.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, experts are quantised. In a forward: more than M tokens.
+        TypeError, ValueError: an argument is not as described. In a forward: more than M tokens, or gradients where
+            rows are quantised, which `rows="exact"` of `quantise_experts` has.
 
     Example:
         >>> adapter_ids = torch.full((max_tokens,), -1, dtype=torch.int32)
@@ -135,13 +89,10 @@ class ExpertLora(nn.Module):
         adapter_ids: Tensor,
         *,
         gate_up_rank: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         expect_type("layer", layer, (ExpertParameters, AdaptedExperts))
-        if isinstance(layer, ExpertParameters) and layer.quantisation is not None:
-            raise ValueError(
-                "layer has quantised experts: expected experts without scales, which adapters change"
-            )
         gate_up_rank = rank if gate_up_rank is None else gate_up_rank
         for name, size in {"num_adapters": num_adapters, "rank": rank, "gate_up_rank": gate_up_rank}.items():
             expect_positive(name, size)
@@ -149,7 +100,7 @@ class ExpertLora(nn.Module):
         expect_shape("adapter_ids", adapter_ids, ("max_tokens",))
         self.experts = layer if isinstance(layer, AdaptedExperts) else AdaptedExperts.of(layer)
         self.num_experts, self.num_adapters = len(self.experts.held), num_adapters
-        device, dtype = self.experts.weight.device, self.experts.weight.dtype
+        device, dtype = self.experts.weight.device, _dtype_of(self.experts.weight, dtype)
         for suffix, size, (E, B, A) in zip(("13", "2"), (gate_up_rank, rank), self.experts.shapes_here):
             a = torch.empty(E, num_adapters, size, A, device=device, dtype=dtype)
             b = torch.empty(E, num_adapters, B, size, device=device, dtype=dtype)
@@ -208,7 +159,7 @@ class ExpertLora(nn.Module):
         _expect_number("scaling", scaling)
         named = ("gate_up", gate_up), ("down", down)
         for name, given in named:
-            _expect_low_rank(name, given)
+            expect_low_rank(name, given)
             if given.a.is_meta or given.b.is_meta:
                 raise ValueError(f"{name} is on the meta device: expected matrices with values")
         count = self.experts.num_given(gate_up.a.shape[0])
@@ -278,6 +229,14 @@ class ExpertLora(nn.Module):
         return f"{sizes}, gate_up_rank={self.a13.shape[2]}"
 
 
+def _dtype_of(weight: Tensor, given: torch.dtype | None) -> torch.dtype:
+    usual = torch.get_default_dtype() if weight.dtype in STORED else weight.dtype
+    dtype = usual if given is None else given
+    if dtype not in FLOATING_DTYPES:
+        raise TypeError(f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more")
+    return dtype
+
+
 class AdapterRows(NamedTuple):
     """Rows that have an adapter, in the order of (expert, adapter).
 
@@ -322,20 +281,39 @@ class RowsOfOneAdapter(NamedTuple):
         return torch.where(self.has_adapter, change, 0)
 
 
-def run_with_lora(args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor) -> tuple[Tensor, DispatchPlan]:
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Of rows [R, A] in expert order and the offsets of experts [E + 1]."""
+
+
+def run_with_lora(
+    args: FusedExperts, lora: ExpertLora, adapter_ids: Tensor, products: tuple[Product, Product] | None = None
+) -> tuple[Tensor, DispatchPlan]:
     """What experts return before it is weighed and summed: rows [S, H] in expert order, and their plan.
 
     Args:
         args: tokens [T, H], `topk_ids` [T, K] and the experts' weights.
         lora: their adapters.
         adapter_ids: [T].
+        products: with w13 and w2, where weights are quantised.
     """
-    (w13, w2), top_k, linears = args.experts, args.topk_ids.shape[1], lora.shared_linears()
-    lora.expect_experts(w13.weight.shape[0])
-    plan = build_dispatch(args.topk_ids, w13.weight.shape[0], args.placement.expert_map)
+    top_k, linears, num_experts = (
+        args.topk_ids.shape[1],
+        lora.shared_linears(),
+        args.experts.w2.weight.shape[0],
+    )
+    up, down = _products(args.experts) if products is None else products
+    lora.expect_experts(num_experts)
+    plan = build_dispatch(args.topk_ids, num_experts, args.placement.expert_map)
     rows, offsets = permute(args.hidden_states, plan.sorted_slots), plan.expert_offsets
     adapted = lora.rows_of_plan(offsets, adapter_ids[plan.sorted_slots.long() // max(top_k, 1)])
-    gate_up = grouped_gemm(rows, w13.weight, offsets, w13.bias) + adapted.change(rows, linears[0])
+    gate_up = up(rows, offsets) + adapted.change(rows, linears[0])
     activated = gated_activation(gate_up, args.activation)
-    expert_out = grouped_gemm(activated, w2.weight, offsets, w2.bias) + adapted.change(activated, linears[1])
-    return expert_out, plan
+    return down(activated, offsets) + adapted.change(activated, linears[1]), plan
+
+
+def _products(experts: ExpertWeights) -> tuple[Product, Product]:
+    w13, w2 = experts
+    return (
+        lambda rows, offsets: grouped_gemm(rows, w13.weight, offsets, w13.bias),
+        lambda rows, offsets: grouped_gemm(rows, w2.weight, offsets, w2.bias),
+    )

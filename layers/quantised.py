@@ -4,12 +4,13 @@ from typing import Any
 
 from torch import Tensor
 
+from layers.lora import Product
 from layers.weights.expert_loader import part_here
 from layers.weights.scales import Blocks, WeightScale, blocks_of_kind
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.pairs import numbers_in
-from moe_ops.scaled_experts import expert_rows, run as run_scaled
+from moe_ops.scaled_experts import Rows, expert_rows, product, run as run_scaled
 from moe_ops.types import DispatchPlan
 from moe_ops.values import ScaledLinear
 
@@ -26,6 +27,23 @@ def quantised_rows(module: Any, args: FusedExperts) -> tuple[Tensor, DispatchPla
     return expert_rows(args, *scaled_linears(module, args.experts), module.quantisation.rows)
 
 
+def products(module: Any, experts: ExpertWeights) -> tuple[Product, Product] | None:
+    """Those that adapters change; None where weights are not quantised."""
+    if module.quantisation is None:
+        return None
+    expect_supported(module)
+    return scaled_products(scaled_linears(module, experts), module.quantisation.rows)
+
+
+def scaled_products(linears: tuple[ScaledLinear, ScaledLinear], rows: Rows) -> tuple[Product, Product]:
+    """With w13 and w2."""
+    up, down = linears
+    return (
+        lambda x, offsets: product(x, up, offsets, rows),
+        lambda x, offsets: product(x, down, offsets, rows),
+    )
+
+
 def expect_supported(module: Any) -> None:
     """Raises ValueError where a `FusedMoE` has what quantised experts have not."""
     config = module.config
@@ -35,8 +53,6 @@ def expect_supported(module: Any) -> None:
         value_error(
             "experts.post_norm_eps={} with quantised experts: expected None", config.experts.post_norm_eps
         )
-    if module.lora is not None:
-        value_error("lora with quantised experts: expected None")
 
 
 def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, ScaledLinear]:

@@ -177,6 +177,8 @@ def _quantise(module: FusedMoE, index: int, name: str, dtype: torch.dtype) -> No
 def _expect_quantisable(module: FusedMoE, kind: WeightScale, block: tuple[int, int]) -> None:
     _expect_scalable(module, kind, block)
     expect_supported(module)
+    if module.lora is not None:
+        raise ValueError("module has lora: expected None, adapters are added to experts that are quantised")
     _expect_plain(module)
     if module.w13_weight.dtype in STORED:
         raise ValueError(

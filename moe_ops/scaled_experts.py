@@ -154,6 +154,15 @@ def _summed(args: ScaledFusedExperts, expert_out: Tensor, plan: DispatchPlan) ->
     return combine(expert_out, args.topk_weights, plan.inverse, args.shared, *args.epilogue)
 
 
+def product(x: Tensor, linear: ScaledLinear, offsets: Tensor, rows: Rows) -> Tensor:
+    """One product of the layer by itself, of rows [S, A] in expert order."""
+    x, bias = _library.autocast((x, linear.bias))
+    _expect_rows(rows, linear, linear)
+    if rows == "quantised":
+        _expect_no_gradients(x=x)
+    return _product(x, linear._replace(bias=bias), offsets, None, rows)
+
+
 def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | None, rows: str) -> Tensor:
     if rows == "exact":
         return _library.call(ScaledGroupedGemm(x, None, linear, offsets, slots, x.dtype))

@@ -31,14 +31,22 @@ def add_adapters(
     for name, module in experts.items():
         if module.moe_ops_options.activation is None:
             raise ValueError(f"{name} computes its activation itself: expected one of moe_ops.Activation")
-        if quantised.has_scales(module):
-            raise ValueError(f"{name} has quantised weights: expected weights of 16 bits and more")
-    sizes, options = (num_adapters, rank, adapter_ids), {"gate_up_rank": gate_up_rank}
+    sizes = num_adapters, rank, adapter_ids
     with torch.inference_mode(False):  # they are to be trained
-        adapters = {name: ExpertLora(_adapted(module), *sizes, **options) for name, module in experts.items()}
+        adapters = {
+            name: ExpertLora(
+                _adapted(module), *sizes, gate_up_rank=gate_up_rank, dtype=_dtype_of(model, module)
+            )
+            for name, module in experts.items()
+        }
     for name, lora in adapters.items():
         experts[name].moe_ops_lora = lora
     return adapters
+
+
+def _dtype_of(model: Any, module: Any) -> torch.dtype | None:
+    """That of the model's first parameter beside quantised weights, which is that of its embedding."""
+    return getattr(model, "dtype", None) if quantised.has_scales(module) else None
 
 
 def _adapted(module: Any) -> AdaptedExperts:

@@ -161,7 +161,8 @@ def _run(
             value_error(
                 "act_fn has changed since patch, or has hooks: expected none where experts have adapters"
             )
-        rows, plan = run_with_lora(args, experts.moe_ops_lora, adapter_ids)
+        lora = experts.moe_ops_lora
+        rows, plan = run_with_lora(args, lora, adapter_ids, quantised.products(experts, args, lora))
         return combine(rows, args.topk_weights, plan.inverse)
     is_quantised = quantised.has_scales(experts)
     if args.activation and not is_quantised:

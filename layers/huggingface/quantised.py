@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from layers.huggingface import gates
+from layers.lora import ExpertLora, Product
+from layers.quantised import scaled_products
 from layers.weights.expert_loader import part_here
 from layers.weights.scales import Blocks
 from moe_ops.arguments import FusedExperts
@@ -65,25 +67,43 @@ def run(experts: Any, args: FusedExperts) -> Tensor:
 
     Tokens are quantised as stock's are, by blocks of as many columns, but where they or the first bias have a gradient.
     """
-    made: Format | None = getattr(experts, "moe_ops_format", None)
-    linear = _linear if made is None else _made
+    linears, rows = _linears(experts, args), _rows(experts, args)
+    if args.activation:
+        return run_scaled(args, *linears, rows)
+    return run_around(gates.gate_of(experts), args, *linears, rows)
+
+
+def products(experts: Any, args: FusedExperts, lora: ExpertLora) -> tuple[Product, Product] | None:
+    """Those that adapters change; None where weights are not quantised."""
+    if not has_scales(experts):
+        return None
+    return scaled_products(_linears(experts, args), _rows(experts, args, *lora.parameters()))
+
+
+def _linears(experts: Any, args: FusedExperts) -> tuple[ScaledLinear, ScaledLinear]:
+    linear = _made if hasattr(experts, "moe_ops_format") else _linear
     w13, w2 = (
         linear(experts, name, each.weight, each.bias) for name, each in zip(names(experts), args.experts)
     )
-    before = (each for each in (args.hidden_states, w13.bias) if each is not None)
-    rows = "exact" if any(map(is_differentiated, before)) else "quantised" if made is None else made.rows
-    if args.activation:
-        return run_scaled(args, w13, w2, rows)
-    return run_around(gates.gate_of(experts), args, w13, w2, rows)
+    return w13, w2
+
+
+def _rows(experts: Any, args: FusedExperts, *adapters: Tensor) -> Rows:
+    """What is multiplied: exact rows where what comes into them has a gradient."""
+    made: Format | None = getattr(experts, "moe_ops_format", None)
+    before = args.hidden_states, args.experts.w13.bias, *adapters
+    if any(is_differentiated(each) for each in before if each is not None):
+        return "exact"
+    return "quantised" if made is None else made.rows
 
 
 def blocks(experts: Any) -> Blocks:
-    """Of experts with scales that are whole."""
+    """Of experts with scales."""
     made: Format | None = getattr(experts, "moe_ops_format", None)
     if made is not None:
         return made.blocks
     w13, w2 = (
-        _block(experts, getattr(experts, name), getattr(experts, name + SCALE)) for name in names(experts)
+        _block(experts, _on_this_rank(experts, name), _scale(experts, name)) for name in names(experts)
     )
     return w13, w2
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from layers.adapted_experts import AdaptedExperts
-from layers.lora import ExpertLora, LowRank
+from layers.lora import ExpertLora
+from layers.low_rank import LowRank
 from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput, Prepared
 from layers.parallel.collectives import shared_by_all, start_broadcast

@@ -328,13 +328,6 @@ def test_others_are_left_alone(change, reason):
     assert reason in dict(report.left)["model.layers.1.mlp.experts"]
 
 
-def test_they_have_no_adapters():
-    model = _quantised(tiny_model("qwen3_moe"))
-    huggingface.patch(model)
-    with pytest.raises(ValueError, match="quantised weights"):
-        huggingface.add_adapters(model, 2, 4, torch.zeros(4, dtype=torch.int32))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 7, 200])
 def test_on_a_gpu(plain_kernels, count):

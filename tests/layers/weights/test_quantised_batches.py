@@ -93,3 +93,16 @@ def test_compiled_whole():
     hidden, logits = torch.randn(4, H), torch.randn(4, E)
     with torch.no_grad():
         torch.testing.assert_close(function(hidden, logits), layer(hidden, logits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("form", FORMATS)
+def test_on_a_gpu(form, tokens):
+    layer = make_layer(form)
+    hidden, logits = torch.randn(tokens, H), torch.randn(tokens, E)
+    with torch.no_grad():
+        expected, on_gpu = layer(hidden, logits), layer.to("cuda", torch.bfloat16)
+        found = batched(on_gpu)(hidden.cuda().bfloat16(), logits.cuda())
+        assert relative_error(found.cpu(), expected) < 2e-2
+        assert relative_error(found, on_gpu(hidden.cuda().bfloat16(), logits.cuda())) < 2e-2

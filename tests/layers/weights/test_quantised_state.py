@@ -10,7 +10,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 from layers import (
-    ExpertLora,
     FusedMoE,
     MoEConfig,
     WeightScale,
@@ -97,8 +96,3 @@ def test_weights_that_are_no_plain_parameters_are_left_alone(change, mesh):  # n
         quantise_experts(experts, WeightScale.CHANNEL)
     assert experts.quantisation is None
     assert_same([experts(X, LOGITS)], [expected])
-
-
-def test_a_quantised_layer_gets_no_adapters():
-    with pytest.raises(ValueError, match="layer has quantised experts: expected experts without scales"):
-        ExpertLora(_layer(torch.int8), 2, 4, torch.zeros(8, dtype=torch.int32))

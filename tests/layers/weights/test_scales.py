@@ -10,7 +10,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import inductor_passes
 from layers import (
-    ExpertLora,
     FusedMoE,
     LocalPrepareAndFinalize,
     ModularKernel,
@@ -213,9 +212,6 @@ def test_what_quantised_experts_refuse():
         quantise_experts(quantisable(activation=Activation(interleaved=True)), WeightScale.TENSOR)
     with pytest.raises(ValueError, match="post_norm_eps=1e-05 with quantised experts: expected None"):
         quantise_experts(quantisable(experts=ExpertsConfig(post_norm_eps=1e-5)), WeightScale.CHANNEL)
-    experts.lora = torch.nn.Identity()
-    with pytest.raises(ValueError, match="lora with quantised experts: expected None"), torch.no_grad():
-        experts._run_experts(None)
 
 
 def test_scales_beside_weights_of_16_bits_are_not_passed_over():
@@ -259,15 +255,6 @@ def test_a_modular_kernel_of_quantised_experts(rows, chunk_size):
     x, logits = torch.randn(5, H), torch.randn(5, E)
     with torch.no_grad():
         torch.testing.assert_close(kernel(x, logits), experts(x, logits))
-
-
-def test_a_modular_kernel_does_not_leave_adapters_out():
-    experts = quantisable()
-    quantise_experts(experts, WeightScale.CHANNEL)
-    kernel = ModularKernel(LocalPrepareAndFinalize(), StandardExperts(experts))
-    experts.lora = ExpertLora(quantisable(), 1, 2, torch.zeros(5, dtype=torch.int32))
-    with pytest.raises(ValueError, match="lora with quantised experts: expected None"), torch.no_grad():
-        kernel(torch.randn(5, H), torch.randn(5, E))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
