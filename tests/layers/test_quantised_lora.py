@@ -224,4 +224,4 @@ def test_on_a_gpu(form, num_tokens, dtype):
     hidden = hidden.to("cuda", dtype).requires_grad_()
     on_gpu(hidden, logits.cuda()).float().square().sum().backward()
     gradients = [each.grad for each in (hidden, *on_gpu.lora.parameters())]
-    assert all(each.isfinite().all() and each.any() for each in gradients)
+    assert all(each.isfinite().all() and (each.any() or num_tokens == 1) for each in gradients)

@@ -248,6 +248,32 @@ def test_the_page_shows_what_quantised_experts_take() -> None:
     assert f"by {min(in_4_bits):.0f} to {max(in_4_bits):.0f} %" in section
 
 
+def test_the_page_shows_what_zero_points_cost() -> None:
+    section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
+    line = re.compile(r" *(.+) groups of (\d+) +T=(\d+) +symmetric +(\S+) +with zeros +(\S+) us")
+    found = list(
+        filter(None, map(line.match, (QUANTISED.parent / "zero-points.txt").read_text().splitlines()))
+    )
+    assert len(found) == 48
+    for layer, columns, tokens, without, with_zeros in (each.groups() for each in found):
+        (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {columns} |")]
+        share = float(with_zeros) / float(without)
+        assert share < 1.405
+        if tokens != "2":
+            assert f"| {float(with_zeros):.0f} ({share:.2f}) |" in row
+
+
+def test_the_page_shows_what_adapters_beside_quantised_experts_take() -> None:
+    page, line = (ROOT / "docs" / "lora.md").read_text(), re.compile(r"(\S+) T=(\d+): (.*)")
+    lines = (QUANTISED.parent / "quantised-lora.txt").read_text().splitlines()
+    found = list(filter(None, map(line.match, lines)))
+    assert len(found) == 10
+    for layer, tokens, figures in (each.groups() for each in found):
+        usual, *others = (float(each) for each in re.findall(r" ([\d.]+)(?:  |$)", figures))
+        cells = " | ".join(f"{each:.0f} ({each / usual:.2f})" for each in others)
+        assert f"| {layer} | {tokens} | {usual:.0f} | {cells} |" in page
+
+
 def test_the_page_shows_what_quantised_blocks_of_stock_models_take() -> None:
     page = PAGE.partition("### Weights of 4 bits")[2]
     lines = [
