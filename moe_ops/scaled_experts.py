@@ -159,7 +159,7 @@ def product(x: Tensor, linear: ScaledLinear, offsets: Tensor, rows: Rows) -> Ten
     x, bias = _library.autocast((x, linear.bias))
     _expect_rows(rows, linear, linear)
     if rows == "quantised":
-        _expect_no_gradients(x=x)
+        _expect_no_gradients(**{"tokens, biases or adapters": x})
     return _product(x, linear._replace(bias=bias), offsets, None, rows)
 
 

@@ -94,7 +94,9 @@ def test_quantised_rows(form):
     with torch.no_grad():
         found, expected = layer(*tokens(9)), usual(*tokens(9))
     assert 1e-4 < relative_error(found, expected) < 0.05
-    message = "rows='quantised' and x with a gradient: expected 'exact' or torch.no_grad"
+    message = (
+        "rows='quantised' and tokens, biases or adapters with a gradient: expected 'exact' or torch.no_grad"
+    )
     with pytest.raises(ValueError, match=message):
         layer(*tokens(9))  # adapters have gradients
 
