@@ -278,7 +278,8 @@ class FusedMoE(ExpertParameters):
         else:
             output = self._run_here(args, adapter_ids)
         if config.experts.num_zero_experts and (self.parallel is not None or self.is_first_part):
-            output = output + zero_experts(tokens, routed, config.num_experts)
+            added = output + zero_experts(tokens, routed, config.num_experts)
+            output = added.to(output.dtype)  # autocast's, whatever tokens are in
         return output
 
     def _run_received(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:
