@@ -151,7 +151,7 @@ def _rename(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any)
 def _alone(weight: Tensor) -> Tensor:
     """The same memory, as if there were no more of it: safetensors' `save_model` takes no part of a storage."""
     is_plain = type(weight) is Tensor and is_past_autograd([weight]) and not torch.compiler.is_compiling()
-    if not is_plain or weight.requires_grad or weight.is_meta or not weight.is_contiguous():
+    if not is_plain or weight.is_meta or not weight.is_contiguous():
         return weight
     if weight.is_cpu and weight.is_shared():  # which a slice would not be
         return weight

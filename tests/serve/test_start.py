@@ -104,7 +104,9 @@ def test_a_model_that_nobody_has_is_told_after_one_question(monkeypatch, capsys)
 def test_the_hub_is_not_asked_for_what_is_here(monkeypatch, tmp_path):
     asked, load = mock.Mock(), mock.Mock()
     monkeypatch.setattr("layers.serve.model.model_info", asked)
-    monkeypatch.setattr("layers.serve.model.try_to_load_from_cache", lambda *_, **__: "its path")
+    monkeypatch.setattr(
+        "layers.serve.model.try_to_load_from_cache", lambda name, *_, **__: name if "cached" in name else None
+    )
     monkeypatch.setattr(ModelManager, "__init__", load)
     for model in ("cached/model", str(tmp_path)):
         PatchedModels(ServeOptions(model))
