@@ -3,6 +3,8 @@
 Every message names the argument, what it is, and what was expected.
 """
 
+import math
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -35,6 +37,14 @@ def expect_count(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name}={value}: expected at least 0")
+
+
+def expect_finite(name: str, value: object) -> None:
+    """Raises TypeError or ValueError unless `value` is a finite real number, which True is not."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value}: expected a finite number")
 
 
 def expect_choice(name: str, value: object, choices: object) -> None:

@@ -149,8 +149,8 @@ class ExpertsConfig:
             if getattr(self, name) is not None:
                 expect_positive(name, getattr(self, name))
         eps = self.post_norm_eps
-        if eps is not None and not (isinstance(eps, float) and eps >= 0):
-            raise ValueError(f"post_norm_eps={eps!r}: expected None or a float of at least 0")
+        if eps is not None and not (isinstance(eps, float) and 0 <= eps < float("inf")):
+            raise ValueError(f"post_norm_eps={eps!r}: expected None or a finite float of at least 0")
         if self.num_zero_experts and self.latent_size is not None:
             raise ValueError(
                 f"num_zero_experts={self.num_zero_experts} with latent_size={self.latent_size}: expected one of them"

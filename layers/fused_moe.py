@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layers._checks import expect_features
+from layers.attached import expect_attached
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, emitted
 from layers.expert_options import expect_none, expect_overlap, in_chunks, run_with_norm, scaled, zero_experts
@@ -100,6 +101,10 @@ class FusedMoE(ExpertParameters):
         self._routing_emit: RoutingEmit = "batch_invariant" if config.emit == "batch_invariant" else "auto"
         self._scale = config.routing.scale if config.router.scale_on == "output" else 1.0
         self._post_norm_eps = config.experts.post_norm_eps  # Dynamo reads no shared float in two checkpoints
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        expect_attached(self, name, value)
+        super().__setattr__(name, value)
 
     def set_eplb_state(
         self,
@@ -273,7 +278,8 @@ class FusedMoE(ExpertParameters):
         else:
             output = self._run_here(args, adapter_ids)
         if config.experts.num_zero_experts and (self.parallel is not None or self.is_first_part):
-            output = output + zero_experts(tokens, routed, config.num_experts)
+            added = output + zero_experts(tokens, routed, config.num_experts)
+            output = added.to(output.dtype)  # autocast's, whatever tokens are in
         return output
 
     def _run_received(self, args: FusedExperts, adapter_ids: Tensor | None = None) -> Tensor:

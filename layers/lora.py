@@ -12,13 +12,12 @@ Letters: T tokens, R rows in expert order, E experts held here, N adapters, r ra
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from layers._checks import expect_count, expect_positive, expect_type
+from layers._checks import expect_count, expect_finite, expect_positive, expect_type
 from layers.adapted_experts import AdaptedExperts
 from layers.carried import expert_of_rows
 from layers.expert_parameters import ExpertParameters
@@ -34,11 +33,12 @@ if TYPE_CHECKING:
 
 
 def _expect_number(name: str, value: object) -> None:
-    expect_type(name, value, (Real, Tensor))
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_meta):
-        raise ValueError(
-            f"{name} has shape {list(value.shape)} on {value.device}: expected one number with a value"
-        )
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_meta:
+            described = f"{list(value.shape)} on {value.device}"
+            raise ValueError(f"{name} has shape {described}: expected one number with a value")
+        value = value.item()
+    expect_finite(name, value)
 
 
 class ExpertLora(nn.Module):

@@ -1,11 +1,10 @@
 """Which parameters decay."""
 
-from numbers import Real
 from typing import Any
 
 from torch import nn
 
-from layers._checks import expect_type
+from layers._checks import expect_finite, expect_type
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -20,13 +19,13 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
         weight_decay: of the first group; the second has 0.
 
     Raises:
-        TypeError, ValueError: `model` is no module, or `weight_decay` no number of at least 0.
+        TypeError, ValueError: `model` is no module, or `weight_decay` no finite number of at least 0.
 
     Example:
         >>> optimizer = torch.optim.AdamW(weight_decay_groups(model, 0.1), lr=1e-4)
     """
     expect_type("model", model, nn.Module)
-    expect_type("weight_decay", weight_decay, Real)
+    expect_finite("weight_decay", weight_decay)
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay={weight_decay}: expected at least 0")
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]

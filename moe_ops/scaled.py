@@ -104,12 +104,12 @@ def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> Scale
 
 
 def _expect_block(name: str, block: Any) -> None:
-    if block is None:
-        return
-    if not isinstance(block, tuple | list) or len(block) != 2:
+    if block is not None and (not isinstance(block, tuple | list) or len(block) != 2):
         type_error("{}={}: expected None or (rows, columns)", name, repr(block))
-    for size in block:
+    for size in block or ():
         _checks.expect_int(name, size)
+        if size < 1:
+            value_error("{}={}: expected sizes of at least 1", name, repr(block))
 
 
 def _block_of(name: str, stored: Tensor, scale: Tensor) -> tuple[int, int]:

@@ -199,6 +199,8 @@ class RoutingConfig:
         for name in ("renorm_eps", "scale"):
             if abs(getattr(self, name)) == float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}: expected a finite number")
+        if self.group_fill == float("inf"):  # by which groups that are left out would be chosen
+            raise ValueError("group_fill=inf: expected -inf or a finite number")
         if self.topk_groups > self.num_groups:
             raise ValueError(f"topk_groups={self.topk_groups}: expected at most num_groups={self.num_groups}")
         if self.renorm_eps < 0.0:
@@ -270,6 +272,9 @@ class Activation:
             value = getattr(self, option)
             if value is not None and not value > 0:
                 raise ValueError(f"{option}={value}: expected a positive number")
+        for option in ("alpha", "beta", "linear_beta"):  # an infinite one times zero is no number
+            if abs(getattr(self, option) or 0.0) == float("inf"):
+                raise ValueError(f"{option}={getattr(self, option)}: expected a finite number")
         if self.name == "situ" and self.beta is None:
             raise ValueError("beta=None: activation 'situ' has no default; expected a positive number")
         if self.interleaved and not self.is_gated:

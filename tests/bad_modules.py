@@ -97,7 +97,7 @@ BAD_MODULES = {
     "number for a module": (lambda: layers.weight_decay_groups(3, 0.1), TypeError,
         "model=3: expected Module, got int"),
     "name for a decay": (lambda: layers.weight_decay_groups(nn.Identity(), "0.1"), TypeError,
-        "weight_decay='0.1': expected Real, got str"),
+        "weight_decay='0.1': expected a number, got str"),
     "negative decay": (lambda: layers.weight_decay_groups(nn.Identity(), -0.1), ValueError,
         "weight_decay=-0.1: expected at least 0"),
     "load without values": (lambda: layers.rebalance_experts(torch.ones(E, device="meta"), E, 1, 1, 2), ValueError,

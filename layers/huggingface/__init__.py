@@ -60,8 +60,9 @@ def patch(
     options on `model.config` afterwards, not on the object it was built from. Patching again changes the options;
     `unpatch` brings the stock model back. What changes inside later counts too: a router with another `top_k`,
     experts with another activation or hooks on it run their own code then, until they are patched again. Modules of
-    another model that are put in later need a patch of their own. Copies are
-    patched as the model is; out of a pickle (`torch.save(model)`) it is to be patched again: till then its routers and
+    another model that are put in later need a patch of their own. Deep copies are
+    patched as the model is, those of `copy.copy` call the original; out of a pickle
+    (`torch.save(model)`) it is to be patched again: till then its routers and
     blocks run their own code, and stacked experts raise.
 
     Patched routers return routing weights in float32 (stock Qwen, OLMoE and gpt-oss round them to the model's

@@ -5,9 +5,10 @@ logits, experts that only say which they are show how the block routes. Then the
 give the same, with gradients, in training as well.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe_ops import RoutingConfig
 _GATES = ("gate", "router")
 _IDS = (torch.int64, torch.int32)
 
+_LARGE = 64.0  # to the third power in what an expert gives; a power of two, so that weights come back
 _NO_CHOICE = (
     "no gate or router gives logits [T, E] by which every token gets as many experts, nor ids and weights "
     "[T, K]"
@@ -61,9 +63,14 @@ def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
         for how in _ways(block, gate, routed, own[0], trains):
             ours.moe_ops_stacked = how
             is_sum = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
-            if is_sum and _reads_no_more(how, twin, inputs, own):
+            read = [f"{name}." for name in ("experts", how.shared) if name]
+            if (
+                is_sum
+                and _reads_no_more(how, twin, inputs, own)
+                and _are_large(twin, ours, inputs, read, loops.forward)
+            ):
                 if not trains or _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
-                    return how
+                    return replace(how, widens=tuple(_widening(twin, inputs[0])))
                 why = _OTHER_IN_TRAINING
     return why
 
@@ -87,7 +94,37 @@ def calls_with_ids(block: Any, mlp: Mlp) -> bool:
             own = _run_all(type(twin).forward, twin.train(mode), inputs)
             if not _are_alike(own, _run_all(type(twin).forward, ours.train(mode), inputs)):
                 return False
-    return True
+        return _are_large(twin, ours.eval(), inputs, ["experts."], type(twin).forward)
+
+
+def _are_large(
+    twin: Any, ours: Any, inputs: Sequence[Tensor], read: Sequence[str], forward: Callable[..., Any]
+) -> bool:
+    """Whether both are alike in evaluation where experts give large numbers: limits on the output show."""
+    with _grown(twin.eval(), read), _grown(ours, read):
+        return _are_alike(_run_all(type(twin).forward, twin, inputs), _run_all(forward, ours, inputs))
+
+
+@contextlib.contextmanager
+def _grown(twin: nn.Module, read: Sequence[str]) -> Iterator[None]:
+    weights = [each.data for name, each in twin.named_parameters() if name.startswith(tuple(read))]
+    for each in weights:
+        each.mul_(_LARGE)
+    yield
+    for each in weights:
+        each.div_(_LARGE)
+
+
+def _widening(twin: Any, tokens: Tensor) -> Iterator[bool]:
+    """Modes in which 16 bits give float32: weights of a router may be, and sums are often meant to be."""
+    for is_training in (False, True):
+        try:
+            returned = trial.cast(twin, torch.bfloat16).train(is_training)(tokens.bfloat16())
+        except Exception:  # such a block does not run in 16 bits, and need not be like anything there
+            continue
+        output = returned[0] if isinstance(returned, tuple) else returned
+        if output.dtype == torch.float32:
+            yield is_training
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from layers.huggingface.settled import expect_options, get
 from moe_ops import RoutingConfig, topk_routing
+from moe_ops._library import autocasts
 from moe_ops.errors import value_error
 
 _NO_TRAINING = "the block's own code fails in training, and so does it with stacked experts: expected eval()"
@@ -52,6 +53,7 @@ class StackedBlock:
         is_detached: whether routed experts give no gradient in evaluation.
         trains: whether the block's own code runs in training.
         returned: beside the output; None where the output is returned alone, not in a tuple.
+        widens: modes, by whether they are training, in which 16 bits give float32 without autocast.
     """
 
     gate: str
@@ -63,6 +65,7 @@ class StackedBlock:
     is_detached: bool = False
     trains: bool = True
     returned: tuple[Any, ...] | None = None
+    widens: tuple[bool, ...] = ()
 
 
 def forward(self: Any, *args: Tensor, **named: Tensor) -> Any:
@@ -76,6 +79,8 @@ def forward(self: Any, *args: Tensor, **named: Tensor) -> Any:
     given, ids, weights = _chosen(self, how, hidden_states, tokens)
     with torch.set_grad_enabled(torch.is_grad_enabled() and (self.training or not how.is_detached)):
         output = self.experts(tokens, ids, weights)
+        if self.training in how.widens and not autocasts(output) and output.dtype.itemsize == 2:
+            output = output.float()
     if how.loss >= 0 and given[how.loss] is not None:
         output = _WithLoss.apply(output, given[how.loss])
     if how.shared:

@@ -1,7 +1,8 @@
-"""experts_implementation="moe_ops" on models that would accept it and do nothing.
+"""experts_implementation="moe_ops" on models that would accept it and do nothing, and saving what nothing can load.
 
 transformers takes any name that is registered, also for models that run their experts outside its interface. Two of its
 methods are followed by a look at the model: the one by which the implementation is set, and the last of a constructor.
+One comes behind a look: it would save quantised experts as weights of 16 bits or more beside scales that nobody reads.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,12 @@ from layers.huggingface.finding import undispatched_blocks
 
 def refuse_where_ignored() -> None:
     """Makes transformers raise ValueError there, for every model of the process. Calling it again changes nothing."""
-    for name, follow in (("set_experts_implementation", _after_setting), ("post_init", _after_init)):
+    followed = {
+        "set_experts_implementation": _after_setting,
+        "post_init": _after_init,
+        "save_pretrained": _before_saving,
+    }
+    for name, follow in followed.items():
         own = getattr(PreTrainedModel, name)
         if not hasattr(own, "__wrapped__") or own.__module__ != __name__:
             setattr(PreTrainedModel, name, follow(own))
@@ -46,6 +52,21 @@ def _after_init(own: Callable[..., None]) -> Callable[..., None]:
 
     post_init.__module__ = __name__
     return post_init
+
+
+def _before_saving(own: Callable[..., None]) -> Callable[..., None]:
+    @wraps(own)
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> None:
+        made = [name for name, module in self.named_modules() if hasattr(module, "moe_ops_format")]
+        if made and options.get("state_dict") is None:
+            raise ValueError(
+                f"{made[0]} was quantised by quantise_experts, of which a checkpoint says nothing: expected "
+                "save_pretrained before that, or a state_dict"
+            )
+        own(self, *args, **options)
+
+    save_pretrained.__module__ = __name__
+    return save_pretrained
 
 
 def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:

@@ -1,6 +1,6 @@
 """Experts that were modules of their own, in two tensors, under the names that they had.
 
-A state dict has, and takes, what the modules had: each of their weights is a part of a stacked one.
+A state dict has, and takes, what the modules had: each of their weights is a part of a stacked one, in its memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from layers.huggingface.expert_modules import Mlp, activation_of
 from layers.huggingface.experts import experts_forward, settle, settled_activation
+from moe_ops._compat import is_past_autograd
 from moe_ops.errors import value_error
 
 _NOT_PATCHED = (
@@ -144,7 +145,19 @@ class MaskedExperts(StackedExperts):
 def _rename(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     stacked = {name: state_dict.pop(prefix + name) for name, _ in module.named_parameters(recurse=False)}
     for part in module.moe_ops_parts:
-        state_dict[prefix + part.name] = part.weight(stacked[part.parameter])
+        state_dict[prefix + part.name] = _alone(part.weight(stacked[part.parameter]))
+
+
+def _alone(weight: Tensor) -> Tensor:
+    """The same memory, as if there were no more of it: safetensors' `save_model` takes no part of a storage."""
+    is_plain = type(weight) is Tensor and is_past_autograd([weight]) and not torch.compiler.is_compiling()
+    if not is_plain or weight.is_meta or not weight.is_contiguous():
+        return weight
+    if weight.is_cpu and weight.is_shared():  # which a slice would not be
+        return weight
+    start, size = weight.storage_offset() * weight.element_size(), weight.numel() * weight.element_size()
+    storage: Any = weight.untyped_storage()[start : start + size]
+    return weight.new_empty(0).set_(storage, 0, weight.shape, weight.stride())
 
 
 def _load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

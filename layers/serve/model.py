@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import model_info, try_to_load_from_cache
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
@@ -23,6 +24,7 @@ _PASSED_OVER: dict[str, tuple[Any, ...]] = {
     "max_time": (None,),
 }
 _OF_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_length", "max_new_tokens")
+_PATIENCE = 10  # seconds, with the hub
 _MOST_TOKENS = 8192  # of a step that kernels are loaded for where transformers decides how many there are
 
 
@@ -40,7 +42,9 @@ class PatchedModels(ModelManager):
             raise ValueError("cuda_graphs=True: PyTorch finds no GPU here, and only its steps are captured")
         if options.device not in _SPREAD:
             as_device("device", options.device)
+            _expect_numbers(options.device)
         _expect_folder_or_name(options.model)
+        _expect_there(options.model)
         super().__init__(device=options.device, dtype=options.dtype, force_model=options.model)
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +74,32 @@ def _expect_folder_or_name(model: str) -> None:
         raise ValueError(
             f"model={model!r}: expected a folder that save_pretrained wrote, or a name on the hub"
         )
+
+
+def _expect_there(model: str) -> None:
+    """Asks the hub once: to load, transformers asks it for one file after the other, and again after errors."""
+    name, _, revision = model.partition(":")[0].partition("@")  # behind a colon is a file of it
+    named: dict[str, Any] = {"revision": revision or None}
+    if Path(model).is_dir() or isinstance(try_to_load_from_cache(name, "config.json", **named), str):
+        return
+    try:
+        model_info(name, timeout=_PATIENCE, **named)
+    except Exception as error:  # of the hub, or of the client that it uses in its version
+        told = " ".join(str(error).split())
+        raise ValueError(
+            f"model={model!r}: there is no such folder, and the hub gives no such model: {told}"
+        ) from error
+
+
+def _expect_numbers(device: str) -> None:
+    """A device may have a name and no numbers, as meta, or be missing in this build of PyTorch."""
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except Exception as error:  # each backend has its own
+        told = str(error).partition(". ")[0]
+        raise ValueError(
+            f"device={device!r}: expected one that computes here, such as 'cpu': {told}"
+        ) from error
 
 
 def tokenizer_of(processor: Any) -> PreTrainedTokenizerBase:

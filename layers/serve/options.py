@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from layers._checks import expect_positive
+from layers._checks import expect_positive, expect_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ServeOptions:
             for what transformers finds right.
 
     Raises:
-        TypeError, ValueError: a number that is not at least 1, or a port beyond 65535.
+        TypeError, ValueError: an option of another type, a number that is not at least 1, or a port beyond 65535.
     """
 
     model: str
@@ -38,6 +38,11 @@ class ServeOptions:
     page_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("model", "host", "device", "dtype"):
+            expect_type(name, getattr(self, name), str)
+        for name, kind in {"backend": str, "cuda_graphs": bool}.items():
+            expect_type(name, getattr(self, name), (kind, type(None)))
+        expect_type("greedy", self.greedy, bool)
         for name in ("port", "max_requests", "max_batch_tokens", "num_blocks", "page_size"):
             value = getattr(self, name)
             if value is not None or name in ("port", "max_requests"):

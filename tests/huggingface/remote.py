@@ -162,6 +162,19 @@ class Afmoe(Bailing):
         return self.routed(tokens, (weights, ids)).view(hidden_states.shape)
 
 
+class Accumulated(Loop):
+    """Which sums in float32, and leaves it so."""
+
+    def routed(self, hidden_states, logits):
+        weights, ids = self.weigh(logits)
+        final = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for expert in range(self.num_experts):
+            token, place = torch.where(ids == expert)
+            output = self.experts[expert](hidden_states[token]) * weights[token, place, None]
+            final.index_add_(0, token, output.float())
+        return final
+
+
 class Biased(Loop):
     """The block's bias, for the selection, is a module's [1, E] (ERNIE 4.5)."""
 

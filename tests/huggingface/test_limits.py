@@ -11,7 +11,8 @@ from layers import huggingface
 from layers.huggingface import blocks as known_blocks, gates, outside, stacking
 from tests.coverage.cases import stock_model
 from tests.huggingface import blocks
-from tests.huggingface.loops import EXPERTS, HIDDEN, INTER, Expert, Loop, block
+from tests.huggingface.loops import EXPERTS, HIDDEN, INTER, Expert, Loop, Shared, block
+from tests.huggingface.remote import CalledExperts, DeepSeek, MiniMaxM2
 from tests.huggingface.test_whole import PARTS, hidden, is_whole, ran
 
 LIMIT = 20.0
@@ -147,6 +148,39 @@ def test_of_a_block_with_a_list_of_experts(where):
     own.__class__ = block_limits(Loop, WHERE[where])
     report = huggingface.patch(own, stack_experts=True)
     assert report.experts == () and report.left[0][1].startswith("its output is not the sum")
+
+
+def output_limits(kind, most):
+    """A block whose whole output is limited."""
+
+    class Limited(kind):
+        def forward(self, hidden_states):
+            returned = super().forward(hidden_states)
+            if isinstance(returned, tuple):
+                return returned[0].clamp(-most, most), *returned[1:]
+            return returned.clamp(-most, most)
+
+    return Limited
+
+
+@pytest.mark.parametrize("most", [50.0, 1e4])
+@pytest.mark.parametrize("kind", [Loop, Shared, DeepSeek])
+def test_of_the_output_of_a_block(kind, most):
+    """Far above what tokens of usual size give."""
+    own = block(kind)
+    own.__class__ = output_limits(kind, most)
+    report = huggingface.patch(own, stack_experts=True)
+    assert report.experts == () and report.left[0][1].startswith("its output is not the sum")
+
+
+def test_of_the_output_of_a_list_that_is_called():
+    class Limited(CalledExperts):
+        def forward(self, *args):
+            return super().forward(*args).clamp(-1e4, 1e4)
+
+    own = block(MiniMaxM2)
+    own.experts.__class__ = Limited
+    assert huggingface.patch(own, stack_experts=True).experts == ()
 
 
 def test_of_a_block_outside_of_the_interface():

@@ -306,3 +306,18 @@ def test_experts_of_another_interface_are_refused():
     model["mlp"].moe_ops_options = object()
     with pytest.raises(ValueError, match="mlp is a Linear"):
         huggingface.quantise_experts(model, WeightScale.CHANNEL, dtype=INT8)
+
+
+def test_what_nothing_could_load_is_not_saved(tmp_path):
+    model = _patched()
+    model.save_pretrained(tmp_path / "before")
+    state = model.state_dict()
+    huggingface.quantise_experts(model, WeightScale.CHANNEL, dtype=FLOAT8)
+    with pytest.raises(
+        ValueError, match=r"was quantised by quantise_experts.*expected save_pretrained before"
+    ):
+        model.save_pretrained(tmp_path / "behind")
+    assert not (tmp_path / "behind").exists()
+    model.save_pretrained(tmp_path / "given", state_dict=state)
+    again = type(model).from_pretrained(tmp_path / "given").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_file, save_model
 from torch import nn
 
 from layers import huggingface
@@ -117,3 +118,46 @@ def test_families_with_separate_weights(name):
     state[wrong] = state[wrong].t()
     assert loaded(ours, state) == loaded(stock, state)
     assert f"size mismatch for {wrong}:" in loaded(ours, state)
+
+
+def test_safetensors_saves_and_loads_them(tmp_path):
+    """`save_model` takes no tensor that is a part of a storage, and asks that of what it loads into as well."""
+    ours, path = stacked(Loop), tmp_path / "model.safetensors"
+    ours.load_state_dict(other_state())
+    for save in (save_model, lambda model, path: save_file(model.state_dict(), path)):
+        save(ours, path)
+        for into in (block(Loop), stacked(Loop)):
+            assert load_model(into, path) == (set(), [])
+            assert equal_states(into.state_dict(), other_state())
+
+
+def test_a_state_dict_is_the_memory_of_the_parameters():
+    ours = stacked(Loop)
+    saved = ours.state_dict()[NAME]
+    saved.fill_(3)
+    assert ours.experts.gate_up_proj[3, :INTER].eq(3).all()
+    assert saved.untyped_storage().nbytes() == saved.nbytes
+    shared = stacked(Loop).share_memory()
+    assert shared.state_dict()[NAME].is_shared()
+    assert stacked(Loop).to("meta").state_dict()[NAME].is_meta
+    assert ours.state_dict(keep_vars=True)[NAME].requires_grad
+
+
+def test_a_state_dict_in_a_transform():
+    ours = stacked(Loop)
+
+    def total(weight):
+        state = torch.func.functional_call(_States(ours), {"module.experts.down_proj": weight}, ())
+        return state["module.experts.0.w2.weight"].numel() * weight.sum()
+
+    gradient = torch.func.grad(total)(ours.experts.down_proj.detach())
+    assert gradient.eq(HIDDEN * INTER).all()
+
+
+class _States(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self):
+        return self.state_dict()

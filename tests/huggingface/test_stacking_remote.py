@@ -15,6 +15,7 @@ from tests.coverage.cases import stock_model
 from tests.helpers import relative_error
 from tests.huggingface.loops import HIDDEN, FunctionalExpert, Loop, Shared, block
 from tests.huggingface.remote import (
+    Accumulated,
     Afmoe,
     Bailing,
     Biased,
@@ -98,6 +99,18 @@ def test_gradients(kind, training):
         else:
             actual = part.of(gradient)
             torch.testing.assert_close(actual, torch.zeros_like(actual) if expected is None else expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Accumulated, DeepSeek, Bailing])
+def test_what_16_bits_give(kind, dtype, training):
+    """float32, where the block's own code leaves its sum so."""
+    own, ours = (each.to(dtype).train(training) for each in (block(kind), stacked(kind)[0]))
+    expected, actual = (flat(module(hidden().to(dtype)))[0] for module in (own, ours))
+    assert actual.dtype == expected.dtype == (dtype if kind is Bailing else torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.1)
+    assert flat(ours.double()(hidden().double()))[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", CHOOSE)

@@ -90,3 +90,15 @@ def test_shared_experts_join_an_output_that_is_changed_before(options):
     hidden, cast = torch.randn(9, H), copy.deepcopy(block).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(block(hidden), cast(hidden.bfloat16()))
+
+
+@pytest.mark.parametrize("tokens", [5, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_return_their_input_follow_autocast(dtype, tokens):
+    options = {"plain": ExpertsConfig(), "zero experts": ExpertsConfig(num_zero_experts=2)}
+    for experts in options.values():
+        block, hidden = MoEBlock(MoEConfig(4, 2, H, I, experts=experts)), torch.randn(tokens, H, dtype=dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert block(hidden).dtype == torch.bfloat16
+            compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+            assert compiled(hidden).dtype == torch.bfloat16

@@ -17,7 +17,7 @@ LOADED = {
     "adapter='first': expected an int, got str": {"adapter": "first"},
     "adapter=True: expected an int, got bool": {"adapter": True},
     "adapter=-1: expected at least 0": {"adapter": -1},
-    "scaling='half': expected Real or Tensor, got str": {"scaling": "half"},
+    "scaling='half': expected a number, got str": {"scaling": "half"},
     r"scaling has shape \[3\] on cpu: expected one number": {"scaling": torch.ones(3)},
     r"scaling has shape \[\] on meta: expected one number": {"scaling": torch.ones((), device="meta")},
     "gate_up=None: expected LowRank": {"gate_up": None},

@@ -238,10 +238,10 @@ REFUSED = {
         lambda: _call(weight=_other(scale=torch.ones(E, 4, 5).int())), TypeError,
         "scale has dtype torch.int32: expected a floating point dtype",
     ),
-    "no block": (lambda: _call(weight=_other(block=(4, 0))), ValueError, "block_columns=0: expected at least 1"),
+    "no block": (lambda: _call(weight=_other(block=(4, 0))), ValueError, r"^weight.block=\(4, 0\): expected sizes"),
     "no rows of a block": (
         lambda: _call(weight=_other(block=(0, 8))), ValueError,
-        "block_rows=0: expected at least 1",
+        r"^weight.block=\(0, 8\): expected sizes of at least 1",
     ),
     "narrow rows": (lambda: _call(torch.randn(T * K, A - 1)), ValueError, r"weight has shape \[5, 13, 37\]: exp"),
     "whole rows": (

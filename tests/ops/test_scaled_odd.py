@@ -177,3 +177,10 @@ def test_asking_for_tangents_leaves_nothing_in_a_graph():
     assert torch.equal(compiled(x), layer(x.flatten(0, 1), 5).view(5, 3, 6))
     torch.compile(layer, backend=graphs, fullgraph=True)(x[0])
     assert len(graphs.graphs) == 2 and not any("dual" in graph.code for graph in graphs.graphs)
+
+
+def test_a_direct_call_names_the_argument_of_the_operator():
+    weight, offsets = torch.zeros(2, 4, 8, dtype=torch.int8), torch.tensor([0, 1, 1], dtype=torch.int32)
+    args = torch.randn(1, 8), weight, torch.ones(2, 1, 1), offsets, None, None, None, None
+    with pytest.raises(ValueError, match="block_rows=0: expected at least 1"):
+        torch.ops.moe.scaled_grouped_gemm(*args, 0, 8, torch.float32)

@@ -67,6 +67,8 @@ def test_a_port_is_one():
         (["no/such/folder"], "model='no/such/folder': expected a folder"),
         (["./folder"], "model='./folder': expected a folder"),
         (["model", "--device", "toaster"], "device='toaster': expected a torch.device"),
+        (["model", "--device", "meta"], "device='meta': expected one that computes here, such as 'cpu': "),
+        (["model", "--device", "vulkan"], "device='vulkan': expected one that computes here"),
         (["model", "--host", "256.0.0.1"], "host='256.0.0.1', port=8000: no server can listen there"),
         pytest.param(
             ["/no/such/folder", "--device", "cuda:0"],
@@ -84,6 +86,31 @@ def test_what_is_not_there_is_told_in_one_line(arguments, told, monkeypatch, cap
     monkeypatch.setattr("sys.argv", ["serve", *arguments])
     assert command.main() == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_model_that_nobody_has_is_told_after_one_question(monkeypatch, capsys):
+    asked = mock.Mock(side_effect=OSError("404 Client Error.\n\nRepository Not Found"))
+    load = mock.Mock()
+    monkeypatch.setattr("layers.serve.model.model_info", asked)
+    monkeypatch.setattr(ModelManager, "__init__", load)
+    monkeypatch.setattr("sys.argv", ["serve", "no-such/model@dev"])
+    assert command.main() == 2
+    told = "there is no such folder, and the hub gives no such model: 404 Client Error. Repository Not Found"
+    assert f"model='no-such/model@dev': {told}\n" in capsys.readouterr().err
+    asked.assert_called_once_with("no-such/model", revision="dev", timeout=10)
+    load.assert_not_called()
+
+
+def test_the_hub_is_not_asked_for_what_is_here(monkeypatch, tmp_path):
+    asked, load = mock.Mock(), mock.Mock()
+    monkeypatch.setattr("layers.serve.model.model_info", asked)
+    monkeypatch.setattr(
+        "layers.serve.model.try_to_load_from_cache", lambda name, *_, **__: name if "cached" in name else None
+    )
+    monkeypatch.setattr(ModelManager, "__init__", load)
+    for model in ("cached/model", str(tmp_path)):
+        PatchedModels(ServeOptions(model))
+    assert load.call_count == 2 and not asked.called
 
 
 def test_a_file_is_no_folder(tmp_path, monkeypatch):

@@ -1,0 +1,33 @@
+"""What a user sets on a layer: its adapters, a capture, an override of its routing."""
+
+from typing import Any
+
+from layers.expert_parameters import weight_shapes
+from layers.lora import ExpertLora
+from moe_ops.errors import describe
+
+_CALLED = {
+    "capture": "a RoutedExpertsCapture",
+    "routing_override": "a module (hidden_states, router_logits) -> (topk_weights, topk_ids)",
+}
+
+
+def expect_attached(layer: Any, name: str, value: Any) -> None:
+    """Raises TypeError or ValueError where an attribute of a layer gets what it cannot use."""
+    if value is None:
+        return
+    if name == "lora":
+        _expect_lora(layer, value)
+    if name in _CALLED and (isinstance(value, type) or not callable(value)):
+        raise TypeError(f"{name}={describe(value)}: expected None or {_CALLED[name]}")
+
+
+def _expect_lora(layer: Any, value: Any) -> None:
+    if not isinstance(value, ExpertLora):
+        raise TypeError(f"lora={describe(value)}: expected None or an ExpertLora, got {type(value).__name__}")
+    ours = weight_shapes(layer.config, layer.config.num_physical_experts)
+    for part, given, shape in zip(("w13", "w2"), value.experts.shapes, ours, strict=True):
+        if given[1:] != shape[1:]:  # how many experts there are, a forward asks
+            raise ValueError(
+                f"lora changes {part} of {list(given[1:])} features: expected {list(shape[1:])}, those of this layer"
+            )
