@@ -233,8 +233,9 @@ _FED = (
 
 def _is_fed(loop: Loop) -> bool:
     """Whether each expert reads rows of its own, weighed by a choice."""
-    rows = [unseen(first.rows) for first, *_ in loop.firsts]
-    own = loop.seconds if len({*rows}) < len(rows) else [*loop.seconds, *(first for first, *_ in loop.firsts)]
+    firsts = [first for first, *_ in filter(None, loop.firsts)]  # an expert may read none at all
+    shared = len({unseen(each.rows) for each in firsts}) < len(firsts)
+    own = loop.seconds if shared else [*loop.seconds, *firsts]
     return any([*fed_into(each.rows, is_input=True)] for each in own)
 
 
