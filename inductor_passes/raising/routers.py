@@ -257,6 +257,8 @@ def _weighed(config: RoutingConfig, trial: Trial, router: Cut) -> Iterator[Routi
     ]
     for renormalize, eps, ours in options:
         scale = float(trial.weights[decided].sum() / ours[decided].sum())
+        if not math.isfinite(scale):  # a root, or a logarithm, of numbers that are not its logits
+            continue
         scale = next((each for each in _simple(written) if abs(each - scale) <= CLOSE * scale), scale)
         yield replace(config, renormalize=renormalize, renorm_eps=eps, scale=scale)
 
