@@ -167,6 +167,20 @@ def test_where_gradients_stop_behind_a_router_the_layer_is_left(is_cast):
     assert not run.raised and "gradients stop at" in run.refused[0]
 
 
+@pytest.mark.parametrize("expert", [0, 3])
+def test_where_gradients_stop_for_one_expert_of_a_loop_it_is_left(expert):
+    def function(x, router, w13, w2):
+        (weights, ids), total = stock.softmax_router(F.linear(x, router)), torch.zeros_like(x)
+        for each in range(stock.EXPERTS):
+            rows = x.detach() if each == expert else x
+            out = F.linear(stock.swiglu(F.linear(rows, w13[each])), w2[each])
+            total = total + out * (weights * (ids == each)).sum(-1, keepdim=True).to(x.dtype)
+        return total
+
+    run = check(function, float32())
+    assert not run.raised and "reads something else than the others" in run.refused[0]
+
+
 def test_zeros_like_the_tokens_stop_no_gradients():
     """torchtitan's sum, and gate and up apart: raised, though no kernel takes both in."""
 
