@@ -61,7 +61,11 @@ def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
         for how in _ways(block, gate, routed, own[0], trains):
             ours.moe_ops_stacked = how
             is_sum = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
-            if is_sum and _reads_no_more(how, twin, inputs, own):
+            if (
+                is_sum
+                and _has_no_limit(twin, ours, inputs[0], mlp)
+                and _reads_no_more(how, twin, inputs, own)
+            ):
                 if not trains or _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
                     return how
                 why = _OTHER_IN_TRAINING
@@ -75,6 +79,23 @@ def _twins(block: Any, mlp: Mlp) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
     hidden_size = ours.experts.down_proj.shape[1]
     tokens = tokens_of_all_sizes(generator, 10, 3, TOKENS // 3, hidden_size)
     return twin, ours, (tokens, tokens[-1:, -1:])  # one token may go another way
+
+
+_FAR = 1e6
+"""How much larger than usual what experts give is tried: beyond the largest number of float16, which a block may keep
+to."""
+
+
+def _has_no_limit(twin: Any, ours: Any, tokens: Tensor, mlp: Mlp) -> bool:
+    """Whether the sum over experts is the block's output however large it is: routing does not depend on that."""
+    downs = [each.get_parameter(mlp.down).data for each in twin.experts.children()]
+    downs.append(ours.experts.down_proj.data)
+    for each in downs:
+        each.mul_(_FAR)
+    is_alike = _is_alike(_run(type(twin).forward, twin, tokens), _run(loops.forward, ours, tokens))
+    for each in downs:
+        each.div_(_FAR)
+    return is_alike
 
 
 def calls_with_ids(block: Any, mlp: Mlp) -> bool:
