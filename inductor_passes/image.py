@@ -9,7 +9,7 @@ there on, as nothing is known of it. Whose memory a DTensor is cannot be told: w
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +41,8 @@ class Image(NamedTuple):
     """What a node of the Dynamo graph holds in the end."""
     with_gradients: set[Node]
     """The nodes of the Dynamo graph whose values have a gradient."""
-
-    def stops_gradients(self, node: Node) -> bool:
-        """Whether what has a gradient goes into a node of the Dynamo graph, and what has none comes out."""
-        return _stops_gradients(node, self.with_gradients)
+    stopping: set[Node]
+    """Those that what has a gradient goes into, and out of which comes what has none."""
 
 
 def _stops_gradients(node: Node, with_gradients: set[Node]) -> bool:
@@ -74,7 +72,7 @@ class _Tracing:
         self.reads: dict[tuple[Node, Node], Node] = {}
         self.last: dict[Node, Node] = {}
         self.sources: dict[Node, Node | None] = {}
-        self.with_gradients = with_gradients(graph)
+        self.same: dict[Node, Node] = {}
 
     def compute(self, *values: Any) -> list[Any]:
         """What nodes read that are not traced: the outputs of the image."""
@@ -88,6 +86,7 @@ class _Tracing:
                 with set_current_meta(node):
                     if node in self.traced:
                         known[node] = _run(node, known)
+                        self._note_same(node, known)
                     else:
                         outputs += [value for value in given.values() if isinstance(value, Tensor)]
                         for each in tracing.changed_by(node):
@@ -98,14 +97,20 @@ class _Tracing:
         self.last.update(_images(known))
         return outputs
 
+    def _note_same(self, node: Node, known: dict[Node, Any]) -> None:
+        """Notes whether a call gave the tensor that it was given: a cast to the dtype that it has stops no gradient."""
+        value = known[node]
+        given = next((each for each in node.all_input_nodes if known[each] is value), None)
+        if given is not None and isinstance(value, Tensor) and not _changes_its_input(node):
+            self.same[node] = given
+
     def image(self, graph: Graph) -> Image:
         """The image, once it is traced."""
-        stopping = {
-            found
-            for found, node in self.sources.items()
-            if node and _stops_gradients(node, self.with_gradients)
-        }
-        same = _without_repeated_views(graph, stopping)
+        has_gradient = with_gradients(self.graph, self.same)
+        stopping = {node for node in self.graph.nodes if _stops_gradients(node, has_gradient)}
+        same = _without_repeated_views(
+            graph, {found for found, node in self.sources.items() if node in stopping}
+        )
         final = {node: same.get(found, found) for node, found in self.last.items()}
         reads = {read: same.get(found, found) for read, found in self.reads.items()}
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
@@ -113,9 +118,9 @@ class _Tracing:
         ambiguous: set[Node] = set()
         for node, found in final.items():
             other = made.setdefault(found, node)
-            if (other in self.with_gradients) != (node in self.with_gradients):
+            if (other in has_gradient) != (node in has_gradient):
                 ambiguous.add(found)
-        return Image(graph, made, ambiguous, self.sources, reads, final, self.with_gradients)
+        return Image(graph, made, ambiguous, self.sources, reads, final, has_gradient, stopping)
 
 
 def _images(values: dict[Node, Any]) -> dict[Node, Node]:
@@ -221,8 +226,8 @@ def _is_of_torch(target: Any) -> bool:
     return module in _MODULES or target is getattr
 
 
-def with_gradients(graph: Graph) -> set[Node]:
-    """The nodes of a Dynamo graph whose values have a gradient.
+def with_gradients(graph: Graph, same: Mapping[Node, Node]) -> set[Node]:
+    """The nodes of a Dynamo graph whose values have a gradient, those that are the `same` as what they read among them.
 
     A fake value does not say it all: of a view made where gradients are off it says what it says of the base.
     """
@@ -232,7 +237,8 @@ def with_gradients(graph: Graph) -> set[Node]:
         is_on = tracing.gradients_on_after(node, is_on)
         value, inputs = node.meta.get(VALUE), node.all_input_nodes
         may_have = not isinstance(value, Tensor) or value.requires_grad
-        if is_on and may_have and (not inputs or not found.isdisjoint(inputs)):
+        has_one = is_on and may_have and (not inputs or not found.isdisjoint(inputs))
+        if same[node] in found if node in same else has_one:
             found.add(node)
             if inputs and _changes_its_input(node):
                 found.add(inputs[0])

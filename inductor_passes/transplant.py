@@ -144,7 +144,7 @@ class Transplant:
             is_computed = any(
                 _is_floating(each.meta.get("val")) for each in inputs
             )  # `zeros_like` reads a shape
-            if source is not None and is_computed and self.image.stops_gradients(source):
+            if source is not None and is_computed and source in self.image.stopping:
                 raise Refusal(source, f"gradients stop at {source.name}")
             pending += inputs
 

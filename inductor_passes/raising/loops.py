@@ -8,7 +8,7 @@ vLLM's plain-PyTorch reference is written so. A compiler unrolls it: two product
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -175,9 +175,10 @@ def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
     return cut([_unseen(second.rows)], lambda node: node in known or not is_in_gate(node))
 
 
-def _unseen(rows: Node) -> Node:
-    """What `rows` shows in another shape."""
-    return _unseen(args(rows)[0]) if is_view_of_rows(rows) and not is_cast(rows) else rows
+def _unseen(rows: Node, ends: Collection[object] = ()) -> Node:
+    """What `rows` shows in another shape, by none of the operators at which it `ends`."""
+    is_shown = is_view_of_rows(rows) and not is_cast(rows) and rows.target not in ends
+    return _unseen(args(rows)[0], ends) if is_shown else rows
 
 
 def _experts(loop: Loop) -> Experts:
@@ -233,8 +234,9 @@ _FED = (
 
 def _is_fed(loop: Loop) -> bool:
     """Whether each expert reads rows of its own, weighed by a choice."""
-    rows = [unseen(first.rows) for first, *_ in loop.firsts]
-    own = loop.seconds if len({*rows}) < len(rows) else [*loop.seconds, *(first for first, *_ in loop.firsts)]
+    firsts = [first for first, *_ in filter(None, loop.firsts)]  # an expert may read none at all
+    shared = len({unseen(each.rows) for each in firsts}) < len(firsts)
+    own = loop.seconds if shared else [*loop.seconds, *firsts]
     return any([*fed_into(each.rows, is_input=True)] for each in own)
 
 
@@ -259,6 +261,10 @@ def _gate_of_all(loop: Loop) -> Cut:
 
 
 def _tokens(first: Multiplied) -> tuple[Node, torch.dtype]:
-    """What an expert reads, and the dtype in which: autocast rounds it for each expert anew."""
-    rows = _unseen(first.rows)
-    return (_unseen(args(rows)[0]) if is_cast(rows) else rows), first.rows.meta["val"].dtype
+    """What an expert reads, and the dtype in which: autocast rounds it for each expert anew.
+
+    An alias may be where gradients stop, for one expert and not for the others.
+    """
+    ends = (aten.alias.default,)
+    rows = _unseen(first.rows, ends)
+    return (_unseen(args(rows)[0], ends) if is_cast(rows) else rows), first.rows.meta["val"].dtype

@@ -233,11 +233,10 @@ def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingCo
 def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
     """Group limits that the shapes of a router allow: E experts seen as groups, and a top-k of these."""
     shapes = [node.meta["val"].shape for node in router.nodes if isinstance(node.meta.get("val"), Tensor)]
-    counts = {
-        shape[-2]
-        for shape in shapes
-        if len(shape) == 3 and shape[-2] * shape[-1] == num_experts and isinstance(shape[-2], int)
-    }
+    grouped = [
+        shape[-2:] for shape in shapes if len(shape) == 3 and all(isinstance(n, int) for n in shape[-2:])
+    ]
+    counts = {number for number, in_group in grouped if number * in_group == num_experts and in_group > 1}
     kept = {int(args(node)[1]) for node in router.nodes if node.target is aten.topk.default}
     limits = product(sorted(counts), sorted(kept), ("max", "top2_sum"), (float("-inf"), 0.0))
     names = ("num_groups", "topk_groups", "group_score", "group_fill")
@@ -258,6 +257,8 @@ def _weighed(config: RoutingConfig, trial: Trial, router: Cut) -> Iterator[Routi
     ]
     for renormalize, eps, ours in options:
         scale = float(trial.weights[decided].sum() / ours[decided].sum())
+        if not math.isfinite(scale):  # a root, or a logarithm, of numbers that are not its logits
+            continue
         scale = next((each for each in _simple(written) if abs(each - scale) <= CLOSE * scale), scale)
         yield replace(config, renormalize=renormalize, renorm_eps=eps, scale=scale)
 

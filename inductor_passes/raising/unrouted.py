@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
-from inductor_passes.graph_tools import describe, is_moe_op
+from inductor_passes.graph_tools import describe, is_moe_op, outputs
 from inductor_passes.raising.evaluation import cut
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.products import products
@@ -60,7 +60,7 @@ _REASONS = {
 
 def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
     """A refusal for each choice that only weighs what products of all experts give, and chooses none of `told`."""
-    choices = [node for node in graph.nodes if node.target in _CHOICES]
+    choices = [node for node in graph.nodes if node.target in _CHOICES and not _is_largest(node)]
     routers = {leaf for node in choices for leaf in cut([node], _is_product).leaves}
     seen: set[Node] = set()
     for choice in choices:
@@ -72,6 +72,11 @@ def unrouted(graph: Graph, told: Collection[Node]) -> Iterator[Refusal]:
                 yield Refusal(found[0], _REASONS[found[1]])
 
 
+def _is_largest(choice: Node) -> bool:
+    """Whether of a maximum only the number is read, as a softmax subtracts it, and not where it stands."""
+    return choice.target is aten.max.dim and 1 not in outputs(choice)
+
+
 def _reasons(choice: Node, before: Collection[Node]) -> Iterator[tuple[Node, str]]:
     """(product, reason): what a choice that raises nothing does, for sure first. Of no product `before`."""
     yield from ((each, "tokens") for each in _of_picked_tokens(choice) if each not in before)
@@ -80,6 +85,7 @@ def _reasons(choice: Node, before: Collection[Node]) -> Iterator[tuple[Node, str
     yield from ((each, "fed") for each in _fed_by(choice, before))
     yield from ((each, "placed") for each in _placed_by(choice, before))
     yield from ((each, "picked") for each in _picked_by(choice, before))
+    yield from ((each, "gathered") for each in _with_gathered(choice) if each not in before)
     yield from ((each, "rows") for each in _rows_of_tables(choice))
 
 
@@ -169,6 +175,13 @@ def _picked_by(choice: Node, before: Collection[Node]) -> Iterator[Node]:
             others = (unseen(each) for each in product.all_input_nodes if each is not weight)
             if any(changes_dtype(each) and is_integral(args(each)[0]) for each in others):
                 yield product
+
+
+def _with_gathered(choice: Node) -> Iterator[Node]:
+    """The products with what is gathered of weights, though biases are gathered beside them."""
+    for _, product in _meetings(choice):
+        if product.target in _PRODUCTS and _kind(product) == "gathered":
+            yield product
 
 
 def _picked(choice: Node) -> Iterator[Node]:

@@ -54,16 +54,16 @@ def _after_init(own: Callable[..., None]) -> Callable[..., None]:
     return post_init
 
 
-def _before_saving(own: Callable[..., None]) -> Callable[..., None]:
+def _before_saving(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
-    def save_pretrained(self: Any, *args: Any, **options: Any) -> None:
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         made = [name for name, module in self.named_modules() if hasattr(module, "moe_ops_format")]
         if made and options.get("state_dict") is None:
             raise ValueError(
                 f"{made[0]} was quantised by quantise_experts, of which a checkpoint says nothing: expected "
                 "save_pretrained before that, or a state_dict"
             )
-        own(self, *args, **options)
+        return own(self, *args, **options)
 
     save_pretrained.__module__ = __name__
     return save_pretrained

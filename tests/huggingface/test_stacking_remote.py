@@ -280,6 +280,18 @@ def test_weights_that_are_small_beside_a_shared_expert():
     assert dict(report.computed)["gate"] == "top_k=2;renormalize=False"
 
 
+class Limited(Loop):
+    """Keeps its output to what float16 has."""
+
+    def routed(self, hidden_states, logits):
+        return super().routed(hidden_states, logits).clamp(-65504, 65504)
+
+
+def test_a_limit_far_beyond_what_experts_usually_give_is_not_overlooked():
+    report = huggingface.patch(block(Limited), stack_experts=True)
+    assert not report.experts and "not the sum over experts" in str(report.left[0])
+
+
 class Masked(Loop):
     """Its caller may have more to say."""
 

@@ -152,6 +152,35 @@ def test_where_gradients_stop_inside_a_layer_it_is_left():
     assert not run.raised and "gradients stop at" in run.refused[0]
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_where_gradients_stop_behind_a_router_the_layer_is_left(is_cast):
+    """A cast to the dtype that weights have is no part of ATen's graph, and the router in front is replaced first."""
+
+    def function(x, router, w13, w2):
+        weights, ids = F.linear(x, router).softmax(-1).topk(stock.TOP_K)
+        with torch.no_grad():
+            weights = weights.to(x.dtype).sqrt() if is_cast else weights.sqrt()
+        hidden = stock.swiglu(torch.einsum("th,tkih->tki", x, w13[ids]))
+        return torch.einsum("tki,tkhi,tk->th", hidden, w2[ids], weights) + router.sum()
+
+    run = check(function, float32())
+    assert not run.raised and "gradients stop at" in run.refused[0]
+
+
+@pytest.mark.parametrize("expert", [0, 3])
+def test_where_gradients_stop_for_one_expert_of_a_loop_it_is_left(expert):
+    def function(x, router, w13, w2):
+        (weights, ids), total = stock.softmax_router(F.linear(x, router)), torch.zeros_like(x)
+        for each in range(stock.EXPERTS):
+            rows = x.detach() if each == expert else x
+            out = F.linear(stock.swiglu(F.linear(rows, w13[each])), w2[each])
+            total = total + out * (weights * (ids == each)).sum(-1, keepdim=True).to(x.dtype)
+        return total
+
+    run = check(function, float32())
+    assert not run.raised and "reads something else than the others" in run.refused[0]
+
+
 def test_zeros_like_the_tokens_stop_no_gradients():
     """torchtitan's sum, and gate and up apart: raised, though no kernel takes both in."""
 
@@ -193,12 +222,24 @@ def test_a_layer_without_gradients_is_left_and_its_neighbour_raised():
 
 def test_what_is_there_with_a_gradient_and_without_is_left():
     def function(x, *weights):
+        rows = x.clone()
+        with torch.no_grad():
+            rows.mul_(2)
+        return stock.batched(rows, *weights)
+
+    run = check(function, float32())
+    assert not run.raised and "with a gradient and without" in run.refused[0]
+
+
+def test_a_tensor_that_a_call_gives_as_it_is_has_its_gradient():
+    """Where gradients are off, too: only what is computed there has none."""
+
+    def function(x, *weights):
         with torch.no_grad():
             same = x.to(x.dtype)
         return stock.batched(same, *weights)
 
-    run = check(function, float32())
-    assert not run.raised and "with a gradient and without" in run.refused[0]
+    assert check(function, float32()).raised == RAISED
 
 
 def test_an_input_that_changes_later_is_left():

@@ -158,3 +158,15 @@ def test_gathered_weights_that_autocast_casts_say_so():
 
     (reason,) = rewrite(cast, *layer(7, torch.float32), passes=PIPELINE).reasons
     assert "is cast (autocast)" in reason
+
+
+def test_gathered_biases_are_no_experts_of_one_neuron():
+    def cast(x, router, w13, w2, b13, b2):
+        weights, ids = stock.softmax_router(F.linear(x, router))
+        with torch.autocast("cpu", torch.bfloat16):
+            rows = stock.swiglu((w13[ids] @ x[:, None, :, None]).squeeze(-1) + b13[ids])
+            out = (w2[ids] @ rows.unsqueeze(-1)).squeeze(-1) + b2[ids]
+        return (out * weights.unsqueeze(-1)).sum(1)
+
+    (reason,) = rewrite(cast, *biased(5, torch.float32), passes=PIPELINE).reasons
+    assert "is cast (autocast)" in reason

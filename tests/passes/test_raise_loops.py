@@ -154,6 +154,14 @@ OTHER = {
         {"second": lambda rows, w2, expert: F.linear(rows, w2[{4: 5, 5: 4}.get(expert, expert)])},
         "an expert of the loop reads something else than the others",
     ),
+    "one expert reads sorted columns": (
+        {
+            "second": lambda rows, w2, expert: F.linear(
+                rows.sort().values if expert == 4 else rows, w2[expert]
+            )
+        },
+        "an expert of the loop reads something else than the others",
+    ),
     "a gate that tells tokens apart": (
         {"gate": lambda gate_up, expert: swiglu(gate_up) * torch.arange(gate_up.shape[0])[:, None]},
         "the gate tells rows apart by where they lie",

@@ -31,6 +31,11 @@ def lowest(x):
     return x.softmax(-1).topk(TOP_K, largest=False)
 
 
+def rooted(x):
+    scores, ids = x.softmax(-1).topk(TOP_K)
+    return scores.sqrt(), ids
+
+
 def not_by_the_sum(x):
     weights, ids = softmax(x)
     return weights / weights.amax(-1, keepdim=True), ids
@@ -119,7 +124,7 @@ BEHIND = {
     other_experts_at_the_edge: ("aten.clamp_max.default",),
 }
 """Routers of numbers that were logits before something was done to them, and what was done last."""
-SCALED_FURTHER = (squared, not_by_the_sum, of_the_token_before, almost_scaled)
+SCALED_FURTHER = (squared, rooted, not_by_the_sum, of_the_token_before, almost_scaled)
 
 
 @pytest.mark.parametrize("router", OTHERS, ids=lambda router: router.__name__)

@@ -195,3 +195,22 @@ def test_what_mixes_tokens_up_stays(function):
     result = rewrite(function, *layer(3), passes=PIPELINE)
     assert not result.log.raised and not result.ops()
     assert any(OTHER[function] in reason for reason in result.reasons)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sequences_as_long_as_there_are_experts(dynamic):
+    """What is summed up for each of so many tokens, [B, E, 1], is no groups of experts."""
+
+    def function(x, router, w13, w2):
+        weights, ids = F.linear(x, router).sigmoid().topk(TOP_K)
+        weights, hidden = (
+            weights / weights.sum(-1, keepdim=True),
+            torch.einsum("bsh,bskih->bski", x, w13[ids]),
+        )
+        out = torch.einsum("bski,bskhi->bskh", swiglu(hidden), w2[ids])
+        return (out * weights.unsqueeze(-1)).sum(2)
+
+    inputs = layer(EXPERTS, torch.float32, dynamic)
+    result, out = computed(function, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    torch.testing.assert_close(out, function(*inputs))
