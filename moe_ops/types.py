@@ -272,9 +272,6 @@ class Activation:
             value = getattr(self, option)
             if value is not None and not value > 0:
                 raise ValueError(f"{option}={value}: expected a positive number")
-        for option in ("alpha", "beta", "linear_beta"):  # an infinite one times zero is no number
-            if abs(getattr(self, option) or 0.0) == float("inf"):
-                raise ValueError(f"{option}={getattr(self, option)}: expected a finite number")
         if self.name == "situ" and self.beta is None:
             raise ValueError("beta=None: activation 'situ' has no default; expected a positive number")
         if self.interleaved and not self.is_gated:

@@ -299,7 +299,7 @@ def test_any_module_may_take_the_transforms_place():
         (lambda: ExpertsConfig(num_zero_experts=True), TypeError, "num_zero_experts=True: expected an int"),
         (lambda: ExpertsConfig(latent_size=0), ValueError, "latent_size=0: expected at least 1"),
         (lambda: ExpertsConfig(chunk_size=0), ValueError, "chunk_size=0: expected at least 1"),
-        (lambda: ExpertsConfig(post_norm_eps=-1.0), ValueError, "post_norm_eps=-1.0: expected None or a float"),
+        (lambda: ExpertsConfig(post_norm_eps=-1.0), ValueError, "post_norm_eps=-1.0: expected None or a finite float"),
         (lambda: _config(experts=ExpertsConfig(padded_size=12)), ValueError, "padded_size=12: expected at least .* 16"),
         (lambda: _config(experts=None), TypeError, "experts=None: expected ExpertsConfig"),
         (lambda: RouterConfig(scale_on="input"), ValueError, "scale_on='input': expected one of"),

@@ -9,7 +9,7 @@ from torch import nn
 from layers import ExpertLora, ExpertsConfig, FusedMoE, MoEConfig, weight_decay_groups
 from layers.lora import LowRank
 from layers.serve.options import ServeOptions
-from moe_ops import Activation, RoutingConfig
+from moe_ops import RoutingConfig
 
 
 def load_adapter(scaling):
@@ -29,9 +29,6 @@ NUMBERS = {
     "renorm_eps": lambda value: RoutingConfig(renorm_eps=value),
     "scale": lambda value: RoutingConfig(scale=value),
     "group_fill": lambda value: RoutingConfig(group_fill=value),
-    "alpha": lambda value: Activation("swiglu_oai", alpha=value),
-    "beta": lambda value: Activation("situ", beta=value),
-    "linear_beta": lambda value: Activation("situ", beta=1.0, linear_beta=value),
 }
 VALUES = [math.nan, math.inf, True, "1", torch.ones(2), 1j]
 
