@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import inductor_passes
-from layers import FusedMoE, MoEConfig, WeightScale, huggingface, quantise_experts
+from layers import FusedMoE, LowRank, MoEConfig, WeightScale, huggingface, quantise_experts
 from layers.parallel import ExpertTensorParallel, ParallelConfig
 from layers.parallel.layout import experts_layout, transformers_layout
 from layers.weights.scales import WEIGHTS
@@ -191,6 +191,35 @@ def test_blocks_are_not_cut():
         with pytest.raises(ValueError, match=expected):
             parallelize_module(layer, mesh_of_all(), ExpertTensorParallel())
         assert not isinstance(layer.w2_weight, DTensor)
+
+
+def test_groups_of_half_a_part_are_shared_out():
+    """In 4 bits 128 columns are 64 bytes, and 64 columns are two groups of them."""
+    layer = FusedMoE(MoEConfig(E, K, H, I))
+    quantise_experts(layer, WeightScale.GROUP, (1, 64), dtype=torch.uint4)
+    layout = experts_layout(layer)
+    assert layout.parameters["w2_weight_scale"].dim == 2 and layout.unit == 64
+
+
+@on_ranks(2)
+def test_adapters_of_models_in_parts():
+    from tests.huggingface.families import tokens
+
+    alone, shared = (stock_model("stored") for _ in range(2))
+    huggingface.patch(alone)
+    huggingface.patch(shared, mesh=mesh_of_all(), style=ExpertTensorParallel())
+    logits = []
+    for model in (alone, shared):
+        adapters = huggingface.add_adapters(model, 1, 2, torch.zeros(10, dtype=torch.int32))
+        for lora in adapters.values():
+            generator = torch.Generator().manual_seed(1)
+            (E, _, H), (_, _, I) = lora.experts.shapes[0], lora.experts.shapes[1]
+            shapes = ((E, 2, H), (E, 2 * I, 2)), ((E, 2, I), (E, H, 2))
+            changes = (LowRank(*(torch.randn(each, generator=generator) for each in pair)) for pair in shapes)
+            lora.load_adapter(0, *changes, scaling=0.1)
+        with torch.no_grad():
+            logits.append(model(tokens(2, 5)).logits)
+    assert relative_error(*reversed(logits)) < 1e-4
 
 
 def test_bytes_are_not_cut():
