@@ -95,6 +95,14 @@ _TABLES = {
         "captured us": "captured_us",
         "captured, times": "captured_speedup",
     },
+    "quantised": {
+        "format": "format",
+        "tokens": "tokens_per_rank",
+        "tensor parallel us": "tensor parallel us",
+        "allgather us": "allgather us",
+        "symmetric us": "symmetric us",
+        "bfloat16, symmetric us": "plain symmetric us",
+    },
     "rebalancing": {
         "experts": "experts",
         "busiest rank": "busiest",

@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks.parallel_exchange import exchange
 from benchmarks.parallel_layers import decode, layer
 from benchmarks.parallel_many import backward, problems, replays
+from benchmarks.parallel_quantised import quantised
 from benchmarks.parallel_rebalancing import rebalancing
 from benchmarks.parallel_state import State, start
 
@@ -18,6 +19,7 @@ PARTS: dict[str, Callable[[State], Any]] = {
     "backward": backward,
     "decode": decode,
     "layer": layer,
+    "quantised": quantised,
     "rebalancing": rebalancing,
 }
-PARTS_ON_CPU = ("exchange", "problems", "backward", "decode", "layer", "rebalancing")
+PARTS_ON_CPU = ("exchange", "problems", "backward", "decode", "layer", "quantised", "rebalancing")

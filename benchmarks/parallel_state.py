@@ -43,7 +43,7 @@ class Scale:
 
 
 FULL = Scale((128, 4096), WORKLOADS["W3"], 16384, (1, 8, 32, 128), torch.bfloat16, 15, 10)
-SMALL = Scale((8,), Workload("small", 8, 2, 32, 16), 16, (2,), torch.float32, 2, 2)
+SMALL = Scale((8,), Workload("small", 8, 2, 128, 256), 16, (2,), torch.float32, 2, 2)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ class ExpertsLayout:
         """Whether weights have 8 or 4 bits. Scales are among the parameters then."""
         return self.dtype.itemsize == 1
 
+    @property
+    def token_dtype(self) -> torch.dtype:
+        """The widest that hidden states have: quantised weights do not say theirs."""
+        return torch.float32 if self.is_quantised else self.dtype
+
     def expect_parts(self, shard: TensorShard) -> None:
         """Raises ValueError where experts cannot be cut into as many parts."""
         size = shard.local_size("intermediate_size", self.intermediate_size)

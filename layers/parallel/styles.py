@@ -59,7 +59,7 @@ class ExpertParallel(ParallelStyle):
             tokens, or not given for "symmetric". When it is
             applied: the module is no module of experts, has an option that needs them all on one device, or E is
             no multiple of W; a module or a style differs between ranks, which the message names; "symmetric" where
-            GPUs do not reach each other's memory, or experts are quantised.
+            GPUs do not reach each other's memory.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
@@ -101,8 +101,6 @@ class ExpertParallel(ParallelStyle):
         dispatcher, most = self.dispatcher, self.portions.of_one_exchange
         if dispatcher == "auto":
             dispatcher = chosen_dispatcher(mesh, layout, owners, most)
-        if dispatcher == "symmetric" and layout.is_quantised:
-            raise ValueError("dispatcher='symmetric' with quantised experts: expected another")
         if dispatcher == "symmetric" and most is not None:
             return _symmetric_exchange(mesh, layout, owners, most)
         return exchange_of(dispatcher, mesh, owners, most)
@@ -169,7 +167,7 @@ def chosen_dispatcher(
 ) -> Dispatcher:
     """What "auto" is for these ranks, which all have to ask."""
     has_few = max_tokens is not None and max_tokens <= _WORTH_SYMMETRIC_MEMORY
-    is_for_it = has_few and not layout.is_quantised and owners.num_ranks > 1
+    is_for_it = has_few and owners.num_ranks > 1
     if is_for_it and fault_of_symmetric_memory(mesh) is None:
         return "symmetric"
     moves = part_of_all_gather(owners, layout.top_k or layout.num_experts)
@@ -185,7 +183,7 @@ def _symmetric_exchange(
         max_tokens=max_tokens,
         hidden_size=layout.hidden_size,
         top_k=layout.top_k or min(_MOST_CHOSEN, layout.num_experts),
-        dtype=layout.dtype,
+        dtype=layout.token_dtype,
     )
 
 

@@ -126,14 +126,23 @@ def test_scales_that_are_powers_of_two_change_places():
         assert relative_error(model(given).logits, expected) < 1e-4
 
 
-def test_what_auto_is_for_quantised_experts(monkeypatch):
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        (lambda: FusedMoE(MoEConfig(E, K, H, I), dtype=torch.bfloat16), torch.bfloat16),
+        (lambda: make_layer(WeightScale.CHANNEL), torch.float32),
+        (lambda: make_layer_in_4_bits(torch.uint4, True), torch.float32),
+    ],
+    ids=["bfloat16", "8 bits", "4 bits"],
+)
+def test_buffers_of_symmetric_memory_hold_any_tokens(layer, dtype, monkeypatch):
+    """Weights of 8 bits do not say what tokens are."""
     monkeypatch.setattr(styles, "fault_of_symmetric_memory", lambda mesh: None)
-    whole, owners = MoEConfig(E, K, H, I), ExpertRanks(E, 2)
-    chosen = [
-        styles.chosen_dispatcher(None, experts_layout(layer), owners, 9)
-        for layer in (FusedMoE(whole), make_layer(WeightScale.CHANNEL))
-    ]
-    assert chosen == ["symmetric", "allgather"]
+    monkeypatch.setattr(styles, "SymmetricPrepareAndFinalize", lambda mesh, owners, **sizes: sizes)
+    layout, owners = experts_layout(layer()), ExpertRanks(E, 2)
+    assert styles.chosen_dispatcher(None, layout, owners, 9) == "symmetric"
+    made = ExpertParallel("symmetric", max_tokens=9)._exchange(None, layout, owners)
+    assert (made["dtype"], made["max_tokens"], made["hidden_size"]) == (dtype, 9, H)
 
 
 def test_a_plan_names_their_scales():
@@ -211,13 +220,6 @@ def test_what_a_quantised_model_is_for_ranks():
     after = experts_layout(experts)
     assert (after.hidden_size, after.intermediate_size) == (before.hidden_size, INTER)
     assert set(after.parameters) - set(before.parameters) == {"gate_up_proj_scale_inv", "down_proj_scale_inv"}
-
-
-@on_ranks(2)
-def test_symmetric_memory_is_refused():
-    layer, mesh = make_layer(WeightScale.CHANNEL), mesh_of_all()
-    with pytest.raises(ValueError, match="dispatcher='symmetric' with quantised experts"):
-        parallelize_module(layer, mesh, ExpertParallel("symmetric", max_tokens=8))
 
 
 @on_ranks(2)
