@@ -9,11 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import ExpertOutput, ModularKernel, RouterOutput, StandardExperts
-from layers.parallel import SymmetricPrepareAndFinalize
+from layers import (
+    ExpertOutput,
+    FusedMoE,
+    ModularKernel,
+    MoEConfig,
+    RouterOutput,
+    StandardExperts,
+    quantise_experts,
+)
+from layers.parallel import ExpertParallel, SymmetricPrepareAndFinalize
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
-from tests.helpers import assert_matches_oracle, assert_same
+from tests.helpers import RELATIVE_NORM, assert_matches_oracle, assert_same, relative_error
 from tests.kernels.shared_memory import symmetric_memory_of_processes
 from tests.layers.carried import assert_beside_their_tokens, extra_tensors, numbered, numbers
 from tests.layers.parallel.exchanges import (
@@ -30,6 +40,7 @@ from tests.layers.parallel.exchanges import (
     tokens_of,
 )
 from tests.layers.parallel.test_exchanges import differentiable, loss, oracle
+from tests.layers.parallel.test_quantised_parts import FORMATS
 from tests.layers.parallel.world import on_ranks
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1")
@@ -55,6 +66,32 @@ def test_values(routing):
             assert_matches_oracle(
                 kernel(hidden, routed, shared), oracle(layer, hidden, routed) + shared.double()
             )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["float8 blocks", "int4 with zero points"])
+def test_quantised_experts(form, dtype):
+    """Their weights do not say what tokens are: a style sets room aside for any."""
+    layer, rank = quantised_layer(form), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    with symmetric_memory_of_processes(), torch.no_grad():
+        shared = parallelize_module(copy.deepcopy(layer), mesh, ExpertParallel("symmetric", max_tokens=9))
+        for count in (9, 3 * rank):
+            given = (torch.randn(count, size).to(dtype) for size in (layer.config.hidden_size, E))
+            hidden, logits = given
+            expected = layer(hidden, logits)
+            actual = shared(hidden, logits)
+            assert actual.dtype == dtype and actual.shape == expected.shape
+            assert not count or relative_error(actual, expected) < RELATIVE_NORM[dtype]
+
+
+def quantised_layer(form) -> FusedMoE:
+    kind, stored, zero_points = FORMATS[form]
+    torch.manual_seed(3)
+    layer = FusedMoE(MoEConfig(E, K, 64, 32, has_bias=True))
+    quantise_experts(layer, kind, (16, 32), dtype=stored, rows="exact", zero_points=zero_points)
+    return layer
 
 
 @on_ranks(2)
