@@ -8,9 +8,9 @@ import triton.language as tl
 
 from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.pairs_numbers import MISSING, factors, shifts, spread_scale, unpacked
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
 from moe_ops.kernels.scaled import converts, stride_args, zero_args
-from moe_ops.kernels.scaled_pairs import MISSING, spread_scale, unpacked
 from moe_ops.pairs import GROUP
 
 _ROWS, _COLUMNS = 16, 256  # of a program; by measurement on an H200, 3.9 TB/s
@@ -51,11 +51,13 @@ def dequantise_weight_kernel(
         zero = tl.load(zero_ptrs, mask=known & (groups < depth)[None, :], other=0)
     if NUMBERS == 1:
         numbers = stored.to(tl.float32) * spread_scale(scale.to(tl.float32), BLOCK_K)
-    elif IS_MXFP4:
-        IN_FLOAT32: tl.constexpr = INTERPRETED or tl.float16 == DTYPE
-        numbers = unpacked(stored, scale, None, tl.float32 if IN_FLOAT32 else DTYPE).to(tl.float32) * MISSING
     else:
-        numbers = unpacked(stored, scale, zero, tl.float32 if INTERPRETED else DTYPE)
+        IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and tl.float16 == DTYPE)
+        WIDE: tl.constexpr = tl.float32 if IN_FLOAT32 else DTYPE
+        shift = None if zero is None else shifts(zero, WIDE)
+        numbers = unpacked(stored, factors(scale, WIDE), shift, WIDE, IS_MXFP4)
+        if IS_MXFP4:
+            numbers = numbers.to(tl.float32) * MISSING
     out_ptrs = out_ptr + offset(expert.to(tl.int64) * features + rows, depth)[:, None] + columns[None, :]
     tl.store(out_ptrs, numbers.to(DTYPE), mask=known & (columns < depth)[None, :])
 

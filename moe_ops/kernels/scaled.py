@@ -181,7 +181,7 @@ def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
         "BLOCK_N": config.block_n,
     }
     if isinstance(config, PairsConfig):
-        given |= pairs_args(config, args.weight.depth)
+        given |= pairs_args(config, args, given["weight_desc"] is not None)
     given = {name: given[name] for name in kernel.arg_names}
     grid = (tile_capacity(num_slots, num_experts, config.block_m, True) * cdiv(features, config.block_n),)
     launch = Launch(kernel, grid, given, config.num_warps, config.num_stages)

@@ -1,11 +1,7 @@
 """scaled_grouped_gemm with weights of 4 bits, two in a byte: rows times weights that are unpacked in registers.
 
-The weight is the left operand, as in `scaled`. Of MXFP4 a number's exponent and fraction are put where those of a
-bfloat16 end and begin, which makes it 2**126 times as small, also where it has no leading one; its power makes up for
-all but 2**63 of that, so that any weight from 2**-63 to 2**64 is exact, and the sum for the rest. Larger ones are NaN.
-The code of an integer becomes the end of the fraction of 128 or, in float16, of 1024, which then is taken off with the
-zero point; times its scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights
-of it would be.
+The weight is the left operand, as in `scaled`. In tiles of few rows bytes are read four at a time, and rows are put
+into the order of columns that comes of it; with more rows that takes longer than it saves.
 """
 
 from dataclasses import dataclass
@@ -17,20 +13,26 @@ import triton.language as tl
 
 from moe_ops.kernels.common import INTERPRETED, dot, finished, offset, sources_of_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
+from moe_ops.kernels.pairs_numbers import (
+    MISSING,
+    beside_words,
+    factors,
+    shifts,
+    unpacked,
+    unpacked_by_words,
+)
 from moe_ops.kernels.tiles import tile_at
 from moe_ops.pairs import PAIRS
 
 
 @dataclass(frozen=True, slots=True)
 class PairsConfig(LaunchConfig):
-    """turn: steps in one of the loop. is_mixed: whether tiles of 32 and 16 rows take what is left of an expert's."""
+    """is_mixed: whether tiles of 32 and 16 rows take what is left of an expert's."""
 
-    turn: int = 1
     is_mixed: bool = False
 
 
-IN_16_BITS = {16: PairsConfig(16, 128, 64, 4, 3, turn=2), 128: PairsConfig(128, 128, 64, 8, 3)}
-MIXED_OF_POWERS = PairsConfig(64, 128, 64, 4, 2, turn=2, is_mixed=True)
+IN_16_BITS = {16: PairsConfig(16, 128, 64, 4, 3), 128: PairsConfig(128, 128, 64, 8, 3)}
 MIXED = PairsConfig(64, 128, 64, 4, 3, is_mixed=True)
 ONE_BY_ONE = {16: PairsConfig(16, 64, 64, 4, 3), 32: PairsConfig(32, 64, 64, 4, 3)}
 IN_32_BITS = {16: PairsConfig(16, 64, 32, 4, 2), 32: PairsConfig(32, 64, 32, 4, 2)}
@@ -38,135 +40,22 @@ SHORTEST = tl.constexpr(16)
 """Rows of the lowest of mixed tiles; those in the middle have half the rows of the highest."""
 
 _GROUP = tl.constexpr(32)
-_LARGEST = tl.constexpr(191)  # exponent
-MISSING = tl.constexpr(2.0**63)
-# A byte's numbers to the last bits of both halves of a word; then both are of 16 bits.
-_MXFP4 = tl.constexpr("""
-{
-mul.lo.u32 $0, $1, 0x1001;
-and.b32 $0, $0, 0x000F000F;
-mul.lo.u32 $0, $0, 0x1040;
-and.b32 $0, $0, 0x81C081C0;
-}
-""")
-# Codes at the end of `first`, and `less` of that and 8: as a fused product, for GPUs before Hopper add no bfloat16.
-_INTEGERS = """
-{{
-.reg .b32 one, less;
-mov.b32 one, {one};
-mov.b32 less, {less};
-mul.lo.u32 $0, $1, 0x1001;
-lop3.b32 $0, $0, 0x000F000F, {first}, 0xEA;
-fma.rn.{kind} $0, $0, one, less;
-}}
-"""
-_BFLOAT16 = {"kind": "bf16x2", "first": "0x43004300", "one": "0x3F803F80"}
-_FLOAT16 = {"kind": "f16x2", "first": "0x64006400", "one": "0x3C003C00"}
-_IN_BFLOAT16 = tl.constexpr(_INTEGERS.format(**_BFLOAT16, less="0xC308C308"))
-_IN_FLOAT16 = tl.constexpr(_INTEGERS.format(**_FLOAT16, less="0xE408E408"))
-# The same, less of that and a zero point.
-_FROM_ZERO_IN_BFLOAT16 = tl.constexpr(_INTEGERS.format(**_BFLOAT16, less="$2"))
-_FROM_ZERO_IN_FLOAT16 = tl.constexpr(_INTEGERS.format(**_FLOAT16, less="$2"))
-_PRODUCT = """
-{{
-.reg .b32 none;
-mov.b32 none, 0x80008000;
-fma.rn.{kind} $0, $1, $2, none;
-}}
-"""
-_OF_BFLOAT16 = tl.constexpr(_PRODUCT.format(kind="bf16x2"))
-_OF_FLOAT16 = tl.constexpr(_PRODUCT.format(kind="f16x2"))
 
 
 @triton.jit
-def _powers(exponents):
-    """2**(exponent - 64) in bfloat16."""
-    bits = tl.where(exponents > _LARGEST, 0x7FC0, (exponents.to(tl.int16) + 63) << 7)
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth):
-    """[N, K / 32] scales, or zero points, of groups that begin at these columns; zeros past the depth."""
-    scale_ptrs = scale_row_ptr + offset(group // block_columns, scale_stride_k)[None, :]
-    return tl.load(scale_ptrs, mask=known[:, None] & (group < depth)[None, :], other=0)
-
-
-@triton.jit
-def spread_scale(scale, COLUMNS: tl.constexpr):
-    """[N, K / 32] as [N, COLUMNS]."""
-    times: tl.constexpr = COLUMNS // scale.shape[1]
-    spread = scale[:, :, None].broadcast_to(scale.shape[0], scale.shape[1], times)
-    return spread.reshape(scale.shape[0], COLUMNS)
-
-
-@triton.jit
-def _in_32_bits(pairs, scale, zero):
-    """Weights of even columns and of odd ones."""
-    codes = pairs.to(tl.int32)
-    if scale.dtype == tl.uint8:
-        scale = _powers(scale)
-        even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
-        odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
-    else:
-        less = 8 if zero is None else spread_scale(zero.to(tl.int32), pairs.shape[1])
-        even, odd = ((codes & 15) - less).to(tl.float32), ((codes >> 4) - less).to(tl.float32)
-    spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
-    return even * spread, odd * spread
-
-
-@triton.jit
-def _in_16_bits(pairs, scale, zero, DTYPE: tl.constexpr):
-    """Weights of even columns and of odd ones, rounded once."""
-    IN_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
-    if zero is None:
-        if scale.dtype == tl.uint8:
-            scale = _powers(scale)
-            NUMBERS: tl.constexpr = _MXFP4
-        else:
-            NUMBERS: tl.constexpr = _IN_BFLOAT16 if IN_BFLOAT16 else _IN_FLOAT16
-        words = tl.inline_asm_elementwise(
-            NUMBERS, "=&r,r", [pairs.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        FROM_ZERO: tl.constexpr = _FROM_ZERO_IN_BFLOAT16 if IN_BFLOAT16 else _FROM_ZERO_IN_FLOAT16
-        # Of 128, or 1024, and a zero point the negative, in both halves.
-        less = (zero.to(tl.int32) | (0xC300 if IN_BFLOAT16 else 0xE400)) * 0x10001
-        words = tl.inline_asm_elementwise(
-            FROM_ZERO,
-            "=&r,r,r",
-            [pairs.to(tl.int32), spread_scale(less, pairs.shape[1])],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    if scale.dtype == DTYPE:
-        PRODUCT: tl.constexpr = _OF_BFLOAT16 if IN_BFLOAT16 else _OF_FLOAT16
-        twice = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
-        words = tl.inline_asm_elementwise(
-            PRODUCT,
-            "=r,r,r",
-            [words, spread_scale(twice, pairs.shape[1])],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    even = words.to(tl.int16).to(DTYPE, bitcast=True)
-    odd = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    if scale.dtype != DTYPE:
-        spread = spread_scale(scale.to(tl.float32), pairs.shape[1])
-        even, odd = (even.to(tl.float32) * spread).to(DTYPE), (odd.to(tl.float32) * spread).to(DTYPE)
-    return even, odd
-
-
-@triton.jit
-def unpacked(pairs, scale, zero, DTYPE: tl.constexpr):
-    """[N, K / 2] bytes and [N, K / 32] scales and zero points, if any, as [N, K] weights, of MXFP4 times 2**-63."""
-    if tl.float32 == DTYPE:
-        even, odd = _in_32_bits(pairs, scale, zero)
-    else:
-        even, odd = _in_16_bits(pairs, scale, zero, DTYPE)
-    return tl.join(even, odd).reshape(pairs.shape[0], 2 * pairs.shape[1])
+def _scales(
+    scale_row_ptr, step, scale_stride_k, known, depth,
+    BLOCK_COLUMNS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[N, K / 32] scales, or zero points, of the groups of a step. Past the depth zeros, or those of the last step."""
+    start, mask = step * BLOCK_K, known[:, None]
+    if REPEATS:
+        start = tl.minimum(start, depth - BLOCK_K)
+    group = start + tl.arange(0, BLOCK_K // _GROUP) * _GROUP
+    if not REPEATS:
+        mask &= (group < depth)[None, :]
+    scale_ptrs = scale_row_ptr + offset(group // BLOCK_COLUMNS, scale_stride_k)[None, :]
+    return tl.load(scale_ptrs, mask=mask, other=0)
 
 
 @triton.jit
@@ -183,69 +72,86 @@ def _dot(weight, x, acc):
 def _multiply_tile(
     expert, row, end, feature_block,
     x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+    top_k, num_tokens, num_experts, features, depth, block_rows,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TURN: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BY_WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of an expert from `row` on by BLOCK_N features; TURN steps, one or two, in a turn of the loop."""
+    """BLOCK_M rows of an expert from `row` on by BLOCK_N features."""
     IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
     DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
+    MOST: tl.constexpr = 64 if IS_MXFP4 else 32
+    IN_WORDS: tl.constexpr = BY_WORDS and BLOCK_M <= MOST and tl.float32 != DTYPE
+    AHEAD: tl.constexpr = IN_WORDS and scale_ptr.dtype.element_ty != tl.float32
+    ZEROS_AHEAD: tl.constexpr = IN_WORDS and not AHEAD
+    STEPS: tl.constexpr = 2 if AHEAD else 1
+    ZEROS_STEPS: tl.constexpr = 2 if ZEROS_AHEAD else 1
+    REPEATS: tl.constexpr = EVEN and IN_WORDS  # takes registers that higher tiles have not
     rows = row + tl.arange(0, BLOCK_M)
     source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
     columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
     known = columns < tl.where(expert < num_experts, features, 0)
-    x_row_ptr = x_ptr + offset(source, x_stride_m)[None, :]
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
     scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
     scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
-    groups = tl.arange(0, BLOCK_K // _GROUP) * _GROUP
-    coming = _scales(scale_row_ptr, groups, block_columns, scale_stride_k, known, depth)
-    second = _scales(scale_row_ptr, BLOCK_K + groups, block_columns, scale_stride_k, known, depth)
+    # Bytes are too short for copies that go on beside products, so they are loaded a step ahead. Of words scales are
+    # loaded two steps ahead and converted one ahead, where threads have a few; four that multiply have the same ones.
+    # Of zero points the same took longer beside scales that are, and less time beside scales that need no conversion.
+    scale = _scales(scale_row_ptr, 0, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+    if AHEAD:
+        coming_factor = factors(scale, DTYPE)
+        scale = _scales(scale_row_ptr, 1, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
     if zero_ptr is not None:
         zero_row_ptr = zero_ptr + offset(expert, zero_stride_e)
         zero_row_ptr += offset(columns // block_rows, zero_stride_n)[:, None]
-        coming_zero = _scales(zero_row_ptr, groups, block_columns, zero_stride_k, known, depth)
-        second_zero = _scales(zero_row_ptr, BLOCK_K + groups, block_columns, zero_stride_k, known, depth)
+        zero = _scales(zero_row_ptr, 0, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+        if ZEROS_AHEAD:
+            coming_shift = shifts(zero, DTYPE)
+            zero = _scales(zero_row_ptr, 1, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for turn in tl.range(0, tl.cdiv(depth, TURN * BLOCK_K), num_stages=STAGES):
-        for part in tl.static_range(TURN):
-            step = turn * TURN + part
-            inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            pair = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-            x_mask, pair_mask = present[None, :], known[:, None]
+    for step in tl.range(0, tl.cdiv(depth, BLOCK_K), num_stages=STAGES):
+        inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        pair = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+        pair_mask = known[:, None]
+        if not EVEN:
+            pair_mask &= (2 * pair < depth)[None, :]
+        if IN_WORDS:
+            x_ptrs = x_ptr + offset(source, x_stride_m)[:, None] + offset(inner, x_stride_k)[None, :]
+            x_mask = present[:, None]
+            if not EVEN:
+                x_mask &= (inner < depth)[None, :]
+            x = beside_words(tl.load(x_ptrs, mask=x_mask, other=0.0))
+        else:
+            x_ptrs = x_ptr + offset(source, x_stride_m)[None, :] + offset(inner, x_stride_k)[:, None]
+            x_mask = present[None, :]
             if not EVEN:
                 x_mask &= (inner < depth)[:, None]
-                pair_mask &= (2 * pair < depth)[None, :]
-            x = tl.load(x_row_ptr + offset(inner, x_stride_k)[:, None], mask=x_mask, other=0.0)
-            if weight_desc is None:
-                pair_ptrs = weight_row_ptr + offset(pair, weight_stride_k)[None, :]
-                pairs = tl.load(pair_ptrs, mask=pair_mask, other=0)
-            else:
-                box = weight_desc.load([expert, feature_block * BLOCK_N, step * (BLOCK_K // 2)])
-                pairs = box.reshape(BLOCK_N, BLOCK_K // 2)
-            # A turn ahead, as bytes are too short for copies that go on beside products.
-            group = (step + TURN) * BLOCK_K + groups
-            if part == 0:
-                scale = coming
-                coming = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            else:
-                scale = second
-                second = _scales(scale_row_ptr, group, block_columns, scale_stride_k, known, depth)
-            if zero_ptr is None:
-                weight = unpacked(pairs, scale, None, DTYPE)
-            else:
-                if part == 0:
-                    zero = coming_zero
-                    coming_zero = _scales(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
-                else:
-                    zero = second_zero
-                    second_zero = _scales(zero_row_ptr, group, block_columns, zero_stride_k, known, depth)
-                weight = unpacked(pairs, scale, zero, DTYPE)
-            acc = finished(_dot(weight, x, acc))
+            x = tl.load(x_ptrs, mask=x_mask, other=0.0)
+        if weight_desc is None:
+            pair_ptrs = weight_row_ptr + offset(pair, weight_stride_k)[None, :]
+            pairs = tl.load(pair_ptrs, mask=pair_mask, other=0)
+        else:
+            box = weight_desc.load([expert, feature_block * BLOCK_N, step * (BLOCK_K // 2)])
+            pairs = box.reshape(BLOCK_N, BLOCK_K // 2)
+        factor, shift = coming_factor if AHEAD else factors(scale, DTYPE), None
+        if AHEAD:
+            coming_factor = factors(scale, DTYPE)
+        coming = step + STEPS
+        scale = _scales(scale_row_ptr, coming, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+        if zero_ptr is not None:
+            shift = coming_shift if ZEROS_AHEAD else shifts(zero, DTYPE)
+            if ZEROS_AHEAD:
+                coming_shift = shifts(zero, DTYPE)
+            coming = step + ZEROS_STEPS
+            zero = _scales(zero_row_ptr, coming, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+        if IN_WORDS:
+            weight = unpacked_by_words(pairs, factor, shift, DTYPE, IS_MXFP4)
+        else:
+            weight = unpacked(pairs, factor, shift, DTYPE, IS_MXFP4)
+        acc = finished(_dot(weight, x, acc))
     if IS_MXFP4:
         acc *= MISSING
     if bias_ptr is not None:
@@ -259,12 +165,12 @@ def _multiply_tile(
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def scaled_pairs_kernel(
     x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+    top_k, num_tokens, num_experts, features, depth, block_rows,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TURN: tl.constexpr, STAGES: tl.constexpr, MIXED: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BY_WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N features a tile. With MIXED what is left of an expert's rows has lower ones."""
     feature_blocks = tl.cdiv(features, BLOCK_N)
@@ -276,31 +182,31 @@ def scaled_pairs_kernel(
             _multiply_tile(
                 expert, row, end, feature_block,
                 x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+                top_k, num_tokens, num_experts, features, depth, block_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
                 bias_stride_e, bias_stride_n, out_stride_m,
-                EVEN, BLOCK_M, BLOCK_N, BLOCK_K, TURN, STAGES,
+                BLOCK_COLUMNS, EVEN, BY_WORDS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif end - row > SHORTEST:
             _multiply_tile(
                 expert, row, end, feature_block,
                 x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+                top_k, num_tokens, num_experts, features, depth, block_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
                 bias_stride_e, bias_stride_n, out_stride_m,
-                EVEN, SHORT, BLOCK_N, BLOCK_K, TURN, STAGES + 1,
+                BLOCK_COLUMNS, EVEN, BY_WORDS, SHORT, BLOCK_N, BLOCK_K, STAGES + 1,
             )  # fmt: skip
         else:
             _multiply_tile(
                 expert, row, end, feature_block,
                 x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, num_experts, features, depth, block_rows, block_columns,
+                top_k, num_tokens, num_experts, features, depth, block_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
                 bias_stride_e, bias_stride_n, out_stride_m,
-                EVEN, SHORTEST, BLOCK_N, BLOCK_K, TURN, STAGES + 2,
+                BLOCK_COLUMNS, EVEN, BY_WORDS, SHORTEST, BLOCK_N, BLOCK_K, STAGES + 2,
             )  # fmt: skip
 
 
@@ -311,15 +217,17 @@ def scaled_pairs_config(rows: torch.dtype, scale: torch.dtype, wanted: int, is_b
         table = ONE_BY_ONE if in_16_bits else IN_32_BITS
         return table[min(wanted, max(table))]
     if min(IN_16_BITS) < wanted < max(IN_16_BITS):
-        return MIXED_OF_POWERS if scale == PAIRS else MIXED
+        return MIXED
     return IN_16_BITS[wanted]
 
 
-def pairs_args(config: PairsConfig, depth: int) -> dict[str, Any]:
-    """How the kernel goes through a depth."""
+def pairs_args(config: PairsConfig, args: Any, is_boxed: bool) -> dict[str, Any]:
+    """How the kernel goes through a depth, which is that of `args.weight`."""
+    linear = args.weight
     return {
-        "EVEN": depth % (config.turn * config.block_k) == 0,
-        "TURN": config.turn,
+        "BLOCK_COLUMNS": max(min(linear.block_columns, linear.depth), 1),
+        "EVEN": linear.depth > 0 and linear.depth % config.block_k == 0,
+        "BY_WORDS": is_boxed and args.x.strides[1] == 1,
         "STAGES": config.num_stages,
         "MIXED": config.is_mixed,
     }

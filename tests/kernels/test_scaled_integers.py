@@ -8,7 +8,6 @@ from moe_ops.kernels.scaled_pairs import (
     IN_16_BITS,
     IN_32_BITS,
     MIXED,
-    MIXED_OF_POWERS,
     scaled_pairs_config,
 )
 from tests.helpers import mixed
@@ -138,7 +137,7 @@ def test_float16_is_multiplied_in_16_bits():
         (torch.float32, torch.float32, IN_32_BITS),
     ):
         assert scaled_pairs_config(dtype, scale, 16, True) == table[16]
-    for scale, config in ((torch.uint8, MIXED_OF_POWERS), (torch.float16, MIXED), (torch.float32, MIXED)):
+    for scale, config in ((torch.uint8, MIXED), (torch.float16, MIXED), (torch.float32, MIXED)):
         assert {scaled_pairs_config(torch.bfloat16, scale, rows, True) for rows in (32, 64)} == {config}
 
 

@@ -8,7 +8,7 @@ from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.scaled_pairs import (
     IN_16_BITS,
     IN_32_BITS,
-    MIXED_OF_POWERS,
+    MIXED,
     ONE_BY_ONE,
     scaled_pairs_kernel,
 )
@@ -170,7 +170,7 @@ def test_weights_come_in_boxes_where_they_can():
 
 
 def test_tiles_are_as_high_as_experts_have_rows():
-    in_16_bits = {16: IN_16_BITS[16], 32: MIXED_OF_POWERS, 64: MIXED_OF_POWERS, 128: IN_16_BITS[128]}
+    in_16_bits = {16: IN_16_BITS[16], 32: MIXED, 64: MIXED, 128: IN_16_BITS[128]}
     in_32_bits = IN_32_BITS | dict.fromkeys((64, 128), IN_32_BITS[32])
     for dtype, table in (
         (torch.bfloat16, in_16_bits),
@@ -180,13 +180,13 @@ def test_tiles_are_as_high_as_experts_have_rows():
         for rows in (1, 8 * 20, 8 * 40, 8 * 80, 8 * 500):
             planned, config = _planned(rows=rows, dtype=dtype), table[rows_per_tile(rows / 8)]
             assert planned.kernel is scaled_pairs_kernel and planned.num_warps == config.num_warps
-            for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "TURN"):
+            for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"):
                 assert planned.args[name] == getattr(config, name.lower())
             assert (planned.args["STAGES"], planned.args["MIXED"]) == (config.num_stages, config.is_mixed)
 
 
-def test_a_turn_is_even_where_it_divides_the_depth():
-    for depth, rows, even in ((256, 8, True), (192, 8, False), (192, 8 * 200, True), (2880, 8 * 200, True)):
+def test_steps_are_even_where_they_divide_the_depth():
+    for depth, rows, even in ((256, 8, True), (192, 8, True), (224, 8, False), (2880, 8 * 200, True), (0, 8, False)):
         assert _planned(depth=depth, rows=rows).args["EVEN"] is even, (depth, rows)
 
 
