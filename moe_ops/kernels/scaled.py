@@ -84,7 +84,7 @@ def scaled_grouped_gemm_kernel(
         scale_row_ptr = expert_scale_ptr + offset(columns // block_rows, scale_stride_n)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         product = tl.zeros((BLOCK_N, BLOCK_M), PRODUCT)
-        for step in range(steps):
+        for step in range(tl.where(expert < num_experts, steps, 0)):  # rows past the last expert are zeros
             block = step // steps_in_block
             first = block * block_columns + (step % steps_in_block) * BLOCK_K
             inner = first + tl.arange(0, BLOCK_K)

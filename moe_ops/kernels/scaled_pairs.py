@@ -84,12 +84,13 @@ def _multiply_tile(
     IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
     DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
     MOST: tl.constexpr = 64 if IS_MXFP4 else 32
-    IN_WORDS: tl.constexpr = BY_WORDS and BLOCK_M <= MOST and tl.float32 != DTYPE
-    AHEAD: tl.constexpr = IN_WORDS and scale_ptr.dtype.element_ty != tl.float32
-    ZEROS_AHEAD: tl.constexpr = IN_WORDS and not AHEAD
+    IS_LOW: tl.constexpr = BY_WORDS and BLOCK_M <= MOST
+    IN_WORDS: tl.constexpr = IS_LOW and tl.float32 != DTYPE
+    AHEAD: tl.constexpr = IS_LOW and scale_ptr.dtype.element_ty != tl.float32
+    ZEROS_AHEAD: tl.constexpr = IS_LOW and not AHEAD
     STEPS: tl.constexpr = 2 if AHEAD else 1
     ZEROS_STEPS: tl.constexpr = 2 if ZEROS_AHEAD else 1
-    REPEATS: tl.constexpr = EVEN and IN_WORDS  # takes registers that higher tiles have not
+    REPEATS: tl.constexpr = EVEN and IS_LOW  # takes registers that higher tiles have not
     rows = row + tl.arange(0, BLOCK_M)
     source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
     columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -97,7 +98,7 @@ def _multiply_tile(
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
     scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
     scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
-    # Bytes are too short for copies that go on beside products, so they are loaded a step ahead. Of words scales are
+    # Bytes are too short for copies that go on beside products, so they are loaded a step ahead. Of low tiles scales are
     # loaded two steps ahead and converted one ahead, where threads have a few; four that multiply have the same ones.
     # Of zero points the same took longer beside scales that are, and less time beside scales that need no conversion.
     scale = _scales(scale_row_ptr, 0, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
@@ -112,7 +113,8 @@ def _multiply_tile(
             coming_shift = shifts(zero, DTYPE)
             zero = _scales(zero_row_ptr, 1, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in tl.range(0, tl.cdiv(depth, BLOCK_K), num_stages=STAGES):
+    steps = tl.where(expert < num_experts, tl.cdiv(depth, BLOCK_K), 0)  # rows past the last expert are zeros
+    for step in tl.range(0, steps, num_stages=STAGES):
         inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
         pair = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
         pair_mask = known[:, None]

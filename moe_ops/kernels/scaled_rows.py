@@ -57,7 +57,7 @@ def scaled_rows_kernel(
         scale_row_ptr = expert_scale_ptr + offset(first_column // block_rows, scale_stride_n)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         product = tl.zeros((BLOCK_M, BLOCK_N), PRODUCT)
-        for step in range(steps):
+        for step in range(tl.where(expert < num_experts, steps, 0)):  # rows past the last expert are zeros
             block, first = step // steps_in_block, step * BLOCK_K
             inner = first + tl.arange(0, BLOCK_K)
             mask = present[:, None]

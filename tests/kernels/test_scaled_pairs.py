@@ -186,7 +186,13 @@ def test_tiles_are_as_high_as_experts_have_rows():
 
 
 def test_steps_are_even_where_they_divide_the_depth():
-    for depth, rows, even in ((256, 8, True), (192, 8, True), (224, 8, False), (2880, 8 * 200, True), (0, 8, False)):
+    for depth, rows, even in (
+        (256, 8, True),
+        (192, 8, True),
+        (224, 8, False),
+        (2880, 8 * 200, True),
+        (0, 8, False),
+    ):
         assert _planned(depth=depth, rows=rows).args["EVEN"] is even, (depth, rows)
 
 
