@@ -196,6 +196,15 @@ def test_steps_are_even_where_they_divide_the_depth():
         assert _planned(depth=depth, rows=rows).args["EVEN"] is even, (depth, rows)
 
 
+def test_rows_by_words_lie_side_by_side():
+    assert _planned().args["BY_WORDS"]
+    assert not _planned(depth=48).args["BY_WORDS"]  # no boxes
+    apart = meta(64, 512)[:, ::2], meta(8, 256, 128, dtype=torch.uint8), meta(8, 256, 8, dtype=torch.uint8)
+    offsets = meta(9, dtype=torch.int32)
+    given = *apart, offsets, *(None,) * 4, 1, 32, torch.bfloat16
+    assert not program_of("scaled_grouped_gemm", *given, gpu=H200).launches[-1].args["BY_WORDS"]
+
+
 def test_rows_that_come_one_by_one():
     one_by_one = _planned(depth=2034, rows=8 * 80).args
     assert (one_by_one["BLOCK_M"], one_by_one["BLOCK_N"]) == (32, ONE_BY_ONE[32].block_n)
