@@ -98,8 +98,8 @@ def _multiply_tile(
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
     scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
     scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
-    # Bytes are too short for copies that go on beside products, so they are loaded a step ahead. Scales of low
-    # tiles are loaded two steps ahead and converted one ahead, where a thread has a few: four that multiply have the same ones.
+    # Bytes are too short for copies that go on beside products, so they are loaded a step ahead. Scales of low tiles
+    # are loaded two steps ahead and converted one ahead, where a thread has a few: four that multiply have the same.
     # Zero points took longer so beside scales that are, and less time beside float32, which is not converted.
     scale = _scales(scale_row_ptr, 0, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
     if AHEAD:
