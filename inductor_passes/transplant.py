@@ -113,6 +113,8 @@ class Transplant:
         ):
             self.leaves.add(node)
             return held
+        if node not in self.copies and node.op == "placeholder":
+            self.copies[node] = self._as_it_was(node, place)
         if node not in self.copies:
             if node.op != "call_function" or not (is_moe_op(node) or _has_derivative(node)):
                 raise Refusal(place, f"{describe(node)} cannot be computed again")
@@ -125,6 +127,16 @@ class Transplant:
             copy.meta[VALUE] = _recorded(value, place in self.image.with_gradients)
             self.copies[node] = copy
         return self.copies[node]
+
+    def _as_it_was(self, given: Node, place: Node) -> Node:
+        """A copy of an input that is changed in place later, such as a bias that follows the load of experts."""
+        reads = reads_of(self.image, given)
+        held = next((read for reader, read in reads if not self._is_before(reader, place)), None)
+        if held is None:
+            raise Refusal(place, f"{describe(given)} is changed in place before")
+        copy = self.graph.call_function(aten.clone.default, (held,))
+        copy.meta[VALUE] = _recorded(held.meta[VALUE], held in self.image.with_gradients)
+        return copy
 
     def _is_before(self, node: Node | None, place: Node) -> bool:
         return node is None or self.order[node] < self.order[place]

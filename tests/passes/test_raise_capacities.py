@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
 from tests.helpers import RELATIVE_NORM, relative_error
-from tests.passes.capture import computed
-from tests.passes.stock import EXPERTS, TOP_K, layer, softmax_router
+from tests.passes.capture import computed, rewrite
+from tests.passes.stock import EXPERTS, TOP_K, einsums, layer, softmax_router
 from tests.passes.strangers import dense, looped
 
 PIPELINE = (*RAISES, *FUSIONS)
@@ -75,3 +75,8 @@ def test_experts_that_choose_an_open_number_of_tokens_stay(experts):
     result, error = of(choosing(experts), dynamic=True)
     assert not result.log.raised and error <= RELATIVE_NORM[torch.float32]
     assert any("cannot be tried out for other numbers of tokens" in each for each in result.reasons)
+
+
+def test_no_tokens_at_all_are_said():
+    result = rewrite(einsums, *layer(0), passes=PIPELINE)
+    assert not result.log.raised and "there are no rows" in result.reasons[0]

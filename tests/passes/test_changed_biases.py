@@ -1,0 +1,47 @@
+"""Routers whose bias follows the load of experts, changed in place by the forward that reads it, where gradients are."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.helpers import relative_error
+from tests.passes import stock
+from tests.passes.stock import EXPERTS, TOP_K
+from tests.passes.test_before_autograd import ALLOWED, RAISED, Run, float32, grads
+
+
+def following(bias, is_late):
+    """A layer that changes `bias` between its weights and its experts, or before it chooses."""
+
+    def follow(ids):
+        counts = F.one_hot(ids, EXPERTS).sum((0, 1)).float()
+        with torch.no_grad():
+            bias.add_((counts.mean() - counts).sign(), alpha=0.3)
+
+    def function(x, router, w13, w2):
+        scores = F.linear(x, router).sigmoid()
+        biased = scores + bias
+        if not is_late:
+            follow(scores.topk(TOP_K).indices)
+        ids = biased.topk(TOP_K).indices
+        weights = scores.gather(1, ids)
+        if is_late:
+            follow(ids)
+        return stock.batched_experts(x, weights, ids, w13, w2)
+
+    return function
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_bias_that_changes_on_the_way(is_late):
+    """Each step sees what the step before has left."""
+    run, ours, exact = Run(), torch.zeros(EXPERTS), torch.zeros(EXPERTS)
+    compiled = run.compile(following(ours, is_late))
+    for tokens in (9, 9):
+        args = float32(tokens)
+        wanted = grads(following(exact, is_late), [each.double() for each in args])
+        for one, other in zip(grads(compiled, args), wanted, strict=True):
+            assert relative_error(one, other) <= ALLOWED
+        assert torch.equal(ours, exact) and ours.any()
+    assert run.raised == (RAISED if is_late else [])
+    assert is_late or "is changed in place before" in run.refused[0]
