@@ -32,6 +32,7 @@ from inductor_passes.raising.totals import Given, as_given, ends, of_experts, to
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
+    changes_dtype,
     has_layout,
     indexed,
     is_one,
@@ -136,7 +137,7 @@ def _spread(product: Node) -> Spread | None:
     source = unseen(factor)
     if (
         rank(source) != 3
-        or indexed(source) is not None
+        or _is_gathered(source)
         or not all(isinstance(each, int) for each in source.meta["val"].shape)
     ):
         return None
@@ -159,6 +160,11 @@ def _spread(product: Node) -> Spread | None:
     ):
         return _followed(Spread(product, rows, Stack(source), product, None, 0), (num_experts * x, x))
     return None
+
+
+def _is_gathered(source: Node) -> bool:
+    """Whether there is a matrix for each row, cast perhaps: these are not all experts'."""
+    return indexed(unseen(args(source)[0]) if changes_dtype(source) else source) is not None
 
 
 def _are_beside(source: Node, factor: Node) -> bool:

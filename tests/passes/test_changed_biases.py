@@ -1,4 +1,4 @@
-"""Routers whose bias follows the load of experts, changed in place by the forward that reads it, where gradients are."""
+"""Routers whose bias follows the load of experts: the forward that reads it changes it in place, and trains."""
 
 import pytest
 import torch
