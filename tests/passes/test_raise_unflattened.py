@@ -223,12 +223,14 @@ def test_sequences_as_long_as_there_are_experts(dynamic):
     torch.testing.assert_close(out, function(*inputs))
 
 
-def seen_flat(experts):
+def seen_flat(experts, by_time=False):
     """A layer of `experts(tokens [T, H], weights [T, K], ids [T, K], w13, w2)`."""
 
     def run(x, router, w13, w2):
-        flat = x.reshape(-1, HIDDEN)
-        return experts(flat, *softmax_router(F.linear(flat, router)), w13, w2).to(x.dtype).view(x.shape)
+        shown = x.transpose(0, 1) if by_time else x
+        flat = shown.reshape(-1, HIDDEN)
+        out = experts(flat, *softmax_router(F.linear(flat, router)), w13, w2).to(x.dtype).view(shown.shape)
+        return out.transpose(0, 1) if by_time else out
 
     return run
 
@@ -248,10 +250,11 @@ def in_turn(x, weights, ids, w13, w2):
     return total
 
 
+@pytest.mark.parametrize("by_time", [False, True])
 @pytest.mark.parametrize(("experts", "sizes"), mixed((all_at_once, in_turn), SIZES), ids=str)
-def test_tokens_that_are_seen_flat(experts, sizes):
-    """Behind views their rows are those of [B, S, H]."""
+def test_tokens_that_are_seen_flat(experts, sizes, by_time):
+    """Behind views their rows are those of [B, S, H], or of [S, B, H]."""
     inputs = layer(*sizes)
-    result, out = computed(seen_flat(experts), *inputs, passes=PIPELINE)
+    result, out = computed(seen_flat(experts, by_time), *inputs, passes=PIPELINE)
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
     assert_matches_oracle(out, exact(inputs))
