@@ -76,7 +76,7 @@ def _remarks(recorder: Recorder, unfused: tuple[Unfused, ...]) -> tuple[str, ...
             f"MoE modules that are in no graph: {'; '.join(unfused_lines(unseen))}. Behind a graph break Dynamo "
             f"runs what it compiled for another layer, or leaves code to Python"
         )
-    if not unfused and not recorder.layers:
+    if not unfused and not recorder.layers and not any(log.refused for log in recorder.logs):
         remarks.append(
             "no MoE operator was traced and no module looks like an MoE layer: nothing to do for us"
         )

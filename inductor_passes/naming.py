@@ -85,7 +85,7 @@ def write_names(graph: Graph, modules: Mapping[str, str], start: str | None = No
     began = {} if start is None else {start: (modules[start], None)}
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or began
-        if stack and node.op == "call_function":
+        if stack and node.op in ("call_function", "call_method"):
             node.meta["nn_module_stack"] = {
                 key: (modules.get(str(key).partition("@")[0], path), kind)
                 for key, (path, kind) in stack.items()

@@ -54,6 +54,7 @@ class Recorder:
     def backend(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compiles a graph of Dynamo's for show: it runs as it was traced."""
         inputs = TracedInputs.of(module.graph, self.weights)
+        self._name(module.graph, inputs.start)  # layers are raised, and told of, before autograd too
 
         def record(traced: GraphModule, _: Sequence[Any]) -> None:
             write_sources(traced.graph, inputs.names)
@@ -75,12 +76,15 @@ class Recorder:
     def record(self, module: GraphModule, start: str | None = None) -> None:
         """Keeps a post-grad graph and its subgraphs; `start` is the module in whose forward tracing began."""
         self.training = self.training or is_training(module.graph)
-        ids = {name: str(id(module)) for name, module in self.modules}
-        began = None if start is None else ids.get(start)
         for part in parts(module):
             before = _copy(part.graph)
-            write_names(before, {key: name for name, key in ids.items()}, began)
+            self._name(before, start)
             self._record(part, before)
+
+    def _name(self, graph: Graph, start: str | None) -> None:
+        ids = {name: str(id(module)) for name, module in self.modules}
+        began = None if start is None else ids.get(start)
+        write_names(graph, {key: name for name, key in ids.items()}, began)
 
     def _record(self, part: Part, before: Graph) -> None:
         log = PassLog()

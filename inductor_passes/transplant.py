@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from inductor_passes.base import Refusal
-from inductor_passes.graph_tools import describe, inherit_meta, is_moe_op
+from inductor_passes.graph_tools import arguments, describe, inherit_meta, is_moe_op, is_op
 from inductor_passes.image import VALUE, Image, reads_of
 from inductor_passes.raising.evaluation import is_plain
 from inductor_passes.raising.views_of_rows import aten, prims
@@ -101,8 +101,8 @@ class Transplant:
             self.changed.append((reader, (reader.args, reader.kwargs)))
             reader.replace_input_with(read, written)
 
-    def _written(self, node: Node, place: Node) -> Node:
-        """The node of the Dynamo graph that holds what `node` of the image gives, written where there is none."""
+    def _written(self, node: Node, place: Node, reader: Node | None = None) -> Node:
+        """The node of the Dynamo graph that holds what `reader` reads of `node`, written where there is none."""
         if node in self.image.ambiguous:
             raise Refusal(place, f"{describe(node)} is there with a gradient and without")
         held = self.image.made.get(node) if self._is_as_traced(node) else None
@@ -113,18 +113,35 @@ class Transplant:
         ):
             self.leaves.add(node)
             return held
+        if node.op == "placeholder":
+            return self._as_it_was(node, place, reader)
         if node not in self.copies:
             if node.op != "call_function" or not (is_moe_op(node) or _has_derivative(node)):
                 raise Refusal(place, f"{describe(node)} cannot be computed again")
             for each in node.all_input_nodes:
-                self._written(each, place)
-            copy = self.graph.node_copy(node, lambda each: self._written(each, place))
+                self._written(each, place, node)
+            copy = self.graph.node_copy(node, lambda each: self._written(each, place, node))
             copy.target, copy.args, copy.kwargs = _with_derivative(copy)
             inherit_meta(copy, node)
             value = copy.meta.pop("val", None)  # torch asks it, too, whether there is a gradient
             copy.meta[VALUE] = _recorded(value, place in self.image.with_gradients)
             self.copies[node] = copy
         return self.copies[node]
+
+    def _as_it_was(self, given: Node, place: Node, reader: Node | None) -> Node:
+        """A copy of a router's bias that is changed in place later, as one is that follows the load of experts.
+
+        Of anything else a backward may read the copy, for which AOTAutograd takes what has become of it.
+        """
+        is_bias = reader is not None and is_op(reader, "topk_routing") and _bias(reader) is given
+        reads = reads_of(self.image, given)
+        held = next((read for reader, read in reads if not self._is_before(reader, place)), None)
+        if held is None or not is_bias:
+            raise Refusal(place, f"{describe(given)} is changed in place")
+        if given not in self.copies:
+            self.copies[given] = self.graph.call_function(aten.clone.default, (held,))
+            self.copies[given].meta[VALUE] = _recorded(held.meta[VALUE], has_gradient=False)
+        return self.copies[given]
 
     def _is_before(self, node: Node | None, place: Node) -> bool:
         return node is None or self.order[node] < self.order[place]
@@ -155,6 +172,10 @@ class Transplant:
             node.args, node.kwargs = args, kwargs
         while len(self.copies) > copies:
             self.graph.erase_node(self.copies.popitem()[1])
+
+
+def _bias(router: Node) -> object:
+    return arguments(router).router.correction_bias
 
 
 def _has_derivative(node: Node) -> bool:

@@ -32,6 +32,7 @@ from inductor_passes.raising.totals import Given, as_given, ends, of_experts, to
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
+    changes_dtype,
     has_layout,
     indexed,
     is_one,
@@ -136,7 +137,7 @@ def _spread(product: Node) -> Spread | None:
     source = unseen(factor)
     if (
         rank(source) != 3
-        or indexed(source) is not None
+        or _is_gathered(source)
         or not all(isinstance(each, int) for each in source.meta["val"].shape)
     ):
         return None
@@ -159,6 +160,11 @@ def _spread(product: Node) -> Spread | None:
     ):
         return _followed(Spread(product, rows, Stack(source), product, None, 0), (num_experts * x, x))
     return None
+
+
+def _is_gathered(source: Node) -> bool:
+    """Whether there is a matrix for each row, cast perhaps: these are not all experts'."""
+    return indexed(unseen(args(source)[0]) if changes_dtype(source) else source) is not None
 
 
 def _are_beside(source: Node, factor: Node) -> bool:
@@ -311,16 +317,23 @@ def _tokens(first: Spread, indices: Indices) -> Node:
     """The tokens that each expert reads all of. Raises Refusal where it reads something else."""
     if rank(first.rows) == 2 or is_one(size(first.rows, 0)):
         return flat(first.rows, indices)
-    source = unseen(first.rows)
-    shown = seen_from(source, first.rows)
-    tokens, columns = len(indices.samples[0]), concrete(size(first.rows, 2)) or 0
+    source, found = first.rows, None
+    while is_shown(source):
+        source = args(source)[0]
+        found = _read_by_all(source, first, len(indices.samples[0])) or found
+    if found is None:
+        raise Refusal(first.product, f"experts read {describe(first.rows)}, not all of them all tokens")
+    return flat(found, indices)
+
+
+def _read_by_all(source: Node, first: Spread, tokens: int) -> Node | None:
+    """The rows of which every expert reads all, if these are `source` or what that repeats."""
+    shown, columns = seen_from(source, first.rows), concrete(size(first.rows, 2)) or 0
     sizes, strides = (first.num_experts, tokens, columns), (0, columns, 1)
     if source.target is aten.repeat.default and args(source)[1] == [first.num_experts, 1]:
         source, strides = args(source)[0], (tokens * columns, columns, 1)
     is_seen = shown is not None and has_layout(shown, sizes, strides)
-    if not is_seen or not same_shape([size(source, -1)], [size(first.rows, 2)]):
-        raise Refusal(first.product, f"experts read {describe(first.rows)}, not all of them all tokens")
-    return flat(source, indices)
+    return source if is_seen and same_shape([size(source, -1)], [size(first.rows, 2)]) else None
 
 
 def _outcome(spread: Spread, indices: Indices) -> Outcome:

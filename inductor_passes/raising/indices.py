@@ -100,7 +100,11 @@ class Indices:
 
     def in_shape(self, given: Tensor) -> Tensor:
         """What has a number for each slot [T, K], or for each token [T, 1], in the shape that the ids have."""
-        sizes = [self.given(size, len(given)) or 0 for size in self.ids.meta["val"].shape[:-1]]
+        shape = self.ids.meta["val"].shape
+        sizes = [size for each in shape[:-1] if (size := self.given(each, len(given))) is not None]
+        if len(sizes) < len(shape) - 1:  # a capacity, say: of each expert, tokens were chosen
+            reason = f"expert ids of shape {list(shape)} cannot be tried out for other numbers of tokens"
+            raise Refusal(self.ids, reason)
         return given.view(*sizes, given.shape[1])
 
     def values(self, node: Node) -> tuple[Tensor, ...] | None:

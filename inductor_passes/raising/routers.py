@@ -237,7 +237,8 @@ def _groups(router: Cut, num_experts: int) -> list[dict[str, Any]]:
         shape[-2:] for shape in shapes if len(shape) == 3 and all(isinstance(n, int) for n in shape[-2:])
     ]
     counts = {number for number, in_group in grouped if number * in_group == num_experts and in_group > 1}
-    kept = {int(args(node)[1]) for node in router.nodes if node.target is aten.topk.default}
+    best = (args(node)[1] for node in router.nodes if node.target is aten.topk.default)
+    kept = {number for number in best if isinstance(number, int)}  # a capacity may follow from T
     limits = product(sorted(counts), sorted(kept), ("max", "top2_sum"), (float("-inf"), 0.0))
     names = ("num_groups", "topk_groups", "group_score", "group_fill")
     return [{}] + [

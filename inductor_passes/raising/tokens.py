@@ -1,5 +1,7 @@
 """What the rows of a first product are: the tokens of their slots, weighed already perhaps."""
 
+import math
+
 from torch.fx import Node
 
 from inductor_passes import _compat
@@ -52,12 +54,11 @@ def _expect_all_tokens(source: Node, indices: Indices) -> None:
 
 
 def flat(rows: Node, indices: Indices) -> Node:
-    """The innermost [T, H] that `rows` shows; where it shows none the innermost [B, S, H]."""
-    leading = indices.ids.meta["val"].shape[:-1]
+    """The innermost [T, H] that `rows` shows; where it shows none the innermost [B, S, H] with as many tokens."""
     found, other, node = None, None, rows
     while True:
         found = node if rank(node) == 2 else found
-        other = node if same_shape(node.meta["val"].shape[:-1], leading) else other
+        other = node if rank(node) > 2 and _has_tokens(node, indices) else other
         if not is_view_of_rows(node) or is_cast(node) or node.target is aten.alias.default:
             break  # an alias may be where gradients stop
         node = args(node)[0]
@@ -65,6 +66,11 @@ def flat(rows: Node, indices: Indices) -> Node:
     if found is None:
         raise Refusal(rows, f"rows come from {describe(rows)}, not from tokens [T, H]")
     return found
+
+
+def _has_tokens(rows: Node, indices: Indices) -> bool:
+    """Whether there are T rows."""
+    return _compat.statically_known_true(math.prod(rows.meta["val"].shape[:-1]) == indices.num_tokens)
 
 
 def _unrounded(node: Node) -> Node:

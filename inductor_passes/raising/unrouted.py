@@ -53,7 +53,7 @@ _REASONS = {
     "rows": "what was chosen picks rows of matrices [N, A], experts of one neuron each (PEER): raised are products "
     "with weight[ids] of a weight [E, A, B]",
     "gathered": "rows are multiplied with weight[ids], where weight is no [E, A, B], what was gathered of it is cast "
-    "(autocast), or there are no two such products with a gate between",
+    "(autocast), a backward keeps what they give, or there are no rows, or no two such products with a gate between",
 }
 """Why a layer stays, by how it reads its weights."""
 

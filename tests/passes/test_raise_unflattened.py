@@ -149,6 +149,14 @@ def rows_of_other_tokens(x, weights, ids, w13, w2):
     return (torch.einsum("bski,bskhi->bskh", hidden, w2[ids]) * weights.unsqueeze(-1)).sum(2)
 
 
+def test_rows_of_other_tokens_are_tokens():
+    """B and S are exchanged, for the experts alone: what these read has as many rows."""
+    inputs = layer(BATCH, torch.float32)
+    result, out = computed(rows_of_other_tokens, *inputs, passes=PIPELINE)
+    assert result.ops() == ["fused_moe"]
+    torch.testing.assert_close(out, rows_of_other_tokens(*inputs), rtol=1e-4, atol=1e-5)
+
+
 @routed
 def ids_of_other_tokens(x, weights, ids, w13, w2):
     return stock.grouped_experts(
@@ -181,7 +189,6 @@ def columns_of_the_first_batch(x, weights, ids, w13, w2):
 
 
 OTHER = {
-    rows_of_other_tokens: "rows come from",
     ids_of_other_tokens: "not from tokens in expert order",
     a_sum_over_tokens: "reads what experts give, not a weighted sum",
     columns_of_other_tokens: "is not the sum of what experts give",
@@ -214,3 +221,40 @@ def test_sequences_as_long_as_there_are_experts(dynamic):
     result, out = computed(function, *inputs, passes=PIPELINE)
     assert result.ops() == ["fused_moe"]
     torch.testing.assert_close(out, function(*inputs))
+
+
+def seen_flat(experts, by_time=False):
+    """A layer of `experts(tokens [T, H], weights [T, K], ids [T, K], w13, w2)`."""
+
+    def run(x, router, w13, w2):
+        shown = x.transpose(0, 1) if by_time else x
+        flat = shown.reshape(-1, HIDDEN)
+        out = experts(flat, *softmax_router(F.linear(flat, router)), w13, w2).to(x.dtype).view(shown.shape)
+        return out.transpose(0, 1) if by_time else out
+
+    return run
+
+
+def all_at_once(x, weights, ids, w13, w2):
+    out = torch.bmm(swiglu(torch.bmm(x.unsqueeze(0).expand(EXPERTS, -1, -1), w13.mT)), w2.mT)
+    chosen = torch.zeros(x.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, weights.to(x.dtype))
+    return torch.einsum("eth,te->th", out, chosen)
+
+
+def in_turn(x, weights, ids, w13, w2):
+    total = torch.zeros_like(x)
+    for k in range(TOP_K):
+        hidden = swiglu(torch.bmm(w13[ids[:, k]], x.unsqueeze(-1)).squeeze(-1))
+        out = torch.bmm(w2[ids[:, k]], hidden.unsqueeze(-1)).squeeze(-1)
+        total = total + weights[:, k, None].to(x.dtype) * out
+    return total
+
+
+@pytest.mark.parametrize("by_time", [False, True])
+@pytest.mark.parametrize(("experts", "sizes"), mixed((all_at_once, in_turn), SIZES), ids=str)
+def test_tokens_that_are_seen_flat(experts, sizes, by_time):
+    """Behind views their rows are those of [B, S, H], or of [S, B, H]."""
+    inputs = layer(*sizes)
+    result, out = computed(seen_flat(experts, by_time), *inputs, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+    assert_matches_oracle(out, exact(inputs))
