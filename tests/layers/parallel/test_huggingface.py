@@ -180,6 +180,37 @@ def test_state_dicts_of_stacked_experts(style):
 
 
 @on_ranks(2)
+def test_parameters_of_which_one_has_more_experts():
+    """LongCat-Flash's first weight has those that return their input, too: ranks had parts of it that were others'."""
+    from tests.coverage.cases import inputs, is_installed, stock_model
+
+    if not is_installed("flint"):
+        pytest.skip("the router of LongCat-Flash keeps its own code")
+    stock, mesh = stock_model("longcat_flash"), init_device_mesh("cpu", (2,))
+    model = copy.deepcopy(stock)
+    fault = "gate_up_proj has 10 experts, down_proj has 8: expected as many for whole experts on ranks"
+    with pytest.raises(ValueError, match=fault):
+        huggingface.patch(model, mesh=mesh)
+    with pytest.raises(ValueError, match=fault):
+        huggingface.tp_plan(model, ExpertParallel())
+    assert "model.layers.*.mlp.experts.down_proj" in huggingface.tp_plan(model, ExpertTensorParallel())
+    huggingface.patch(model, mesh=mesh, style=ExpertTensorParallel())
+    given = inputs("longcat_flash")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, stock(**given).logits, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["default", "tensor"])
+def test_whole_parameters_in_the_place_of_parts(style):
+    """Every rank would have run the first of them for its own."""
+    stock, model = models("gpt_oss", style)
+    model.load_state_dict(stock.state_dict(), assign=True, strict=False)
+    with pytest.raises(TypeError, match=r"gate_up_proj=<.*>: expected a DTensor, for ranks share it"):
+        model(tokens_of(0, style))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("style", ["alltoall", "tensor"])
 def test_a_gathered_state_dict_is_saved(style, tmp_path):
     """By the recipe of docs/parallel.md."""
