@@ -224,3 +224,15 @@ def test_a_gathered_state_dict_is_saved(style, tmp_path):
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(each, expected[name]) for name, each in loaded.items())
     dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["alltoall", "tensor"])
+def test_parts_are_not_saved(style, tmp_path):
+    """One rank raised from deep inside, the other had nothing to say."""
+    _, model = models("qwen3_moe", style)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts is shared by ranks: expected a state_dict"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    model.save_pretrained(tmp_path, False, {})  # by place
+    dist.barrier()
