@@ -85,7 +85,7 @@ def _expect_savable(model: Any, is_distributed: bool) -> None:
 def _is_gathered(model: Any, experts: nn.Module) -> bool:
     """Whether transformers, which loaded these by a plan, saves them as it found them: gate and up in one dimension."""
     return getattr(model, "tp_size", None) is not None and all(
-        each.dim() < 4 for each in experts.parameters()
+        each.dim() < 4 for each in experts.parameters(recurse=False)
     )
 
 
