@@ -236,3 +236,35 @@ def test_parts_are_not_saved(style, tmp_path):
     assert not any(tmp_path.iterdir())
     model.save_pretrained(tmp_path, False, {})  # by place
     dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["default", "tensor"])
+def test_state_dicts_of_experts_in_rows(style):
+    """dbrx has [E * I, H], which no view of a part of gate and up rows is."""
+    from tests.coverage.cases import outputs, stock_model
+
+    stock, mesh = stock_model("dbrx"), init_device_mesh("cpu", (2,))
+    model = copy.deepcopy(stock)
+    huggingface.patch(model, mesh=mesh, style=STYLES[style], stack_experts=True)
+    saved, expected = model.state_dict(), stock.state_dict()
+    assert saved.keys() == expected.keys()
+    for name, each in saved.items():
+        assert torch.equal(each.full_tensor() if isinstance(each, DTensor) else each, expected[name])
+        assert "experts" not in name or each.to_local().shape[0] * 2 == each.shape[0]
+    with torch.no_grad():
+        for each in model.transformer.blocks[0].ffn.experts.parameters():
+            each.zero_()
+        model.load_state_dict(saved)
+        torch.testing.assert_close(outputs(model, "dbrx")[0], outputs(stock, "dbrx")[0], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_blocks_that_are_patched_as_a_whole_are_not_shared():
+    """Nothing was said, and every rank kept all experts."""
+    from tests.coverage.cases import stock_model
+
+    with pytest.raises(
+        ValueError, match=r"layers.0.feed_forward is a Llama4TextMoe, patched as a whole: exp"
+    ):
+        huggingface.patch(stock_model("llama4"), mesh=init_device_mesh("cpu", (2,)))
