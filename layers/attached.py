@@ -28,8 +28,12 @@ def expect_attached(layer: Any, name: str, value: Any) -> None:
 
 
 def _expect_shared(layer: Any, name: str, value: nn.Parameter) -> None:
-    """A rank would take a whole parameter for its part: `load_state_dict(assign=True)` sets what it is given."""
-    if is_distributed(layer._parameters.get(name)) and not is_distributed(value):
+    """A rank would take a whole parameter for its part: `load_state_dict(assign=True)` sets what it is given.
+
+    Of a layer that no style has shared FSDP2 sets whole ones for a forward.
+    """
+    is_shared = layer.parallel is not None and is_distributed(layer._parameters.get(name))
+    if is_shared and not is_distributed(value):
         raise TypeError(
             f"{name}={describe(value)}: expected a DTensor, for ranks share it; "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict loads whole ones"
