@@ -1,9 +1,12 @@
-"""What a user sets on a layer: its adapters, a capture, an override of its routing."""
+"""What a user sets on a layer: its adapters, a capture, an override of its routing, parameters that ranks share."""
 
 from typing import Any
 
+from torch import nn
+
 from layers.expert_parameters import weight_shapes
 from layers.lora import ExpertLora
+from layers.weights.expert_loader import is_distributed
 from moe_ops.errors import describe
 
 _CALLED = {
@@ -18,8 +21,23 @@ def expect_attached(layer: Any, name: str, value: Any) -> None:
         return
     if name == "lora":
         _expect_lora(layer, value)
+    if isinstance(value, nn.Parameter):
+        _expect_shared(layer, name, value)
     if name in _CALLED and (isinstance(value, type) or not callable(value)):
         raise TypeError(f"{name}={describe(value)}: expected None or {_CALLED[name]}")
+
+
+def _expect_shared(layer: Any, name: str, value: nn.Parameter) -> None:
+    """A rank would take a whole parameter for its part: `load_state_dict(assign=True)` sets what it is given.
+
+    Of a layer that no style has shared FSDP2 sets whole ones for a forward.
+    """
+    is_shared = layer.parallel is not None and is_distributed(layer._parameters.get(name))
+    if is_shared and not is_distributed(value):
+        raise TypeError(
+            f"{name}={describe(value)}: expected a DTensor, for ranks share it; "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict loads whole ones"
+        )
 
 
 def _expect_lora(layer: Any, value: Any) -> None:

@@ -65,8 +65,9 @@ class ExpertLora(nn.Module):
         scaling: [N] float32 buffer, ones; it stays float32 when the module is cast.
 
     Raises:
-        TypeError, ValueError: an argument is not as described. In a forward: more than M tokens, or gradients where
-            rows are quantised, which `rows="exact"` of `quantise_experts` has.
+        TypeError, ValueError: an argument is not as described, or sizes differ between ranks that share the layer, all
+            of which have to make adapters. In a forward: more than M tokens, or gradients where rows are quantised,
+            which `rows="exact"` of `quantise_experts` has.
 
     Example:
         >>> adapter_ids = torch.full((max_tokens,), -1, dtype=torch.int32)

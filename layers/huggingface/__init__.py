@@ -92,8 +92,9 @@ def patch(
     Raises:
         ImportError: transformers is not installed.
         TypeError, ValueError: `model` is not a module, an option is not one, or experts are shared by another mesh or
-            style already; nothing has been changed then. Experts that cannot be shared by the mesh's ranks, or were
-            loaded by another plan, are patched, and stay as they are.
+            style already; nothing has been changed then. Experts that cannot be shared by the mesh's ranks, among them
+            those of blocks that are patched as a whole, or were loaded by another plan, are patched, and stay as they
+            are.
     """
     from layers.huggingface import patching
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import activations
 from transformers.integrations import moe
@@ -26,7 +27,7 @@ from layers.huggingface.settled import Settings, has_changed, is_watched, settin
 from layers.lora import ExpertLora, run_with_lora
 from moe_ops import Activation, build_dispatch, combine, grouped_gemm, permute
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear, Placement
-from moe_ops.errors import value_error
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.fused_experts import run as run_experts
 
 NAME = "moe_ops"
@@ -222,6 +223,8 @@ def weights(experts: Any, parallel: Any = None) -> ExpertWeights:
     w13, w2 = getattr(experts, up), experts.down_proj
     biases = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
     if parallel is not None:
+        _expect_shared(up, w13)
+        _expect_shared("down_proj", w2)
         w13, w2 = parallel.local_part(w13, 3, 2 if is_transposed else 1), parallel.local_part(w2, 3)
         biases = parallel.local_part(biases[0], 2), parallel.local_part(biases[1], 2)
     if w13.shape[0] > w2.shape[0]:  # experts that only return their input have rows too (LongCat-Flash)
@@ -229,6 +232,12 @@ def weights(experts: Any, parallel: Any = None) -> ExpertWeights:
     if is_transposed:
         w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
     return ExpertWeights(PairedLinear(w13, biases[0]), GroupedLinear(w2, biases[1]))
+
+
+def _expect_shared(name: str, parameter: Any) -> None:
+    """A rank would take a whole parameter for its part: `load_state_dict(assign=True)` sets what it is given."""
+    if not isinstance(parameter, DTensor):
+        type_error("{}={}: expected a DTensor, for ranks share it", name, describe(parameter))
 
 
 def _run_stages(experts: Any, args: FusedExperts) -> Tensor:

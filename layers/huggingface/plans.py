@@ -58,6 +58,8 @@ def expect_planned(model: nn.Module, name: str, experts: nn.Module, style: Paral
 
 def _experts_rules(name: str, experts: nn.Module, style: ParallelStyle) -> dict[str, str]:
     layout = of_transformers_experts(experts)
+    if isinstance(style, ExpertParallel):
+        layout.expect_alike()
     kinds = {parameter: _kind(experts, parameter, layout, style) for parameter in layout.parameters}
     return {_rule(name): _ALONE} | {f"{_rule(name)}.{parameter}": kind for parameter, kind in kinds.items()}
 

@@ -2,11 +2,13 @@
 
 transformers takes any name that is registered, also for models that run their experts outside its interface. Two of its
 methods are followed by a look at the model: the one by which the implementation is set, and the last of a constructor.
-One comes behind a look: it would save quantised experts as weights of 16 bits or more beside scales that nobody reads.
+One comes behind a look: it would save quantised experts as weights of 16 bits or more beside scales that nobody reads,
+and of experts that ranks share it would write nothing or what no model loads, on one rank alone.
 """
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -57,16 +59,34 @@ def _after_init(own: Callable[..., None]) -> Callable[..., None]:
 def _before_saving(own: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
-        made = [name for name, module in self.named_modules() if hasattr(module, "moe_ops_format")]
-        if made and options.get("state_dict") is None:
-            raise ValueError(
-                f"{made[0]} was quantised by quantise_experts, of which a checkpoint says nothing: expected "
-                "save_pretrained before that, or a state_dict"
-            )
+        given = signature(own).bind(self, *args, **options).arguments
+        if given.get("state_dict") is None:
+            _expect_savable(self, bool(given.get("distributed_checkpoint")))
         return own(self, *args, **options)
 
     save_pretrained.__module__ = __name__
     return save_pretrained
+
+
+def _expect_savable(model: Any, is_distributed: bool) -> None:
+    """Raises ValueError for experts that were quantised, or that ranks share in a way that transformers knows not."""
+    for name, module in model.named_modules():
+        if hasattr(module, "moe_ops_format"):
+            raise ValueError(
+                f"{name} was quantised by quantise_experts, of which a checkpoint says nothing: expected "
+                "save_pretrained before that, or a state_dict"
+            )
+        if hasattr(module, "moe_ops_parallel") and not is_distributed and not _is_gathered(model, module):
+            raise ValueError(
+                f"{name} is shared by ranks: expected a state_dict that all of them gathered, as docs/parallel.md says"
+            )
+
+
+def _is_gathered(model: Any, experts: nn.Module) -> bool:
+    """Whether transformers, which loaded these by a plan, saves them as it found them: gate and up in one dimension."""
+    return getattr(model, "tp_size", None) is not None and all(
+        each.dim() < 4 for each in experts.parameters(recurse=False)
+    )
 
 
 def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:

@@ -40,7 +40,16 @@ def _expect_shared_by(name: str, experts: Any, mesh: DeviceMesh, style: Any) -> 
 
 
 def shard(model: nn.Module, found: Found, mesh: DeviceMesh, style: ParallelStyle | None) -> None:
-    """Shares experts that are whole; what is shared already stays as it is."""
+    """Shares experts that are whole; what is shared already stays as it is.
+
+    Raises ValueError, before any are shared, for a block that is patched as a whole: every rank would keep its experts.
+    """
+    if found.blocks:
+        name = next(iter(found.blocks))
+        kind = type(model.get_submodule(name)).__name__
+        raise ValueError(
+            f"{name} is a {kind}, patched as a whole: expected experts for ranks to share, or mesh=None"
+        )
     style = style or _DEFAULT
     whole = {name: each for name, each in found.experts.items() if not hasattr(each, "moe_ops_parallel")}
     for name, module in whole.items():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from layers.huggingface.expert_modules import Mlp, activation_of
 from layers.huggingface.experts import experts_forward, settle, settled_activation
@@ -48,7 +48,18 @@ class Part(NamedTuple):
     def weight(self, stacked: Tensor) -> Tensor:
         """The part in two dimensions, as it was before."""
         part = self.of(stacked)
-        return part.flatten(0, 1) if part.dim() == 3 else part
+        return _by_experts(part).flatten(0, 1) if part.dim() == 3 else part
+
+
+def _by_experts(part: Tensor) -> Tensor:
+    """[E, I, H] of which E * I rows can be made: of a DTensor, that only views its memory, whole experts in a copy."""
+    if not isinstance(part, DTensor):
+        return part
+    if any(each.is_shard() and not each.is_shard(0) for each in part.placements):
+        mesh = part.device_mesh
+        placement = Shard(0) if part.shape[0] % mesh.size() == 0 and mesh.ndim == 1 else Replicate()
+        part = part.redistribute(placements=[placement] * mesh.ndim)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class StackedExperts(nn.Module):

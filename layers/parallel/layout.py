@@ -45,6 +45,7 @@ class ExpertsLayout:
         dtype: of the weights.
         parameters: by name, those [E, ...].
         unit: of what a rank's part of I has to be a multiple, so that it has whole blocks of scales, and whole bytes.
+        num_idle: how many more than E the first weight has, of experts that return their input (LongCat-Flash).
     """
 
     num_experts: int
@@ -54,6 +55,7 @@ class ExpertsLayout:
     dtype: torch.dtype
     parameters: dict[str, ParameterLayout]
     unit: int = 1
+    num_idle: int = 0
 
     @property
     def is_quantised(self) -> bool:
@@ -64,6 +66,15 @@ class ExpertsLayout:
     def token_dtype(self) -> torch.dtype:
         """The widest that hidden states have: quantised weights do not say theirs."""
         return torch.float32 if self.is_quantised else self.dtype
+
+    def expect_alike(self) -> None:
+        """Raises ValueError where weights have not as many experts each: ranks would hold w13 of others than w2."""
+        if self.num_idle:
+            up, down, *_ = self.parameters
+            raise ValueError(
+                f"{up} has {self.num_experts + self.num_idle} experts, {down} has {self.num_experts}: expected as many "
+                "for whole experts on ranks; ExpertTensorParallel shares these"
+            )
 
     def expect_parts(self, shard: TensorShard) -> None:
         """Raises ValueError where experts cannot be cut into as many parts."""
@@ -170,4 +181,5 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     down, dim = module.down_proj, 1 if is_transposed else 2
     size = down.shape[dim] * numbers_in(down.dtype)
     sizes = down.shape[0], None, down.shape[3 - dim], size
-    return ExpertsLayout(*sizes, down.dtype, layouts, unit)
+    num_idle = getattr(module, up).shape[0] - down.shape[0]
+    return ExpertsLayout(*sizes, down.dtype, layouts, unit, num_idle)

@@ -14,7 +14,7 @@ from layers.modular_kernel import Pending
 from layers.modular_parts import ExpertOutput, Prepared
 from layers.parallel.collectives import shared_by_all, start_broadcast
 from layers.parallel.exchange import Exchange, of_rows
-from layers.parallel.group import Group
+from layers.parallel.group import Group, expect_agreement
 from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
 from layers.parallel.sharding import adapter_splits
 from layers.parallel.sizes import expect_at_most, most_tokens
@@ -128,8 +128,9 @@ class RankExperts:
         return w13._replace(a=a13), w2._replace(b=b2)
 
     def share_adapters(self, lora: ExpertLora, experts: AdaptedExperts) -> None:
-        """Makes its parameters DTensors, each as the weight that it changes."""
+        """Makes its parameters DTensors, each as the weight that it changes. Raises ValueError where sizes differ."""
         mesh: Any = experts.weight.device_mesh  # type: ignore[attr-defined]
+        expect_agreement(mesh, _facts_of_adapters(lora))
         for name, (placement, blocks) in adapter_splits(experts).items():
             part = lora.get_parameter(name).data
             part = part if blocks is None else part.unflatten(blocks, (2, -1))
@@ -177,6 +178,12 @@ class RankExperts:
         if all(placement.is_replicate() for placement in parameter.placements):
             return shared_by_all(local, self.group) * float(self.group.rank == 0)
         return local if local.dim() == num_dims else local.flatten(split_dim, split_dim + 1)
+
+
+def _facts_of_adapters(lora: ExpertLora) -> dict[str, Any]:
+    """Their sizes: what is drawn on the first rank is sent to others, and what is gathered has that of all."""
+    sizes = {"num_adapters": lora.num_adapters, "rank of adapters": lora.a2.shape[2]}
+    return {**sizes, "gate_up_rank": lora.a13.shape[2], "dtype of adapters": lora.a13.dtype}
 
 
 def _checked(args: FusedExperts) -> FusedExperts:

@@ -57,9 +57,9 @@ class ExpertParallel(ParallelStyle):
     Raises:
         TypeError, ValueError: an option is none, `max_tokens` or `chunk_tokens` is given where ranks have the same
             tokens, or not given for "symmetric". When it is
-            applied: the module is no module of experts, has an option that needs them all on one device, or E is
-            no multiple of W; a module or a style differs between ranks, which the message names; "symmetric" where
-            GPUs do not reach each other's memory.
+            applied: the module is no module of experts, has an option that needs them all on one device, or more
+            experts in one weight than in the other (LongCat-Flash), or E is no multiple of W; a module or a style
+            differs between ranks, which the message names; "symmetric" where GPUs do not reach each other's memory.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
@@ -96,6 +96,8 @@ class ExpertParallel(ParallelStyle):
         """Raises ValueError unless ranks can have equal shares."""
         if layout.num_experts % group.size:
             raise ValueError(f"num_experts={layout.num_experts}: expected a multiple of {group.size} ranks")
+        if group.size > 1:
+            layout.expect_alike()
 
     def _exchange(self, mesh: DeviceMesh, layout: ExpertsLayout, owners: ExpertRanks) -> Exchange:
         dispatcher, most = self.dispatcher, self.portions.of_one_exchange

@@ -180,6 +180,37 @@ def test_state_dicts_of_stacked_experts(style):
 
 
 @on_ranks(2)
+def test_parameters_of_which_one_has_more_experts():
+    """LongCat-Flash's first weight has those that return their input, too: ranks had parts of it that were others'."""
+    from tests.coverage.cases import inputs, is_installed, stock_model
+
+    if not is_installed("flint"):
+        pytest.skip("the router of LongCat-Flash keeps its own code")
+    stock, mesh = stock_model("longcat_flash"), init_device_mesh("cpu", (2,))
+    model = copy.deepcopy(stock)
+    fault = "gate_up_proj has 10 experts, down_proj has 8: expected as many for whole experts on ranks"
+    with pytest.raises(ValueError, match=fault):
+        huggingface.patch(model, mesh=mesh)
+    with pytest.raises(ValueError, match=fault):
+        huggingface.tp_plan(model, ExpertParallel())
+    assert "model.layers.*.mlp.experts.down_proj" in huggingface.tp_plan(model, ExpertTensorParallel())
+    huggingface.patch(model, mesh=mesh, style=ExpertTensorParallel())
+    given = inputs("longcat_flash")
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, stock(**given).logits, rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["default", "tensor"])
+def test_whole_parameters_in_the_place_of_parts(style):
+    """Every rank would have run the first of them for its own."""
+    stock, model = models("gpt_oss", style)
+    model.load_state_dict(stock.state_dict(), assign=True, strict=False)
+    with pytest.raises(TypeError, match=r"gate_up_proj=<.*>: expected a DTensor, for ranks share it"):
+        model(tokens_of(0, style))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("style", ["alltoall", "tensor"])
 def test_a_gathered_state_dict_is_saved(style, tmp_path):
     """By the recipe of docs/parallel.md."""
@@ -193,3 +224,47 @@ def test_a_gathered_state_dict_is_saved(style, tmp_path):
         assert loaded.keys() == expected.keys()
         assert all(torch.equal(each, expected[name]) for name, each in loaded.items())
     dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["alltoall", "tensor"])
+def test_parts_are_not_saved(style, tmp_path):
+    """One rank raised from deep inside, the other had nothing to say."""
+    _, model = models("qwen3_moe", style)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts is shared by ranks: expected a state_dict"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    model.save_pretrained(tmp_path, False, {})  # by place
+    dist.barrier()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["default", "tensor"])
+def test_state_dicts_of_experts_in_rows(style):
+    """dbrx has [E * I, H], which no view of a part of gate and up rows is."""
+    from tests.coverage.cases import outputs, stock_model
+
+    stock, mesh = stock_model("dbrx"), init_device_mesh("cpu", (2,))
+    model = copy.deepcopy(stock)
+    huggingface.patch(model, mesh=mesh, style=STYLES[style], stack_experts=True)
+    saved, expected = model.state_dict(), stock.state_dict()
+    assert saved.keys() == expected.keys()
+    for name, each in saved.items():
+        assert torch.equal(each.full_tensor() if isinstance(each, DTensor) else each, expected[name])
+        assert "experts" not in name or each.to_local().shape[0] * 2 == each.shape[0]
+    with torch.no_grad():
+        for each in model.transformer.blocks[0].ffn.experts.parameters():
+            each.zero_()
+        model.load_state_dict(saved)
+        torch.testing.assert_close(outputs(model, "dbrx")[0], outputs(stock, "dbrx")[0], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+def test_blocks_that_are_patched_as_a_whole_are_not_shared():
+    """Nothing was said, and every rank kept all experts."""
+    from tests.coverage.cases import stock_model
+
+    with pytest.raises(
+        ValueError, match=r"layers.0.feed_forward is a Llama4TextMoe, patched as a whole: exp"
+    ):
+        huggingface.patch(stock_model("llama4"), mesh=init_device_mesh("cpu", (2,)))

@@ -133,6 +133,27 @@ def model_and_its_stock(family, folder, style):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("style", ["experts", "parts"])
+def test_what_was_loaded_by_parts_is_saved(family, style, tmp_path):
+    """transformers gathers it, but for gate and up that are apart: it wrote them so, and loaded them no more."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    stock, chosen = saved(family, before), STYLES[style]()
+    model, mesh = loaded(stock, before, planned(stock, chosen)), init_device_mesh("cpu", (2,))
+    huggingface.patch(model, mesh=mesh, style=chosen)
+    if (family, style) == ("qwen3_moe", "parts"):
+        with pytest.raises(ValueError, match="experts is shared by ranks: expected a state_dict"):
+            model.save_pretrained(after)
+        return
+    huggingface.add_adapters(model, 1, 2, torch.zeros(1, dtype=torch.int32))
+    model.save_pretrained(after)
+    dist.barrier()
+    expected = stock.state_dict()
+    for name, each in type(stock).from_pretrained(after).state_dict().items():
+        torch.testing.assert_close(each, expected[name])
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("style", STYLES)
 def test_the_rest_is_split_where_ranks_have_the_same_tokens(style, tmp_path):
     model, stock = model_and_its_stock("qwen3_moe", tmp_path, STYLES[style]())

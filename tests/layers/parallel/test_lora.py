@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import MoEBlock, RouterOutput, SharedExpertConfig
+from layers import ExpertLora, MoEBlock, RouterOutput, SharedExpertConfig
 from layers.parallel import AllGatherMonolithic, ExpertParallel, ExpertTensorParallel
 from moe_ops import Activation
 from tests.helpers import assert_matches_oracle, assert_same, usually
@@ -138,6 +138,25 @@ def test_adapters_come_after_the_style():
     attach(layer, make_adapters(layer), ids_of(0))
     with pytest.raises(ValueError, match="module has lora: expected None, adapters are made for what a rank"):
         parallelize_module(layer, mesh, ExpertParallel())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["allgather", "tensor"])
+def test_adapters_of_other_sizes_on_other_ranks(style):
+    """The first rank's were sent to ranks that had room for others."""
+    layer = parallelize_module(make_layer(config()), init_device_mesh("cpu", (2,)), STYLES[style]())
+    own, usual = dist.get_rank() + 1, (2, 3)
+    for sizes, options, name in (
+        ((own, 3), {}, "num_adapters"),
+        ((2, own), {"gate_up_rank": 3}, "rank of adapters"),
+        (usual, {"gate_up_rank": own}, "gate_up_rank"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} differs between ranks: 1 on rank 0; 2 on rank 1; exp"):
+            ExpertLora(layer, *sizes, ids_of(0), **options)
+    dtype = (torch.float32, torch.bfloat16)[dist.get_rank()]
+    with pytest.raises(ValueError, match=r"dtype of adapters differs between ranks: torch.float32 on rank 0"):
+        ExpertLora(layer, *usual, ids_of(0), dtype=dtype)
+    assert ExpertLora(layer, *usual, ids_of(0)).num_adapters == 2
 
 
 @on_ranks(1)

@@ -110,7 +110,68 @@ def test_sums_of_other_numbers_of_tokens(style):
     assert sharded(torch.randn(3, H), torch.randn(3, E)).shape == (3, H)
 
 
-@pytest.mark.parametrize(("max_norm", "error"), [(-1.0, ValueError), ("1", TypeError)])
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["allreduce", "tensor"])
+def test_whole_parameters_in_the_place_of_parts(style):
+    """Every rank would have run the first of them for its own."""
+    layer = FusedMoE(MoEConfig(E, K, H, I, activation="relu2"))
+    sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
+    state = {name: each.clone() for name, each in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"w13_weight=.*: expected a DTensor, for ranks share it"):
+        sharded.load_state_dict(state, assign=True)
+    with pytest.raises(TypeError, match=r"w2_weight=.*: expected a DTensor"):
+        sharded.w2_weight = layer.w2_weight
+    own = {name: each.detach().clone() for name, each in sharded.state_dict().items()}
+    sharded.load_state_dict(own, assign=True)
+    assert sharded(torch.randn(3, H), torch.randn(3, E)).shape == (3, H)
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "error"),
+    [(-1.0, ValueError), (float("nan"), ValueError), ("1", TypeError), (True, TypeError), (None, TypeError)],
+)
 def test_norms_that_are_none(max_norm, error):
     with pytest.raises(error, match=f"max_norm={max_norm!r}: expected"):
         clip_grad_norm_(torch.ones(3), max_norm)
+
+
+def test_norms_in_tensors():
+    with pytest.raises(ValueError, match=r"max_norm=-1.0: expected at least 0"):
+        clip_grad_norm_(torch.ones(3), torch.tensor(-1.0))
+    with pytest.raises(ValueError, match=r"max_norm has shape \[3\]: expected one number"):
+        clip_grad_norm_(torch.ones(3), torch.ones(3))
+
+
+@pytest.mark.parametrize("max_norm", [float("inf"), 100, torch.tensor(50.0), torch.tensor([50.0])], ids=str)
+def test_norms_that_clip_nothing(max_norm):
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    assert clip_grad_norm_(parameter, max_norm) == 6 and torch.equal(parameter.grad, torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "error"),
+    [
+        (-1.0, ValueError),
+        (0, ValueError),
+        (float("nan"), ValueError),
+        ("2", TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ],
+)
+def test_kinds_of_norms_that_are_none(norm_type, error):
+    with pytest.raises(error, match=f"norm_type={norm_type!r}: expected a number"):
+        clip_grad_norm_(torch.ones(3), 1.0, norm_type)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        (None, "parameters=None: expected Tensor or Iterable"),
+        (["a"], r"parameters\[0\]='a': expected Tensor"),
+    ],
+)
+def test_what_has_no_gradients(parameters, message):
+    with pytest.raises(TypeError, match=message):
+        clip_grad_norm_(parameters, 1.0)
