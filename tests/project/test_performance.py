@@ -263,6 +263,19 @@ def test_the_page_shows_what_zero_points_cost() -> None:
             assert f"| {float(with_zeros):.0f} ({share:.2f}) |" in row
 
 
+def test_the_page_shows_what_words_take() -> None:
+    section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
+    line = re.compile(r"(\S+) +(MXFP4|int4|int4 zero 32) +T=(\d+) +(\S+) +(\S+) +(\S+)  \S+e-?\S+")
+    lines = (QUANTISED.parent / "words.txt").read_text().splitlines()
+    found = [each.groups() for each in map(line.fullmatch, lines) if each]
+    assert len(found) == 96
+    for layer, how, tokens, before, since, share in found:
+        (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {how} |")][-1:]
+        assert abs(float(since) / float(before) - float(share)) < 1e-3
+        if tokens != "8":
+            assert f"| {float(since):.0f} ({float(share):.2f}) |" in row
+
+
 def test_the_page_shows_what_adapters_beside_quantised_experts_take() -> None:
     page, line = (ROOT / "docs" / "lora.md").read_text(), re.compile(r"(\S+) T=(\d+): (.*)")
     lines = (QUANTISED.parent / "quantised-lora.txt").read_text().splitlines()

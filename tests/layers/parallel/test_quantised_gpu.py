@@ -75,7 +75,9 @@ def expect_same(actual, expected):
 @of_dtypes
 @of_formats
 def test_values(form, dtype):
-    layer, rank = make_layer(form, dtype), dist.get_rank()
+    """Quantised rows in bfloat16 only: in float32 what sums differ by may bring some to the next of 8 bits."""
+    rows = {} if dtype == torch.bfloat16 else {"rows": "exact"}
+    layer, rank = make_layer(form, dtype, **rows), dist.get_rank()
     shared = {name: share(layer, style) for name, style in (WHOLE | PARTS).items()}
     for name in ("symmetric", "auto", "two batches"):
         assert isinstance(shared[name].parallel.exchange, SymmetricPrepareAndFinalize)
