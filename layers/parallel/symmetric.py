@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from layers._checks import expect_positive, expect_type
+from layers._checks import expect_finite, expect_positive, expect_type
 from layers.carried import as_bytes
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel._compat import symmetric_memory
@@ -87,6 +87,9 @@ class SymmetricPrepareAndFinalize(Exchange):
         }
         for name, value in sizes.items():
             expect_positive(name, value)
+        expect_finite("timeout", timeout)
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout}: expected more than 0 seconds")
         expect_owners(owners, group)
         super().__init__(group, owners=owners, dtype=dtype, timeout=timeout, **sizes)
         self.owners, self.max_tokens, self._most = owners, max_tokens, max_tokens

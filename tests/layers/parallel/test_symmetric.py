@@ -106,6 +106,9 @@ def test_refused():
             SymmetricPrepareAndFinalize(dist.group.WORLD, owners(config()), **{**SIZES, name: 0})
     with pytest.raises(TypeError, match="dtype"):
         SymmetricPrepareAndFinalize(dist.group.WORLD, owners(config()), **SIZES, dtype="bfloat16")
+    for timeout, error in ((float("inf"), ValueError), (0, ValueError), (True, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match=f"timeout={timeout!r}"):
+            SymmetricPrepareAndFinalize(dist.group.WORLD, owners(config()), **SIZES, timeout=timeout)
     kernel = kernel_of(make_layer(config()))
     hidden, routed = tokens_of(0, ALONE, sizes="most")
     more = (torch.cat([each, each[:1]]) for each in (hidden, routed.topk_weights, routed.topk_ids))
