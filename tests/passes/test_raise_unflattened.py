@@ -251,7 +251,11 @@ def in_turn(x, weights, ids, w13, w2):
 
 
 @pytest.mark.parametrize("by_time", [False, True])
-@pytest.mark.parametrize(("experts", "sizes"), mixed((all_at_once, in_turn), SIZES), ids=str)
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    mixed((all_at_once, in_turn), SIZES),
+    ids=lambda each: getattr(each, "__name__", str(each)),
+)
 def test_tokens_that_are_seen_flat(experts, sizes, by_time):
     """Behind views their rows are those of [B, S, H], or of [S, B, H]."""
     inputs = layer(*sizes)
