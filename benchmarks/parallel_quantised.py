@@ -29,7 +29,7 @@ def quantised(state: State) -> list[Row]:
     """A few tokens of each rank and many, for each format: its experts in parts, and whole behind exchanges."""
     rows: list[Row] = []
     for name, quantise in _FORMATS.items():
-        plain = make_layer(state, state.scale.workload)
+        plain = make_layer(state, state.scale.quantised)
         whole = copy.deepcopy(plain)
         quantise(whole)
         for tokens in (*state.scale.decode, state.scale.prefill // state.size):
@@ -39,7 +39,7 @@ def quantised(state: State) -> list[Row]:
 
 def _times(state: State, plain: FusedMoE, whole: FusedMoE, tokens: int) -> Row:
     parts = [
-        routed_evenly(replace(state, rank=rank), tokens, state.scale.workload, 7)
+        routed_evenly(replace(state, rank=rank), tokens, state.scale.quantised, 7)
         for rank in range(state.size)
     ]
     hidden, *chosen = (torch.cat(each) for each in zip(*parts, strict=True))

@@ -27,6 +27,7 @@ class Scale:
     Attributes:
         exchanged: tokens of a rank.
         workload: of layers.
+        quantised: the same, large enough to have blocks of scales.
         prefill: tokens of all ranks.
         decode: tokens of a rank.
         dtype: of tokens and weights.
@@ -35,6 +36,7 @@ class Scale:
 
     exchanged: tuple[int, ...]
     workload: Workload
+    quantised: Workload
     prefill: int
     decode: tuple[int, ...]
     dtype: torch.dtype
@@ -42,8 +44,9 @@ class Scale:
     calls: int
 
 
-FULL = Scale((128, 4096), WORKLOADS["W3"], 16384, (1, 8, 32, 128), torch.bfloat16, 15, 10)
-SMALL = Scale((8,), Workload("small", 8, 2, 128, 256), 16, (2,), torch.float32, 2, 2)
+FULL = Scale((128, 4096), WORKLOADS["W3"], WORKLOADS["W3"], 16384, (1, 8, 32, 128), torch.bfloat16, 15, 10)
+_SMALL = Workload("small", 8, 2, 32, 16), Workload("small, in blocks", 8, 2, 128, 256)
+SMALL = Scale((8,), *_SMALL, 16, (2,), torch.float32, 2, 2)
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,14 @@ def test_parts_on_a_cpu(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(ranks, "process_context", lambda: multiprocessing.get_context("spawn"))
     out = tmp_path / "parallel.json"
     out.write_text(json.dumps({"layer": [{"way": "of another run"}]}))
-    given = "--only", "problems,backward,exchange,rebalancing", "--problems", "3", "--out", str(out)
+    given = "--only", "problems,backward,exchange,quantised,rebalancing", "--problems", "3", "--out", str(out)
     assert parallel_bench.main(arguments(*given)) == 0
     found = json.loads(out.read_text())
     assert found["layer"] == [{"way": "of another run"}] and found["machine"]["ranks"] == 2
     assert found["problems"]["problems"] == 3
     assert [found["problems"][f"{name} wrong"] for name in ("allgather", "padded", "variable")] == [0, 0, 0]
     assert len(found["backward"]) == len(found["exchange"]) == 3
+    assert [row["tokens_per_rank"] for row in found["quantised"]] == [2, 8] * 3
     (moved,) = found["rebalancing"]
     assert 1 <= moved["busiest_after"] < moved["busiest"]
     told = capfd.readouterr().out
