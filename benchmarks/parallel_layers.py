@@ -1,6 +1,7 @@
 """Layers of `python -m benchmarks parallel`: prefill on W ranks against one, decode with experts whole and in parts."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -24,6 +25,8 @@ from benchmarks.parallel_state import (
 from layers import FusedMoE, RouterOutput
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 
+Call = Callable[[], Tensor]
+
 
 def styles(state: State, tokens: int) -> dict[str, Any]:
     """Ways to share experts whole, for at most so many tokens of a rank."""
@@ -38,8 +41,7 @@ def styles(state: State, tokens: int) -> dict[str, Any]:
 
 def sharded(state: State, whole: FusedMoE, style: Any) -> FusedMoE:
     """A layer of the same weights, shared in this way. `whole` keeps its own."""
-    layer = FusedMoE(whole.config, device="meta", dtype=state.scale.dtype)
-    layer.load_state_dict(whole.state_dict(), assign=True)
+    layer = copy.deepcopy(whole, {id(each): each for each in whole.parameters()})
     return parallelize_module(layer, state.mesh["ep"], style, src_data_rank=None)  # all have the same
 
 
@@ -55,7 +57,7 @@ def layer(state: State) -> list[Row]:
     every = hidden, RouterOutput(hidden, weights, ids)
     mine = parts[state.rank][0], RouterOutput(*parts[state.rank])
     expected = whole(*every)[state.rank * each :][:each]
-    calls: dict[str, Callable[[], Tensor]] = {"one rank": partial(whole, *every)}
+    calls: dict[str, Call] = {"one rank": partial(whole, *every)}
     for name, style in styles(state, each).items():
         calls[name] = partial(sharded(state, whole, style), *mine)
         expect_close(state, calls[name](), expected, name)
@@ -85,22 +87,29 @@ def decode(state: State) -> list[Row]:
     rows: list[Row] = []
     workload = state.scale.workload
     whole = make_layer(state, workload)
-    in_parts = sharded(state, whole, ExpertTensorParallel())
     for tokens, draw in product(state.scale.decode, (routed, routed_evenly)):
         parts = [draw(replace(state, rank=rank), tokens, workload, 7) for rank in range(state.size)]
-        every, mine = (torch.cat(each) for each in zip(*parts, strict=True)), parts[state.rank]
-        hidden, *chosen = every
-        calls: dict[str, Callable[[], Tensor]] = {
-            "tensor parallel": partial(in_parts, hidden, RouterOutput(hidden, *chosen))
-        }
-        expected = whole(hidden, RouterOutput(hidden, *chosen))
-        for name, style in styles(state, tokens).items():
-            if "batches" not in name:
-                calls[name] = partial(sharded(state, whole, style), mine[0], RouterOutput(*mine))
-        for name, call in calls.items():
-            part = expected if name == "tensor parallel" else expected[state.rank * tokens :][:tokens]
-            expect_close(state, call(), part, f"{name}, {tokens} tokens")
-        times = {f"{name} us": us for name, us in in_graphs_us(state, calls).items()}
-        busiest = busiest_rank(chosen[1], state.size, workload.num_experts)
+        times = {f"{name} us": us for name, us in in_graphs_us(state, ways(state, whole, parts)).items()}
+        busiest = busiest_rank(torch.cat([ids for *_, ids in parts]), state.size, workload.num_experts)
         tell(state, rows, tokens_per_rank=tokens, busiest=busiest, **times)
     return rows
+
+
+def ways(state: State, whole: FusedMoE, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[str, Call]:
+    """Experts in parts, with all tokens on every rank, and whole ones behind each exchange, with a rank's own.
+
+    Each gives what `whole` does. parts: of each rank, as `routed` draws them.
+    """
+    (hidden, *chosen), mine = (torch.cat(each) for each in zip(*parts, strict=True)), parts[state.rank]
+    every, tokens = (hidden, RouterOutput(hidden, *chosen)), len(mine[0])
+    calls: dict[str, Call] = {
+        "tensor parallel": partial(sharded(state, whole, ExpertTensorParallel()), *every)
+    }
+    for name, style in styles(state, tokens).items():
+        if "batches" not in name:
+            calls[name] = partial(sharded(state, whole, style), mine[0], RouterOutput(*mine))
+    expected = whole(*every)
+    for name, call in calls.items():
+        part = expected if name == "tensor parallel" else expected[state.rank * tokens :][:tokens]
+        expect_close(state, call(), part, f"{name}, {tokens} tokens")
+    return calls

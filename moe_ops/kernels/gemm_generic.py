@@ -48,9 +48,8 @@ def grouped_gemm_generic_kernel(
         up_row_ptr = up_expert_ptr + offset(up_columns, weight_stride_n)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-        deep = (
-            tl.where(expert < num_experts, depth, 0) if TAIL else depth
-        )  # rows past the last expert are zeros
+        # Rows past the last expert are zeros.
+        deep = tl.where(expert < num_experts, depth, 0) if TAIL else depth
         for k in range(0, deep, BLOCK_K):
             inner = k + depths
             inside = inner < depth

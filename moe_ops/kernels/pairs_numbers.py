@@ -182,29 +182,32 @@ def _in_words(pairs):
 
 @triton.jit
 def side_by_side(first, second, third, last):
-    """[N, K / 8, 2] numbers of words, four apart from 0, 1, 2 and 3 on, as [N, K] in the order of `beside_words`."""
-    N: tl.constexpr = first.shape[0]
-    WORDS: tl.constexpr = first.shape[1]
+    """[N, K / 8, 2] numbers of words, four apart from the first to the fourth on, as [N, K]."""
     numbers = tl.join(tl.join(first, third), tl.join(second, last))  # N, word, half, two, one
-    numbers = numbers.reshape(N, WORDS // 4, 4, 2, 2, 2).trans(0, 1, 4, 5, 2, 3)
-    return numbers.reshape(N, 8 * WORDS)
+    return numbers.reshape(first.shape[0], 8 * first.shape[1])
 
 
 @triton.jit
-def beside_words(x):
-    """[M, K] as [K, M], in the order in which `unpacked_by_words` has columns.
+def _ordered(rows):
+    """[M, K] with columns in the order that words of them give.
 
     Of 32 columns four words beside each other hold eight each: first come those that each has as its first number of
     both halves, then as its second. So a thread that needs two columns in every eighth of them for the tensor cores has
     all numbers of a word.
     """
-    ordered = x.reshape(x.shape[0], x.shape[1] // 32, 4, 2, 2, 2).trans(0, 1, 4, 5, 2, 3)
-    return ordered.reshape(x.shape[0], x.shape[1]).trans(1, 0)
+    ordered = rows.reshape(rows.shape[0], rows.shape[1] // 32, 4, 2, 2, 2).trans(0, 1, 4, 5, 2, 3)
+    return ordered.reshape(rows.shape[0], rows.shape[1])
 
 
 @triton.jit
-def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
-    """As `unpacked`, of 16 bits and in another order of columns."""
+def beside_words(x):
+    """[M, K] as [K, M], in the order in which `unpacked_by_words` has columns."""
+    return _ordered(x).trans(1, 0)
+
+
+@triton.jit
+def _of_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
+    """[N, K] weights of 16 bits, each word's numbers from one load."""
     IN_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     words = _in_words(pairs)
     WORDS: tl.constexpr = words.shape[1]
@@ -230,9 +233,16 @@ def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.co
             pack=1,
         )
     factor = spread_scale(factor, WORDS)
-    return side_by_side(
-        _products(first, factor, DTYPE),
-        _products(second, factor, DTYPE),
-        _products(third, factor, DTYPE),
-        _products(last, factor, DTYPE),
-    )
+    first, third = _products(first, factor, DTYPE), _products(third, factor, DTYPE)
+    second, last = _products(second, factor, DTYPE), _products(last, factor, DTYPE)
+    return side_by_side(first, second, third, last)
+
+
+@triton.jit
+def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
+    """As `unpacked`, in another order of columns. Float32 is for the interpreter, whose kernel is as a GPU's then."""
+    if tl.float32 == DTYPE:
+        weight = _in_32_bits(pairs, factor, shift, IS_MXFP4)
+    else:
+        weight = _of_words(pairs, factor, shift, DTYPE, IS_MXFP4)
+    return _ordered(weight)

@@ -83,9 +83,9 @@ def _multiply_tile(
     IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
     IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
     DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
-    MOST: tl.constexpr = 64 if IS_MXFP4 else 32
+    MOST: tl.constexpr = 64 if IS_MXFP4 else 32  # rows, by measurement on an H200
     IS_LOW: tl.constexpr = BY_WORDS and BLOCK_M <= MOST
-    IN_WORDS: tl.constexpr = IS_LOW and tl.float32 != DTYPE
+    IN_WORDS: tl.constexpr = IS_LOW and (INTERPRETED or tl.float32 != DTYPE)
     AHEAD: tl.constexpr = IS_LOW and scale_ptr.dtype.element_ty != tl.float32
     ZEROS_AHEAD: tl.constexpr = IS_LOW and not AHEAD
     STEPS: tl.constexpr = 2 if AHEAD else 1

@@ -173,29 +173,45 @@ def test_scales_in_both_halves_of_a_word():
 
 
 @triton.jit
-def _ordered_kernel(x_ptr, numbers_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+def _side_by_side_kernel(numbers_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr):
     """Numbers lie [4, N, K / 8, 2]: each output's of every word."""
-    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * K + tl.arange(0, K)[None, :])
     words = tl.arange(0, N)[:, None, None] * (K // 8) + tl.arange(0, K // 8)[None, :, None]
     place = numbers_ptr + words * 2 + tl.arange(0, 2)[None, None, :]
     SIZE: tl.constexpr = N * K // 4
     weight = pairs.side_by_side(
         tl.load(place), tl.load(place + SIZE), tl.load(place + 2 * SIZE), tl.load(place + 3 * SIZE)
     )
-    product = tl.sum(weight[:, :, None] * pairs.beside_words(x)[None, :, :], 1)
-    tl.store(out_ptr + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :], product)
+    tl.store(out_ptr + tl.arange(0, N)[:, None] * K + tl.arange(0, K)[None, :], weight)
 
 
 @interpreted
 @pytest.mark.parametrize("depth", [32, 64, 128])
-def test_columns_of_words_and_tokens_are_in_one_order(depth):
-    x, weight = torch.randint(-9, 9, (4, depth)).float(), torch.randint(-9, 9, (8, depth)).float()
+def test_numbers_of_words_lie_as_their_columns_do(depth):
+    weight = torch.randint(-9, 9, (8, depth)).float()
     numbers = (
         weight.view(8, depth // 8, 2, APART).permute(3, 0, 1, 2).contiguous()
     )  # as `_of_words` finds them
-    out = torch.empty(8, 4)
-    _ordered_kernel[(1,)](x, numbers, out, 4, 8, depth)
-    assert torch.equal(out, weight @ x.T)
+    out = torch.empty(8, depth)
+    _side_by_side_kernel[(1,)](numbers, out, 8, depth)
+    assert torch.equal(out, weight)
+
+
+@triton.jit
+def _beside_kernel(x_ptr, out_ptr, M: tl.constexpr, K: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, M)[:, None] * K + tl.arange(0, K)[None, :])
+    tl.store(out_ptr + tl.arange(0, K)[:, None] * M + tl.arange(0, M)[None, :], pairs.beside_words(x))
+
+
+@interpreted
+def test_a_thread_of_the_tensor_cores_has_whole_words():
+    """Of 16 columns it multiplies 2t, 2t + 1, 2t + 8 and 2t + 9; of 32 in a row t is one word's."""
+    columns, out = torch.arange(64).float().repeat(2, 1), torch.empty(64, 2)
+    _beside_kernel[(1,)](columns, out, 2, 64)
+    words = (out[:, 0].long() // 8).view(
+        2, 2, 2, 4, 2
+    )  # 32 columns, 16 of them, 8 of them, thread, two beside each other
+    for half, thread in ((half, thread) for half in range(2) for thread in range(4)):
+        assert (words[half, :, :, thread] == 4 * half + thread).all()
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Quantised experts on two GPUs, whole and in parts, against the layer of one: values, adapters, captured."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from layers.parallel import (
 )
 from tests.helpers import RELATIVE_NORM, relative_error
 from tests.layers.lora import attach, draw_ids, make_adapters
-from tests.layers.parallel.world import on_gpu_ranks
+from tests.layers.parallel.world import captured, on_gpu_ranks
 
 E, K, H, I, MOST = 14, 3, 512, 256, 33
 SIZES = (7, 0), (0, 5), (33, 16), (1, 1)
@@ -97,14 +98,7 @@ def test_captured_and_replayed_with_another_routing(form):
         shared = share(layer, {**WHOLE, "in parts": ExpertTensorParallel("allgather", max_tokens=MOST)}[name])
         hidden, routed = given_of(rank, 20, torch.bfloat16)
         with torch.no_grad():
-            for _ in range(3):
-                shared(hidden, routed)
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                out = shared(hidden, routed)
+            graph, out = captured(partial(shared, hidden, routed))
             for step in range(1, 10):
                 fresh, chosen = given_of(rank, 20, torch.bfloat16, step)
                 hidden.copy_(fresh)

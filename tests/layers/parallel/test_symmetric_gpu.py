@@ -1,5 +1,7 @@
 """The exchange over symmetric memory on two GPUs, beside the others: values, gradients, compiled, captured."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from layers.parallel import (
 from moe_ops.peers import aligned
 from tests.helpers import assert_matches_oracle, assert_same
 from tests.layers.parallel.test_exchanges import differentiable, oracle
-from tests.layers.parallel.world import on_gpu_ranks
+from tests.layers.parallel.world import captured, on_gpu_ranks
 
 E, K, H, I, MOST = 13, 3, 64, 48, 33
 SIZES = {"uneven": (7, 33), "empty": (0, 5), "none": (0, 0), "one": (1, 33)}
@@ -150,14 +152,7 @@ def test_captured_and_replayed_with_another_routing(dtype):
         for name in ("symmetric", "all_gather", "padded"):
             kernel = kernel_of(name, layer)
             hidden, routed = tokens_of(rank, 20, dtype=dtype)
-            for _ in range(3):
-                kernel(hidden, routed)
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                out = kernel(hidden, routed)
+            graph, out = captured(partial(kernel, hidden, routed))
             for step in range(1, 21):
                 fresh, chosen = tokens_of(rank, 20, ROUTINGS[step % 3], dtype, step)
                 hidden.copy_(fresh)

@@ -28,6 +28,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -166,6 +167,21 @@ def on_gpu_ranks(size: int, timeout: float = 2 * TIMEOUT):
         return pytest.mark.gpu(pytest.mark.skipif(few, reason=f"needs {size} GPUs")(test))
 
     return decorated
+
+
+def captured(call: Callable[[], Any]) -> tuple[Any, Any]:
+    """A CUDA graph of a call that every rank makes, and what it writes when replayed."""
+    import torch.distributed as dist
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call()
+    return graph, out
 
 
 def on_ranks(*sizes: int, timeout: float = TIMEOUT, backend: str = "gloo"):
