@@ -140,7 +140,7 @@ class Transplant:
             raise Refusal(place, f"{describe(given)} is changed in place")
         if given not in self.copies:
             self.copies[given] = self.graph.call_function(aten.clone.default, (held,))
-            self.copies[given].meta[VALUE] = _recorded(held.meta[VALUE], has_gradient=False)
+            self.copies[given].meta[VALUE] = held.meta[VALUE]
         return self.copies[given]
 
     def _is_before(self, node: Node | None, place: Node) -> bool:

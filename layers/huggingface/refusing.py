@@ -61,14 +61,14 @@ def _before_saving(own: Callable[..., Any]) -> Callable[..., Any]:
     def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
         given = signature(own).bind(self, *args, **options).arguments
         if given.get("state_dict") is None:
-            _expect_savable(self, bool(given.get("distributed_checkpoint")))
+            _expect_savable(self)
         return own(self, *args, **options)
 
     save_pretrained.__module__ = __name__
     return save_pretrained
 
 
-def _expect_savable(model: Any, is_distributed: bool) -> None:
+def _expect_savable(model: Any) -> None:
     """Raises ValueError for experts that were quantised, or that ranks share in a way that transformers knows not."""
     for name, module in model.named_modules():
         if hasattr(module, "moe_ops_format"):
@@ -76,7 +76,7 @@ def _expect_savable(model: Any, is_distributed: bool) -> None:
                 f"{name} was quantised by quantise_experts, of which a checkpoint says nothing: expected "
                 "save_pretrained before that, or a state_dict"
             )
-        if hasattr(module, "moe_ops_parallel") and not is_distributed and not _is_gathered(model, module):
+        if hasattr(module, "moe_ops_parallel") and not _is_gathered(model, module):
             raise ValueError(
                 f"{name} is shared by ranks: expected a state_dict that all of them gathered, as docs/parallel.md says"
             )

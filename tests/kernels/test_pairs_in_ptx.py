@@ -6,8 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from moe_ops.kernels import pairs_numbers as pairs
+from moe_ops.pairs import paired
 from tests.kernels.test_scaled_pairs import number
 
 BYTES = torch.arange(256)
@@ -226,3 +228,77 @@ def test_bytes_in_words():
     given, out = torch.randint(0, 256, (8, 16), dtype=torch.uint8), torch.empty(8, 4, dtype=torch.int32)
     _words_kernel[(1,)](given, out, 8, 16)
     assert torch.equal(out, given.view(torch.int32))
+
+
+class _Made:
+    """What the interpreter takes of `inline_asm`."""
+
+    def __init__(self, words: list[torch.Tensor]) -> None:
+        self.words = words
+
+    def get_result(self, index: int) -> interpreter.TensorHandle:
+        return interpreter.TensorHandle(self.words[index].numpy().astype("uint32").view("int32"), tl.int32)
+
+
+@pytest.fixture
+def ptx_by_instructions(monkeypatch):
+    """The interpreter runs PTX as `_run` does."""
+
+    def create(ptx, constraints, values, types, is_pure, pack):
+        given = [torch.from_numpy(each.data.astype("int64")) & 0xFFFFFFFF for each in values]
+        return _Made(_run(ptx, *given, outputs=len(types)))
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "create_inline_asm", create)
+
+
+@triton.jit
+def _unpacked_kernel(
+    pairs_ptr, scale_ptr, zero_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
+    DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr, BY_WORDS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, N)[:, None]
+    groups = rows * (K // 32) + tl.arange(0, K // 32)[None, :]
+    given = tl.load(pairs_ptr + rows * (K // 2) + tl.arange(0, K // 2)[None, :])
+    factor, shift = pairs.factors(tl.load(scale_ptr + groups), DTYPE), None
+    if zero_ptr is not None:
+        shift = pairs.shifts(tl.load(zero_ptr + groups), DTYPE)
+    if BY_WORDS:
+        weight = pairs._of_words(given, factor, shift, DTYPE, IS_MXFP4)
+    else:
+        weight = pairs._of_bytes(given, factor, shift, DTYPE, IS_MXFP4)
+    tl.store(out_ptr + rows * K + tl.arange(0, K)[None, :], weight.to(tl.float32))
+
+
+FORMATS = [("mxfp4", torch.uint8, torch.bfloat16)] + [
+    (form, scale, dtype)
+    for form in ("integers", "zero points")
+    for scale, dtype in (
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    )
+]
+
+
+@interpreted
+@pytest.mark.parametrize("by_words", [True, False])
+@pytest.mark.parametrize(("form", "scale_dtype", "dtype"), FORMATS, ids=str)
+def test_weights_of_16_bits(form, scale_dtype, dtype, by_words, ptx_by_instructions):
+    """In the order of columns: what helpers make of PTX is put where it belongs."""
+    codes = torch.randint(0, 16, (8, 64))
+    stored = paired(codes)
+    zero = torch.randint(0, 16, (8, 2), dtype=torch.uint8) if form == "zero points" else None
+    if form == "mxfp4":
+        scale = torch.randint(120, 134, (8, 2), dtype=torch.uint8)
+        numbers = torch.tensor([[number(code) for code in row] for row in codes.tolist()])
+        factor = 2.0 ** (scale.double() - 64 - 126)  # numbers are 2**126 times as small
+    else:
+        scale = (torch.rand(8, 2) + 0.5).to(scale_dtype)
+        factor, less = scale.double(), 8 if zero is None else zero.long().repeat_interleave(32, 1)
+        numbers = (codes - less).double()
+    out = torch.empty(8, 64)
+    names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    _unpacked_kernel[(1,)](stored, scale, zero, out, 8, 64, names[dtype], form == "mxfp4", by_words)
+    exact = numbers.double() * factor.repeat_interleave(32, 1)
+    assert (out.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()

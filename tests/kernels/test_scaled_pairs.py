@@ -196,6 +196,11 @@ def test_steps_are_even_where_they_divide_the_depth():
         assert _planned(depth=depth, rows=rows).args["EVEN"] is even, (depth, rows)
 
 
+def test_without_depth_a_group_has_a_column():
+    """Triton divides by constants while it compiles."""
+    assert _planned(depth=0).args["BLOCK_COLUMNS"] == 1 and _planned().args["BLOCK_COLUMNS"] == 32
+
+
 def test_rows_by_words_lie_side_by_side():
     assert _planned().args["BY_WORDS"]
     assert not _planned(depth=48).args["BY_WORDS"]  # no boxes

@@ -68,6 +68,24 @@ def test_a_bias_that_weighs_too_is_left():
     assert not run.raised and "is changed in place" in run.refused[0]
 
 
+def test_logits_that_change_later_are_left():
+    """What a router reads besides its bias has gradients."""
+
+    def function(x, logits, w13, w2):
+        scores, ids = logits.topk(TOP_K)
+        out = stock.batched_experts(x, scores.softmax(-1), ids, w13, w2)
+        with torch.no_grad():
+            logits.mul_(0.5)
+        return out
+
+    run, (x, _, w13, w2) = Run(), float32(9)
+    logits = torch.randn(9, EXPERTS)
+    wanted = grads(function, [each.double() for each in (x, logits, w13, w2)])
+    for one, other in zip(grads(run.compile(function), (x, logits, w13, w2)), wanted, strict=True):
+        assert relative_error(one, other) <= ALLOWED
+    assert "topk_routing" not in run.raised
+
+
 def test_weights_that_change_later_are_left():
     """Where the first product has a gradient, that of the second one reads its weight."""
 

@@ -181,15 +181,6 @@ def _best(x, router, w13, w2):
     return _one_each(x, *F.linear(x, router).float().softmax(-1).max(-1), w13, w2)
 
 
-def _shared(x, router, w13, w2):
-    """`einsums`, gate and up at once, of tokens [T, 1, H]."""
-    weights, ids = softmax_router(F.linear(x[:, 0], router))
-    stacked = w13[ids].reshape(-1, TOP_K * 2 * stock.INTERMEDIATE, HIDDEN).transpose(1, 2)
-    activated = swiglu(torch.bmm(x, stacked).view(-1, TOP_K, 2 * stock.INTERMEDIATE))
-    out = torch.einsum("tei,tehi->teh", activated, w2[ids])
-    return torch.einsum("teh,te->th", out, weights.to(x.dtype))
-
-
 def _two_inputs(x, router, w13, w2):
     weights, ids = softmax_router(F.linear(x, router))
     order, offsets = stock.sorted_slots(ids)
@@ -229,11 +220,6 @@ ELSEWHERE = {
         _one_each,
         (layer(9)[0], *_ids(9), *layer(9)[2:]),
         "expert ids come from the graph input",
-    ),
-    "tokens [T, 1, H]": (
-        _shared,
-        (layer(9)[0].unsqueeze(1), *layer(9)[1:]),
-        r"rows come from the graph input .*, not from tokens \[T, H\]",
     ),
     "gate and up of different tokens": (
         _two_inputs,

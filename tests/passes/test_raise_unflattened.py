@@ -262,3 +262,24 @@ def test_tokens_that_are_seen_flat(experts, sizes, by_time):
     result, out = computed(seen_flat(experts, by_time), *inputs, passes=PIPELINE)
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
     assert_matches_oracle(out, exact(inputs))
+
+
+def one_in_a_batch(x, router, w13, w2):
+    """Tokens [T, 1, H], each multiplied with all weights of its experts at once."""
+    weights, ids = softmax_router(F.linear(x[:, 0], router))
+    stacked = w13[ids].reshape(-1, TOP_K * 2 * INTERMEDIATE, HIDDEN).transpose(1, 2)
+    activated = swiglu(torch.bmm(x, stacked).view(-1, TOP_K, 2 * INTERMEDIATE))
+    out = torch.einsum("tei,tehi->teh", activated, w2[ids])
+    return torch.einsum("teh,te->th", out, weights.to(x.dtype))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_one_token_in_a_batch(sizes):
+    tokens, dtype, dynamic = sizes
+    inputs = stock.layer(tokens, dtype)
+    batches = inputs._replace(hidden_states=inputs.hidden_states.unsqueeze(1))
+    if dynamic:
+        torch._dynamo.mark_dynamic(batches.hidden_states, 0)
+    result, out = computed(one_in_a_batch, *batches, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+    assert_matches_oracle(out, oracle(inputs, stock.grouped))

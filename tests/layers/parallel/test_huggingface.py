@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from layers import huggingface
+from layers.huggingface.stacked import Part
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from tests.layers.parallel.world import on_ranks
 
@@ -257,6 +258,17 @@ def test_state_dicts_of_experts_in_rows(style):
             each.zero_()
         model.load_state_dict(saved)
         torch.testing.assert_close(outputs(model, "dbrx")[0], outputs(stock, "dbrx")[0], rtol=1e-4, atol=1e-4)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("experts", [3, 4])
+def test_rows_of_any_number_of_experts(experts):
+    """Parts of gate and up rows, of which ranks get whole experts where these can be shared out evenly."""
+    mesh, stacked = init_device_mesh("cpu", (2,)), torch.randn(experts, 2, 4, 5)
+    part = Part("w1", "gate_up_proj", (slice(None), slice(0, 4)))
+    rows = part.weight(distribute_tensor(stacked, mesh, [Shard(2)]))
+    assert torch.equal(rows.full_tensor(), stacked[:, 0].flatten(0, 1))
+    assert rows.placements == (Shard(0) if experts == 4 else Replicate(),)
 
 
 @on_ranks(2)
