@@ -52,12 +52,15 @@ class Part(NamedTuple):
 
 
 def _by_experts(part: Tensor) -> Tensor:
-    """[E, I, H] of which E * I rows can be made: of a DTensor, that only views its memory, whole experts in a copy."""
+    """[E, I, H] of which E * I rows can be made: of a DTensor, that only views its memory, whole experts in a copy.
+
+    Each rank has as many of them, for DTensors make one dimension only of even parts; or all.
+    """
     if not isinstance(part, DTensor):
         return part
-    if any(each.is_shard() and not each.is_shard(0) for each in part.placements):
-        mesh = part.device_mesh
-        placement = Shard(0) if part.shape[0] % mesh.size() == 0 and mesh.ndim == 1 else Replicate()
+    mesh, is_even = part.device_mesh, part.shape[0] % part.device_mesh.size() == 0
+    if not is_even or any(each.is_shard() and not each.is_shard(0) for each in part.placements):
+        placement = Shard(0) if is_even and mesh.ndim == 1 else Replicate()
         part = part.redistribute(placements=[placement] * mesh.ndim)
     return part.clone(memory_format=torch.contiguous_format)
 

@@ -261,14 +261,16 @@ def test_state_dicts_of_experts_in_rows(style):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("experts", [3, 4])
-def test_rows_of_any_number_of_experts(experts):
+@pytest.mark.parametrize(
+    ("experts", "dim", "is_whole"), [(3, 2, True), (4, 2, False), (3, 0, True), (4, 0, False)]
+)
+def test_rows_of_any_number_of_experts(experts, dim, is_whole):
     """Parts of gate and up rows, of which ranks get whole experts where these can be shared out evenly."""
     mesh, stacked = init_device_mesh("cpu", (2,)), torch.randn(experts, 2, 4, 5)
     part = Part("w1", "gate_up_proj", (slice(None), slice(0, 4)))
-    rows = part.weight(distribute_tensor(stacked, mesh, [Shard(2)]))
+    rows = part.weight(distribute_tensor(stacked, mesh, [Shard(dim)]))
     assert torch.equal(rows.full_tensor(), stacked[:, 0].flatten(0, 1))
-    assert rows.placements == (Shard(0) if experts == 4 else Replicate(),)
+    assert rows.placements == (Replicate() if is_whole else Shard(0),)
 
 
 @on_ranks(2)
