@@ -165,6 +165,20 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
+def has_bfloat16_products() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor, as it does from AVX-512 on.
+
+    Else torch's own products take 5 to 10 times as long as those of float32, and 40 where columns of a weight are
+    contiguous.
+    """
+    return has_onednn() and _onednn_multiplies_bfloat16()
+
+
+@lru_cache(maxsize=1)
+def _onednn_multiplies_bfloat16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     """[m, B] = x [m, A] @ weight [B, A].T in oneDNN, which torch itself takes for reduced precision only.
 

@@ -30,6 +30,10 @@ _SUMMED = 2
 """How many times that in a product that sums over rows: padding has to be zeros, and rows lie across."""
 _READ = 40
 """What reading a weight costs that no row needs, in the same unit."""
+_WIDENED, _NARROW_ROWS = 1 << 18, 3
+"""Weights that are made float32 at a time, as many as stay in a core's cache; up to so many rows they stay bfloat16."""
+_FROM_PYTHON = 100_000
+"""Slow multiplications that take as long as a call from Python."""
 
 
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -37,12 +41,11 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     A few float32 rows are faster column-major: 60 against 116 us at 2 rows and 512 x 512 on one core, where a weight's
     rows are contiguous; where its columns are, 1076 against 101. One row is a matrix-vector product. More rows are
-    faster in oneDNN: 3.0 against 3.4 ms at 64 and 2048 x 1024. float16 goes through float32, whose kernel is ~50 times
-    faster.
+    faster in oneDNN: 3.0 against 3.4 ms at 64 and 2048 x 1024.
     """
     rows = x.shape[0]
-    if x.dtype == torch.float16:
-        product = torch.mm(x.float(), weight.t().float()).half()
+    if _is_widened(x.dtype, rows, weight.stride(1) == 1):
+        product = _in_float32(x.float(), weight, _buffer(weight)).to(x.dtype)
     elif x.dtype != torch.float32 or rows == 0:
         product = F.linear(x, weight)
     elif rows == 1:
@@ -54,6 +57,35 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     else:
         product = F.linear(x, weight)
     return product if bias is None else product.add_(bias)
+
+
+def _is_slow(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and not _compat.has_bfloat16_products()
+
+
+def _is_widened(dtype: torch.dtype, rows: int, is_standard: bool) -> bool:
+    """Whether a product of so many rows is one of float32: its kernel is ~50 times as fast as float16's.
+
+    Of bfloat16 on processors that do not multiply it, 64 rows and 512 x 512: 0.6 against 4.0 ms, against 24.5 where
+    columns of the weight are contiguous.
+    """
+    return dtype == torch.float16 or (_is_slow(dtype) and (rows > _NARROW_ROWS or not is_standard))
+
+
+def _in_float32(x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+    """`expert_linear` of 16 bits in float32, all weights in one piece of memory in turn: new pages take longer."""
+    products, is_standard = [], weight.stride(1) == 1
+    for part in weight.split(max(1, _WIDENED // max(1, weight.shape[1]))):
+        lying = part if is_standard else part.t()
+        wide = buffer[: part.numel()].view(lying.shape).copy_(lying)
+        products.append(F.linear(x, wide if is_standard else wide.t()))
+    return torch.cat(products, 1) if len(products) > 1 else products[0]
+
+
+def _buffer(weight: Tensor) -> Tensor:
+    """For `_in_float32` of weights [B, A], or [E, B, A]."""
+    features, depth = weight.shape[-2:]
+    return weight.new_empty(min(features * depth, max(_WIDENED, depth)), dtype=torch.float32)
 
 
 def paired_product(x: Tensor, linear: PairedLinear, expert: int) -> Tensor:
@@ -76,20 +108,32 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
 
     Rows that no expert has are zero.
     """
-    weight, bias = linear
+    weight = linear.weight
     offsets = read_offsets(expert_offsets, x.shape[0])
     if (most := _rows_to_pad_to(offsets, x.dtype, weight.shape[1:])) is not None:
         out = _all_at_once(x, linear, _padding(tuple(offsets), most))
-    elif _suits_torch_grouped_mm(x, linear):
+    elif _suits_torch_grouped_mm(x, linear, offsets):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=_ends(expert_offsets))
     else:
-        out = x.new_empty((x.shape[0], weight.shape[1]))
-        for expert, (start, end) in enumerate(pairwise(offsets)):
-            if start < end:
-                expert_bias = None if bias is None else bias[expert]
-                out[start:end] = expert_linear(x[start:end], weight[expert], expert_bias)
+        out = _one_by_one(x, linear, offsets)
     if offsets[-1] < x.shape[0]:
         out[offsets[-1] :].zero_()
+    return out
+
+
+def _one_by_one(x: Tensor, linear: GroupedLinear, offsets: list[int]) -> Tensor:
+    """A call for each expert. Weights that are made float32 share a buffer."""
+    (weight, bias), is_standard = linear, linear.weight.stride(2) == 1
+    out, buffer = x.new_empty((x.shape[0], weight.shape[1])), _buffer(weight)
+    for expert, (start, end) in enumerate(pairwise(offsets)):
+        if start == end:
+            continue
+        if _is_widened(x.dtype, end - start, is_standard):
+            out[start:end] = _in_float32(x[start:end].float(), weight[expert], buffer)
+        else:
+            out[start:end] = expert_linear(x[start:end], weight[expert], None)
+        if bias is not None:
+            out[start:end] += bias[expert]
     return out
 
 
@@ -99,7 +143,7 @@ def grouped_outer_product(grad: Tensor, x: Tensor, expert_offsets: Tensor) -> Te
     out_shape = (len(offsets) - 1, grad.shape[1], x.shape[1])
     if (most := _rows_to_pad_to(offsets, x.dtype, out_shape[1:], _SUMMED)) is not None:
         return _outer_all_at_once(grad, x, _padding(tuple(offsets), most))
-    if _suits_torch_grouped_outer(grad, x):
+    if _suits_torch_grouped_outer(grad, x, offsets):
         return F.grouped_mm(grad.t(), x, offs=_ends(expert_offsets))
     out = x.new_empty(out_shape)
     for expert_out, (start, end) in zip(out.unbind(0), pairwise(offsets), strict=True):
@@ -117,8 +161,10 @@ def _ends(expert_offsets: Tensor) -> Tensor:
 
 def _outer(grad: Tensor, x: Tensor, out: Tensor) -> None:
     """out [B, A] = grad [m, B].T @ x [m, A]."""
-    if x.dtype == torch.float16:
-        out.copy_(torch.mm(grad.t().float(), x.float()))
+    if _is_widened(x.dtype, grad.shape[0], True):
+        rows, features = x.float(), max(1, _WIDENED // max(1, x.shape[1]))
+        for columns, part in zip(grad.t().split(features), out.split(features), strict=True):
+            part.copy_(torch.mm(columns.float(), rows))
     else:
         torch.mm(grad.t(), x, out=out)
 
@@ -142,7 +188,7 @@ def _rows_to_pad_to(
     if dtype == torch.float32:  # calls are as good on one core
         cores -= 1
         busy = busy if busy >= _MANY_EXPERTS else 0
-    if dtype not in _CALL or busy == 0:
+    if dtype not in _CALL or busy == 0 or _is_slow(dtype):
         return None
     rows = most * len(sizes)
     added = (rows - offsets[-1]) * numel
@@ -198,17 +244,19 @@ def _outer_all_at_once(grad: Tensor, x: Tensor, padding: _Padding) -> Tensor:
     return torch.bmm(pad(grad).transpose(1, 2), pad(x))
 
 
-def _suits_torch_grouped_outer(grad: Tensor, x: Tensor) -> bool:
+def _suits_torch_grouped_outer(grad: Tensor, x: Tensor, offsets: list[int]) -> bool:
     """A loop over experts in C++, with the strides of `_suits_torch_grouped_mm`."""
+    if _is_slow(x.dtype) and _widens(offsets, grad.shape[1] * x.shape[1]):
+        return False
     lanes = 16 // x.element_size()
     aligned = x.dtype in _CALL and grad.shape[1] % lanes == 0 and x.shape[1] % lanes == 0
     return aligned and all(rows.is_contiguous() and rows.numel() > 0 for rows in (grad, x))
 
 
-def _suits_torch_grouped_mm(x: Tensor, linear: GroupedLinear) -> bool:
+def _suits_torch_grouped_mm(x: Tensor, linear: GroupedLinear, offsets: list[int]) -> bool:
     """A loop over experts in C++. It wants strides in multiples of 16 bytes."""
     weight, bias = linear
-    if bias is not None or x.dtype not in _CALL or (x.dtype == torch.float32 and _is_better_alone(x, weight)):
+    if bias is not None or x.dtype not in _CALL or _is_better_alone(x, weight, offsets):
         return False
     lanes = 16 // x.element_size()
     aligned = weight.shape[1] % lanes == 0 and weight.shape[2] % lanes == 0 and weight.numel() > 0
@@ -216,7 +264,16 @@ def _suits_torch_grouped_mm(x: Tensor, linear: GroupedLinear) -> bool:
     return aligned and dense and x.is_contiguous() and x.shape[0] > 0
 
 
-def _is_better_alone(x: Tensor, weight: Tensor) -> bool:
-    """Whether `expert_linear` knows something faster than a plain float32 product that outweighs a call from Python."""
+def _is_better_alone(x: Tensor, weight: Tensor, offsets: list[int]) -> bool:
+    """Whether `expert_linear` knows something faster than a plain product that outweighs a call from Python."""
     numel, few = weight.shape[1] * weight.shape[2], x.shape[0] <= _FEW_ROWS * weight.shape[0]
+    if x.dtype != torch.float32:
+        return _is_slow(x.dtype) and (weight.stride(2) != 1 or _widens(offsets, numel))
     return numel >= (_HUGE_EXPERT // 2 if few and weight.stride(2) == 1 else _HUGE_EXPERT)
+
+
+def _widens(offsets: list[int], numel: int) -> bool:
+    """Whether products in float32, of weights of so many numbers, spare more than calls from Python take."""
+    sizes = [end - start for start, end in pairwise(offsets)]
+    spared = sum(max(0, size - _NARROW_ROWS) for size in sizes)
+    return spared * numel > (len(sizes) - sizes.count(0)) * _FROM_PYTHON

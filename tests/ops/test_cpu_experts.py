@@ -20,6 +20,13 @@ SKEWED = {
     "few rows, one busy": [0] * 63 + [16],
 }
 SMALL, LARGE = (128, 64), (512, 512)
+HAS_PRODUCTS = _compat.has_bfloat16_products
+
+
+@pytest.fixture(autouse=True)
+def processor(request, monkeypatch):
+    """One that multiplies bfloat16, unless a test is given another."""
+    monkeypatch.setattr(_compat, "has_bfloat16_products", lambda: getattr(request, "param", True))
 
 
 def offsets_of(sizes):
@@ -123,13 +130,14 @@ def expected_product(x, weight, bias, sizes):
     return out
 
 
+@pytest.mark.parametrize("processor", [True, False], indirect=True)
 @pytest.mark.parametrize("sizes", [[3, 1, 2, 4], [7, 9, 0, 8], [40, 30, 0, 35], [0, 0, 1, 0]], ids=str)
 @pytest.mark.parametrize("shape", [(5, 11), (8, 16)], ids=["odd", "aligned"])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_values(sizes, shape, padded, bias, transposed, dtype, monkeypatch):
+def test_values(processor, sizes, shape, padded, bias, transposed, dtype, monkeypatch):
     """Padded or not, with rows that no expert has."""
     monkeypatch.setattr(_cpu_products, "_rows_to_pad_to", lambda *_: max(sizes) if padded else None)
     weight = torch.randn(4, *shape, dtype=torch.float64).to(dtype)
@@ -197,14 +205,105 @@ def test_few_float32_rows_go_column_major_where_a_weights_rows_are_contiguous(tr
 def test_torchs_loop_over_experts_where_it_is_no_slower(rows, shape, transposed, dtype, by_torch):
     weight = torch.empty(8, *shape, dtype=dtype, device="meta")
     weight = torch.empty(8, *shape[::-1], dtype=dtype, device="meta").mT if transposed else weight
-    x = torch.empty(rows, shape[1], dtype=dtype)
-    assert _cpu_products._suits_torch_grouped_mm(x, GroupedLinear(weight, None)) == by_torch
+    x, offsets = torch.empty(rows, shape[1], dtype=dtype), [0] * 8 + [rows]
+    assert _cpu_products._suits_torch_grouped_mm(x, GroupedLinear(weight, None), offsets) == by_torch
 
 
-def test_onednn_is_asked_for_only_where_it_is_on():
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_onednn_is_asked_for_only_where_it_is_on(multiplies, monkeypatch):
+    monkeypatch.setattr(_compat, "_onednn_multiplies_bfloat16", lambda: multiplies)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not _compat.has_onednn()
+        assert not _compat.has_onednn() and not HAS_PRODUCTS()
     assert _compat.has_onednn() == torch.backends.mkldnn.is_available()
+    assert HAS_PRODUCTS() == (multiplies and _compat.has_onednn())
+
+
+NO_PRODUCTS = pytest.mark.parametrize("processor", [False], indirect=True)
+
+
+def rows_of(module, name, monkeypatch):
+    """Of which dtype and length is what products of torch's get, in the end."""
+    product, given = getattr(module, name), []
+    monkeypatch.setattr(
+        module, name, lambda a, b, **out: given.append((a.dtype, a.shape[0])) or product(a, b, **out)
+    )
+    return given
+
+
+@NO_PRODUCTS
+@pytest.mark.parametrize(("transposed", "narrow"), [(False, [2, 3, 1]), (True, [])])
+@pytest.mark.parametrize("bias", [True, False])
+def test_bfloat16_is_widened_where_it_is_not_multiplied(processor, transposed, narrow, bias, monkeypatch):
+    """But for a few rows of weights that lie as they are read."""
+    monkeypatch.setattr(_cpu_products, "_widens", lambda *_: True)
+    given = rows_of(_cpu_products.F, "linear", monkeypatch)
+    weight, added = torch.randn(4, 24, 16).bfloat16(), torch.randn(4, 24).bfloat16() if bias else None
+    weight = weight.mT.contiguous().mT if transposed else weight
+    x, sizes = torch.randn(13, 16).bfloat16(), [2, 3, 7, 1]
+    offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
+    out = _cpu_products.grouped_product(x, GroupedLinear(weight, added), offsets)
+    assert [rows for dtype, rows in given if dtype == torch.bfloat16] == narrow
+    assert [rows for _, rows in given] == sizes
+    assert_matches_oracle(out, expected_product(x, weight, added, sizes))
+
+
+@NO_PRODUCTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_weights_are_widened_by_and_by(processor, dtype, monkeypatch):
+    """The last piece is shorter than the others."""
+    monkeypatch.setattr(_cpu_products, "_WIDENED", 100)
+    x, weight, bias = (
+        torch.randn(9, 11).to(dtype),
+        torch.randn(1, 20, 11).to(dtype),
+        torch.randn(1, 20).to(dtype),
+    )
+    out = _cpu_products.expert_linear(x, weight[0], bias[0])
+    assert out.dtype == dtype
+    assert_matches_oracle(out, expected_product(x, weight, bias, [9]))
+
+
+@NO_PRODUCTS
+def test_sums_over_many_rows_are_widened(processor, monkeypatch):
+    monkeypatch.setattr(_cpu_products, "_WIDENED", 100)
+    given = rows_of(torch, "mm", monkeypatch)
+    grad, x, sizes = torch.randn(11, 20).bfloat16(), torch.randn(11, 11).bfloat16(), [3, 0, 6, 2]
+    offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
+    out = _cpu_products.grouped_outer_product(grad, x, offsets)
+    assert given == [
+        (torch.bfloat16, 20),
+        *((torch.float32, columns) for columns in (9, 9, 2)),
+        (torch.bfloat16, 20),
+    ]
+    rows = zip(grad.double().split(sizes), x.double().split(sizes), strict=True)
+    assert_matches_oracle(out, torch.stack([one.T @ other for one, other in rows]))
+
+
+@NO_PRODUCTS
+@pytest.mark.parametrize(
+    ("sizes", "shape", "transposed", "by_torch"),  # measured on an EPYC with AVX2 only, one thread
+    [
+        ([3] * 128, (1536, 128), False, True),  # 28.0 ms, 28.3
+        ([8] * 128, (1536, 128), False, False),  # 72.7, 27.1
+        ([4] * 128, (128, 768), False, True),  # 13.8, 15.2
+        ([12] * 128, (128, 768), False, False),  # 39.7, 19.7
+        ([16] * 8, (128, 64), False, False),  # 0.97, 0.40
+        ([4] * 8, (128, 64), False, True),
+        ([1] * 7 + [64], (512, 512), False, False),
+        ([0] * 7 + [4], (512, 512), False, False),
+        ([1] * 8, (512, 512), True, False),
+    ],
+)
+def test_torchs_loop_where_little_is_widened(processor, sizes, shape, transposed, by_torch):
+    weight, offsets = torch.empty(len(sizes), *shape, dtype=torch.bfloat16, device="meta"), offsets_of(sizes)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    grad, x = (torch.empty(offsets[-1], columns).bfloat16() for columns in shape)
+    assert _cpu_products._suits_torch_grouped_mm(x, GroupedLinear(weight, None), offsets) == by_torch
+    assert _cpu_products._suits_torch_grouped_outer(grad, x, offsets) == (by_torch or transposed)
+
+
+@NO_PRODUCTS
+def test_bfloat16_is_not_padded_where_it_is_not_multiplied(processor, monkeypatch):
+    assert rows_to_pad_to([12, 16, 9, 14] * 4, SMALL, torch.bfloat16, 1, monkeypatch) is None
 
 
 def test_padding_reads_no_row_of_another_expert():
