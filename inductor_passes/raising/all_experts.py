@@ -21,6 +21,7 @@ from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.fed import Fed, expect_zero_of_zero, fed_into, weighed_rows, weighed_tokens
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Parts, Tokens, WeightedSum
+from inductor_passes.raising.place_trials import Known
 from inductor_passes.raising.places import Placed, placed
 from inductor_passes.raising.spreads import (
     Inside,
@@ -70,16 +71,17 @@ def everyone(graph: Graph) -> Iterator[Everyone | Placed]:
     """Every layer in `graph` that multiplies rows with all experts at once: all tokens, of which it takes some by a
     choice, or those that it places.
     """
-    known = spreads(graph)
+    known, tried = spreads(graph), Known()
     for second in known.values():
-        if (layer := _layer(second, known)) is not None:
+        inside = inside_of(unseen(second.rows), second, known)
+        layer = placed(inside, tried) if inside.firsts else None
+        layer = layer or _everyone(inside, known)
+        if layer is not None:
             yield layer
 
 
-def _layer(second: Spread, known: Mapping[Node, Spread]) -> Everyone | Placed | None:
-    inside = inside_of(unseen(second.rows), second, known)
-    if inside.firsts and (found := placed(inside)) is not None:
-        return found
+def _everyone(inside: Inside, known: Mapping[Node, Spread]) -> Everyone | None:
+    second = inside.second
     ids = _ids(second)
     if inside.firsts and ids is not None:
         return Everyone(inside, ids, None)

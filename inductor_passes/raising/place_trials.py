@@ -5,17 +5,19 @@ Whatever else stands at places, and what experts make of it, is weighed by zero 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from inductor_passes._compat import statically_known_true
 from inductor_passes.base import Refusal
+from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.elsewhere import of_sizes
-from inductor_passes.raising.evaluation import WIDE, Cut, concrete, cut, evaluate, is_size
+from inductor_passes.raising.evaluation import WIDE, Cut, aten, concrete, cut, evaluate, is_size
 from inductor_passes.raising.finders import may_repeat, num_found_among
 from inductor_passes.raising.indices import compared, is_integral, samples
 from inductor_passes.raising.place_masks import Masks, num_choices
@@ -39,13 +41,38 @@ class _Layout(NamedTuple):
     """Whether experts come one after another, and then the next place of each: of weights, and of the mask."""
 
 
-def order_of_places(layer: Masks) -> tuple[bool, bool]:
+Known = dict[Hashable, tuple[bool, bool]]
+"""What has been found out of masks of one graph, by their form: of alike layers the first is tried for all."""
+
+
+def order_of_places(layer: Masks, known: Known) -> tuple[bool, bool]:
     """Whether the places of weights, and of the mask, are by place and then by expert, rather than by expert.
 
     Raises:
         Refusal: weights are of no experts that were chosen, or of places that hold something else.
     """
-    _expect_known(layer)
+    key = _form(layer)
+    if key not in known:
+        _expect_known(layer)
+        _expect_counted(layer)
+        known[key] = _tried(layer)
+    return known[key]
+
+
+def _form(layer: Masks) -> Hashable:
+    """All that is tried of a layer."""
+    made, first, second = layer.made, layer.dispatch, layer.inside.second
+    places = {node: place for place, node in enumerate((*made.leaves, *made.nodes))}
+    wanted = [places[node] for node in (first.mask.node, layer.combine.mask.node, *layer.choices)]
+    found = [(num_found_among(each), may_repeat(each)) for each in layer.choices]
+    views = [cut([each.rows], {first.product}.__contains__) for each in layer.inside.firsts]
+    views.append(cut([layer.combine.rows], {second.node}.__contains__))
+    turned = [(each.mask.is_turned, each.columns) for each in (first, layer.combine)]
+    forms = tuple(form(each.leaves, each.nodes) for each in (made, *views))
+    return (layer.num_experts, second.place, *wanted, *found, *turned, *forms)
+
+
+def _tried(layer: Masks) -> tuple[bool, bool]:
     orders = [{False, True}, {False, True}]
     for sizes, tried in _samples(layer):
         layout = _layout(layer, sizes)
@@ -69,6 +96,15 @@ def _expect_known(layer: Masks) -> None:
     for leaf in counted:
         if not is_integral(leaf) and not is_size(leaf):
             raise _refusal(layer, f"{describe(leaf)} is in it, so tokens are weighed where they are placed")
+
+
+def _expect_counted(layer: Masks) -> None:
+    """Refuses places that are counted in a dtype which has no number for some: two tokens would have one there."""
+    slots = layer.num_tokens * layer.top_k
+    for node in layer.made.nodes:
+        dtype = node.meta["val"].dtype if node.target is aten.cumsum.default else torch.int64
+        if dtype.is_floating_point and not statically_known_true(slots <= 2 / torch.finfo(dtype).eps):
+            raise _refusal(layer, f"places are counted in {dtype}, which may not have all numbers")
 
 
 def _samples(layer: Masks) -> Iterator[tuple[Sizes, list[tuple[Tensor, int]]]]:

@@ -20,7 +20,7 @@ from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Parts, Tokens, WeightedSum
 from inductor_passes.raising.place_masks import Mask, Masks, masks_around, num_choices
-from inductor_passes.raising.place_trials import order_of_places
+from inductor_passes.raising.place_trials import Known, order_of_places
 from inductor_passes.raising.seen_rows import Sizes, seen_rows
 from inductor_passes.raising.spreads import Inside, expect_gate, expect_own_rows, outcome
 from inductor_passes.raising.views_of_rows import args, is_shown, only_user, rank
@@ -30,6 +30,7 @@ class Placed(NamedTuple):
     """One layer."""
 
     masks: Masks
+    known: Known
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -38,21 +39,21 @@ class Placed(NamedTuple):
 
     def experts(self) -> Experts:
         """The layer as its stages want it. Raises Refusal where it does not compute what they do."""
-        return _experts(self.masks)
+        return _experts(self.masks, self.known)
 
 
-def placed(inside: Inside) -> Placed | None:
-    """The layer around some products, if it is one."""
+def placed(inside: Inside, known: Known) -> Placed | None:
+    """The layer around some products, if it is one, with what is `known` of others."""
     masks = masks_around(inside)
-    return masks and Placed(masks)
+    return masks and Placed(masks, known)
 
 
-def _experts(layer: Masks) -> Experts:
+def _experts(layer: Masks, known: Known) -> Experts:
     inside, graph = layer.inside, layer.combine.product.graph
     expect_gate(inside)
     expect_own_rows(inside)
     tokens, root = _tokens(layer), _root(layer)
-    masks, is_minor = (layer.combine.mask, layer.dispatch.mask), order_of_places(layer)
+    masks, is_minor = (layer.combine.mask, layer.dispatch.mask), order_of_places(layer, known)
     sums = tuple(_Sums(mask, layer.num_experts, each) for mask, each in zip(masks, is_minor, strict=True))
     with graph.inserting_before(root):
         weights, ids = write_out(

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
+from inductor_passes.raising import place_trials
 from tests.helpers import RELATIVE_NORM, relative_error, usually
 from tests.passes.capture import computed, rewrite
 from tests.passes.masks import (
@@ -245,6 +246,20 @@ def test_a_layer_that_is_found_and_not_written_is_as_it_was():
     result = rewrite(function, *crowded(torch.float32), passes=PIPELINE)
     assert any("is also read by" in each for each in result.reasons), result.reasons
     assert result.after == result.before
+
+
+def test_alike_layers_are_tried_once(monkeypatch):
+    tried = []
+    samples = place_trials.samples
+    monkeypatch.setattr(place_trials, "samples", lambda *args: tried.append(args) or samples(*args))
+
+    def layers(x, *weights):
+        for _ in range(3):
+            x = STYLES["top2"](x, *weights) + x
+        return STYLES["top1"](x, *weights)
+
+    result = rewrite(layers, *crowded(torch.float32), passes=PIPELINE)
+    assert kinds(result) == ["experts"] * 4 and len(tried) == 2
 
 
 def test_more_numbers_than_are_tried():
