@@ -92,6 +92,8 @@ def _expect_known(layer: Masks) -> None:
     """Refuses a mask that has a gradient, or ids of other experts."""
     if any((num_found_among(each) or 0) > layer.num_experts for each in layer.choices):
         raise _refusal(layer, "its ids may be out of range")
+    if layer.top_k > layer.num_experts:
+        raise _refusal(layer, f"each token has {layer.top_k} ids of {layer.num_experts} experts")
     counted = cut([layer.dispatch.mask.node], is_integral).leaves
     for leaf in counted:
         if not is_integral(leaf) and not is_size(leaf):
