@@ -54,10 +54,10 @@ def is_zero_elsewhere(node: Node, indices: Indices, is_by_expert: bool) -> bool:
 
 def _between(node: Node, indices: Indices) -> Cut:
     """Back to ids, to logits, and to noise."""
-    return cut([node], lambda each: each is indices.ids or is_of_router(each) or _is_noise(each))
+    return cut([node], lambda each: each is indices.ids or is_of_router(each) or is_noise(each))
 
 
-def _is_noise(node: Node) -> bool:
+def is_noise(node: Node) -> bool:
     """Whether `node` is drawn: Inductor draws by seeds."""
     return node.target is prims.inductor_random.default or not is_plain(node)
 

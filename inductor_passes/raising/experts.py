@@ -16,6 +16,7 @@ from inductor_passes.raising.dropped import expect_dropped
 from inductor_passes.raising.indices import Found
 from inductor_passes.raising.layer import Experts
 from inductor_passes.raising.parts import parts_of
+from inductor_passes.raising.places import Placed
 from inductor_passes.raising.products import Product, ids_of, order_of, products
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.unrouted import alone, unrouted
@@ -60,7 +61,7 @@ def _raise_all(graph: Graph, log: PassLog) -> None:
         log.refuse(refusal, refusal.node)
 
 
-def layers_of_all(graph: Graph) -> list[turns.Turns | loops.Loop | all_experts.Everyone]:
+def layers_of_all(graph: Graph) -> list[turns.Turns | loops.Loop | all_experts.Everyone | Placed]:
     """Every layer that takes its experts in turn, or multiplies all tokens with all of them."""
     return [*turns.turns(turns.chains(graph)), *loops.loops(graph), *all_experts.everyone(graph)]
 

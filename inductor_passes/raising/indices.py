@@ -5,6 +5,7 @@ same numbers.
 """
 
 import math
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -79,7 +80,7 @@ class Indices:
         self._found, self._sizes = found, (num_experts, repeats, *map(str, shape))
         if self._sizes not in found:
             batches = crowded_batches(ids.graph, self.num_tokens, self.top_k)
-            found[self._sizes] = _samples((tokens, self.top_k), num_experts, repeats, batches)
+            found[self._sizes] = samples((tokens, self.top_k), num_experts, repeats, batches)
         self.samples = found[self._sizes]
         """[T, K] each."""
         self._known: list[dict[Node, Any]] = [{ids: self.in_shape(sample)} for sample in self.samples]
@@ -231,13 +232,17 @@ def crowded_batches(graph: Graph, num_tokens: int | torch.SymInt, top_k: int) ->
     """
     if not is_open(num_tokens):
         return 1
-    compared = numbers(node for node in graph.nodes if node.target in _COMPARISONS)
-    limits = (int(each) for each in compared if each < min(_MOST_TOKENS, _MOST_SLOTS // top_k))
+    limits = (int(each) for each in compared(graph.nodes) if each < min(_MOST_TOKENS, _MOST_SLOTS // top_k))
     many = max(_MANY_TOKENS, *(each + 1 for each in limits), 0)
     return max(2, -(-many // (concrete(num_tokens) or 1)))
 
 
-def _samples(shape: tuple[int, int], num_experts: int, repeats: bool, batches: int) -> list[Tensor]:
+def compared(nodes: Iterable[Node]) -> tuple[float, ...]:
+    """The constants that something is compared with."""
+    return numbers(node for node in nodes if node.target in _COMPARISONS)
+
+
+def samples(shape: tuple[int, int], num_experts: int, repeats: bool, batches: int) -> list[Tensor]:
     """Random ids [T, K], and batches of all tokens at the same experts, where a capacity shows.
 
     A token has an id twice only if it `repeats` any.

@@ -78,9 +78,16 @@ def _merged(product: Node) -> _Merged | None:
     weight = unseen(right)
     shape = weight.meta["val"].shape
     is_known = rank(weight) == 3 and all(isinstance(each, int) for each in shape)
-    is_turned = _is_turned(weight, right) if is_known and indexed(weight) is None else None
+    is_stored = is_known and indexed(weight) is None and not _is_given(weight)
+    is_turned = _is_turned(weight, right) if is_stored else None
     rows = None if is_turned is None else _unmerged(left, (shape[0], shape[1 + is_turned]))
     return None if rows is None or is_turned is None else _Merged(rows, weight, is_turned)
+
+
+def _is_given(weight: Node) -> bool:
+    """Whether it is what a product gives, with a bias perhaps: rows, which masks [T, E, C] add up."""
+    added = weight.all_input_nodes if weight.target is aten.add.Tensor else [weight]
+    return any(unseen(each).target in (aten.bmm.default, aten.baddbmm.default) for each in added)
 
 
 def _is_turned(weight: Node, factor: Node) -> bool | None:

@@ -74,10 +74,11 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
         if 1 in outputs(dispatch)
         else []
     )
-    if not combines or plan.topk_ids.op != "call_function" or is_moe_op(_source(plan.topk_ids)):
+    ids = _undropped(plan.topk_ids)
+    if not combines or ids.op != "call_function" or is_moe_op(_source(ids)):
         return
     weights = arguments(combines[0]).topk_weights
-    choice, config = _recognised(weights, plan.topk_ids, plan.num_experts, known)
+    choice, config = _recognised(weights, ids, plan.num_experts, known)
     with graph.inserting_before(choice.weights):
         bias, logits = choice.bias, choice.logits
         if logits.meta["val"].dim() != 2:
@@ -94,6 +95,15 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
 
 def _source(node: Node) -> Node:
     return args(node)[0] if node.target is operator.getitem else node
+
+
+def _undropped(ids: Node) -> Node:
+    """The ids before some were set to -1, as those of slots without a place are (`places.py`)."""
+    if ids.target is not aten.where.self:
+        return ids
+    _, kept, dropped = args(ids)
+    is_none = dropped.target in (aten.full.default, aten.scalar_tensor.default) and args(dropped)[-1] == -1
+    return kept if is_none else ids
 
 
 def _replace(graph: Graph, old: Node, new: Node) -> None:

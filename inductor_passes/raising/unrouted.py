@@ -44,7 +44,7 @@ _REASONS = {
     "fed": "what goes into a product with all experts is weighed by what was chosen: such a layer is raised where what "
     "they give is weighed, or where rows are those of what was chosen",
     "placed": "a product with what was chosen places tokens (a dispatch tensor) and may drop some over a capacity: "
-    "raised are layers that gather tokens by ids, or multiply all with all experts",
+    "raised is that where a product with a mask adds up what experts give, whose weights are [E, A, B]",
     "picked": "weights of experts are picked by a product with what was chosen (one_hot): raised is weight[ids]",
     "convolved": "every token is multiplied with every expert by a convolution in groups, and weighed by what was "
     "chosen: with matrices [E, A, B] it could be raised",

@@ -35,14 +35,16 @@ record: Any = arguments
 
 def write(graph: Graph, layer: Experts) -> None:
     """Puts the stages in the place of `layer`. Raises Refusal, and leaves the graph alone, where they do not fit."""
-    _expect_private(layer)
     root, before = layer.sum.root, set(graph.nodes)
     try:
+        _expect_private(layer)
         with graph.inserting_before(root):
             result = _stages(graph, layer)
     except Refusal:
         for node in reversed([node for node in graph.nodes if node not in before]):
             graph.erase_node(node)
+        for node in (layer.indices.ids, layer.sum.topk_weights):
+            erase_unread(graph, node)  # where they were written for the layer
         raise
     root.replace_all_uses_with(result)
     erase_unread(graph, root)

@@ -1,12 +1,14 @@
 """More layers as strangers write them, and what becomes of each: the table in docs/raising.md."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.passes.masks import by_group
 from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, softmax_router, sorted_slots, swiglu
 
 BOTH = "experts and router"
@@ -101,6 +103,16 @@ def dispatched(x, weights, w13, w2):
     hidden = swiglu(torch.einsum("ech,eih->eci", torch.einsum("tec,th->ech", slots, x), w13))
     out = torch.einsum("eci,ehi->ech", hidden, w2)
     return torch.einsum("tec,ech->th", slots * weights.unsqueeze(-1), out)
+
+
+def weighed_at_places(x, weights, w13, w2):
+    """GShard's masks, weighed on the way in."""
+    chosen = (weights > 0).int()
+    place = chosen.cumsum(0) - 1
+    slots = F.one_hot(place.clamp(0, 4), 5).to(x.dtype) * (chosen * (place < 5)).to(x.dtype).unsqueeze(-1)
+    rows = torch.einsum("tec,th->ech", slots * weights.unsqueeze(-1), x)
+    out = torch.einsum("eci,ehi->ech", swiglu(torch.einsum("ech,eih->eci", rows, w13)), w2)
+    return torch.einsum("tec,ech->th", slots, out)
 
 
 def expert_choice(x, weight, w13, w2):
@@ -256,7 +268,13 @@ STRANGERS = {
         residual_inside, "", "aten.add.Tensor reads what experts give, not a weighted sum"
     ),
     "groups padded to multiples of 8 rows": Stranger(padded, "", "not from tokens in expert order"),
-    "masks [T, E, C] with a capacity": Stranger(of_weights(dispatched), "", "not all of them all tokens"),
+    "masks [T, E, C] with a capacity": Stranger(of_weights(dispatched), BOTH),
+    "masks [B, S, E, C], a first choice and a second one": Stranger(
+        partial(by_group, count=1), EXPERTS_ONLY, "the router is no RoutingConfig"
+    ),
+    "masks [T, E, C] that weigh what they place": Stranger(
+        of_weights(weighed_at_places), "", "tokens are weighed where they are placed"
+    ),
     "experts choose their tokens": Stranger(expert_choice, "", "not all of them all tokens"),
 }
 

@@ -1,5 +1,7 @@
 """RaiseExperts on one layer in many spellings: all are raised, what only looks like them stays."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -68,14 +70,14 @@ def columns_apart(x, dense, w13, w2):
     return torch.einsum("te,teh->th", dense, torch.einsum("tei,eih->teh", swiglu(hidden), w2))
 
 
-def placed(x, weights, ids, w13, w2):
+def placed(x, weights, ids, w13, w2, end=lambda out: out):
     """GShard's dispatch tensor [T, E, C], with room for all."""
     chosen = F.one_hot(ids, EXPERTS).to(x.dtype)
     places = ((chosen.view(-1, EXPERTS).cumsum(0) - 1).view_as(chosen) * chosen).sum(-1).long()
     slots = F.one_hot(places, ids.numel()).to(x.dtype)
     rows = torch.einsum("tec,th->ech", torch.einsum("tke,tkc->tec", chosen, slots), x)
     out = torch.einsum("eci,ehi->ech", swiglu(torch.einsum("ech,eih->eci", rows, w13)), w2)
-    return torch.einsum("tec,ech->th", torch.einsum("tke,tkc,tk->tec", chosen, slots, weights), out)
+    return torch.einsum("tec,ech->th", torch.einsum("tke,tkc,tk->tec", chosen, slots, weights), end(out))
 
 
 def worst_of_all(x, probs, ids, w13, w2):
@@ -94,12 +96,25 @@ OTHER = {
         of_best(transposed(columns_apart)),
         "rows are multiplied with all experts at once",
     ),
-    "tokens are placed by a product": (of_best(placed), "a product with what was chosen places tokens"),
+    "tokens are placed by a product": (
+        of_best(partial(placed, end=torch.tanh)),
+        "a product with what was chosen places tokens",
+    ),
     "something else is added within products": (
         of_best(with_biases(lambda biases, experts: biases[experts] + 1)),
         "the product with experts adds aten.unsqueeze, no bias of theirs",
     ),
 }
+
+
+def test_masks_that_are_products_of_masks():
+    result = rewrite(of_best(placed), *layer(6), passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+
+
+def test_places_that_are_counted_in_a_dtype_that_has_not_as_many_numbers():
+    result = rewrite(of_best(placed), *layer(100), passes=PIPELINE)
+    assert not result.ops() and any("places are counted in torch.bfloat16" in each for each in result.reasons)
 
 
 @pytest.mark.parametrize("what", OTHER)
