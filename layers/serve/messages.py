@@ -5,7 +5,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import ResponseParser, get_response_template, response_events_to_chunks
+from transformers.cli.serving.utils import get_response_template, response_events_to_chunks
+from transformers.utils.chat_parsing import ResponseParser
 
 _NO_CALL = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _QUESTION = "a question"

@@ -61,7 +61,6 @@ def expect_free(host: str, port: int) -> None:
 def _application(models: PatchedModels, batches: Batches, options: ServeOptions) -> Any:
     model_id = models.process_model_name(options.model)
     model, tokenizer = models.load_model_and_processor(model_id)
-    tell_answers_alone(tokenizer, model)  # type: ignore[arg-type]
     sampling = sampling_of(model, options)
     model.generation_config = GenerationConfig.from_dict(sampling.to_dict())
     try:
@@ -71,6 +70,7 @@ def _application(models: PatchedModels, batches: Batches, options: ServeOptions)
         raise ValueError(
             f"{_described(model.config)} is not served by continuous batching: {error}"
         ) from error
+    tell_answers_alone(tokenizer, model)  # type: ignore[arg-type]
     state = OneBatch(batches, sampling)
     handlers = {
         "model_manager": models,
