@@ -44,4 +44,4 @@ def _cast(experts: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Ite
 def _unread(experts: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name in [weight + beside for weight in names(experts) for beside in (SCALE, ZERO_POINT)]:
         if prefix + name in state_dict and name not in experts._parameters:
-            yield f"{prefix}{name} belongs to a weight that is stored otherwise: expected none, as in the module"
+            yield f"{prefix}{name} is of weights that are stored otherwise: expected none, as in the module"

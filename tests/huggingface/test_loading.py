@@ -50,7 +50,7 @@ def test_scales_of_another_dtype():
 
 
 def test_what_the_module_would_pass_over():
-    told = "belongs to a weight that is stored otherwise: expected none"
+    told = "is of weights that are stored otherwise: expected none"
     refused(model_in(INTEGERS), model_in(FROM_ZEROS).state_dict(), f"{NAME}_zero_point {told}")
     scales = {
         name: each for name, each in model_in(FLOAT8).state_dict().items() if name.endswith("_scale_inv")
