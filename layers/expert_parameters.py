@@ -16,7 +16,7 @@ from layers.weights.expert_loader import (
     is_distributed,
     load_expert_weight,
 )
-from layers.weights.scales import WEIGHTS, Quantisation
+from layers.weights.scales import SCALES, WEIGHTS, ZERO_POINTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops.mxfp4 import ONE
 from moe_ops.pairs import PAIRS
@@ -220,6 +220,7 @@ class ExpertParameters(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        error_msgs.extend(self._unread(state_dict, prefix))
         if not local_metadata.get("assign_to_params_buffers", False):
             error_msgs.extend(self._converted(state_dict, prefix))
         super()._load_from_state_dict(
@@ -238,6 +239,12 @@ class ExpertParameters(nn.Module):
             given, ours = state_dict.get(prefix + name), getattr(self, name).dtype
             if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(STORED):
                 yield f"{prefix}{name} has dtype {given.dtype}: expected {ours}, that of the module"
+
+    def _unread(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """What `strict=False` would pass over, of weights that are other numbers without."""
+        for name in (*SCALES, *ZERO_POINTS):
+            if prefix + name in state_dict and name not in self._parameters:
+                yield f"{prefix}{name} is of weights that are stored otherwise: expected none, as in the module"
 
     def _place(self, expert_map: Tensor, device: torch.device) -> None:
         leaves_meta = expert_map.is_meta and device.type != "meta"

@@ -72,6 +72,7 @@ class SimulatedRouting(nn.Module):
 
     def forward(self, hidden_states: Tensor | None, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """(topk_weights [T, K], topk_ids [T, K] int32) for logits [T, E]."""
+        expect_shape("router_logits", router_logits, ("T", "E"))
         return self.strategy(hidden_states, router_logits, self.top_k, self.seed)
 
 

@@ -58,7 +58,7 @@ def warmup(
 
     Raises:
         ValueError: a token count below 1, an expert_map that is not [num_experts] int32 or names no expert, or a device
-            that torch does not know.
+            that torch does not know or that is not there.
         TypeError: config is no such config, dtype is not floating, a token count no int, or expert_map no tensor.
 
     Example:

@@ -81,7 +81,15 @@ def forward(self: Any, *args: Any, **named: Any) -> Tensor:
     """The forward of patched experts: without transformers' interface, as long as the config names this function."""
     if implementation(self.config) == NAME:
         return experts_forward(self, *args, **named)
+    for attribute, what in _OURS_ALONE:
+        if _rare(self, attribute) is not None:
+            names = implementation(self.config), NAME
+            value_error("experts_implementation={!r}: expected {!r}, for experts {}", *names, what)
     return type(self).forward(self, *args, **named)
+
+
+# Stock code would pass over the ones, and multiply with the others as they are stored.
+_OURS_ALONE = ("moe_ops_lora", "with adapters"), ("moe_ops_format", "that quantise_experts made")
 
 
 def implementation(config: Any) -> str | None:

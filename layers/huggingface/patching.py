@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from layers._checks import expect_choice, expect_type
 from layers.config import Emit, SaveForBackward
-from layers.huggingface import blocks, experts, forwards, routers, sharding, stacking, whole
+from layers.huggingface import blocks, experts, forwards, loading, routers, sharding, stacking, whole
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.finding import Found, find
 from layers.huggingface.outside import Collection
@@ -53,6 +53,7 @@ def patch(
         module.moe_ops_options = options[name]  # type: ignore[assignment]  # a plain value
         if is_dispatched(module):
             forwards.replace(module, experts.forward)
+            loading.watch(module)
         elif not isinstance(module, StackedExperts):
             forwards.replace(module, Collection.forward)
     for router in found.routers.values():
@@ -91,6 +92,7 @@ def unpatch(model: nn.Module) -> None:
             delattr(module, _STOCK)
         if vars(module).pop("moe_ops_options", None) is not None:
             forwards.restore(module)
+            loading.forget(module)
         blocks.uninstall(module)
         whole.uninstall(module)
         stacking.unstack(module)

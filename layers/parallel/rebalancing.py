@@ -40,7 +40,7 @@ class ExpertRebalancer:
     Args:
         model: with layers of experts, `FusedMoE` or of a patched model, sharded over one mesh.
         num_groups, num_nodes: see `layers.rebalance_experts`.
-        options: `num_real_tokens`, `is_recording` and `seed` of an `ExpertBalancing`, for layers without state.
+        num_real_tokens, is_recording, seed: of an `ExpertBalancing`, for layers without state.
 
     Raises:
         TypeError, ValueError: there are no such layers, they are sharded in another way or over several meshes, or an
@@ -56,7 +56,14 @@ class ExpertRebalancer:
     """
 
     def __init__(
-        self, model: nn.Module, *, num_groups: int = 1, num_nodes: int = 1, **options: Tensor | None
+        self,
+        model: nn.Module,
+        *,
+        num_groups: int = 1,
+        num_nodes: int = 1,
+        num_real_tokens: Tensor | None = None,
+        is_recording: Tensor | None = None,
+        seed: Tensor | None = None,
     ) -> None:
         expect_type("model", model, nn.Module)
         self._layers = {name: each for name, each in model.named_modules() if _parallel(each) is not None}
@@ -70,6 +77,9 @@ class ExpertRebalancer:
         expect_agreement(self._processes, facts)
         for num_experts, num_places in sizes:
             rebalance_experts(torch.ones(num_experts), num_places, *self._counts)
+        options = {"num_real_tokens": num_real_tokens, "is_recording": is_recording, "seed": seed}
+        for name, given in options.items():
+            expect_type(name, given, (Tensor, type(None)))
         for module in self._layers.values():
             _make_balanced(module, options)
         self._planned: Future[Tensor] | None = None

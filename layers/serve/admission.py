@@ -34,14 +34,40 @@ class Admission:
             known = ", ".join(sorted(_GENERATES | _TELLS))
             await _refuse(send, 404, f"{path} is not served here: expected one of {known}")
         elif self._in_work >= self._most:
-            told = f"{self._in_work} requests are in work, and this server takes no more at once: try again later"
-            await _refuse(send, 429, told)
+            await self._refuse_one_more(send)
         else:
-            self._in_work += 1
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                self._in_work -= 1
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        messages = await _body(receive)
+        if self._in_work == self._most:
+            return await self._refuse_one_more(send)
+        self._in_work += 1
+        try:
+            await self._app(scope, _once_more(messages, receive), send)
+        finally:
+            self._in_work -= 1
+
+    async def _refuse_one_more(self, send: Send) -> None:
+        told = f"{self._in_work} requests are in work, and this server takes no more at once: try again later"
+        await _refuse(send, 429, told)
+
+
+async def _body(receive: Receive) -> list[Message]:
+    """What a request consists of. Who never sends its end, as after a lost connection, takes nobody's place."""
+    messages = [await receive()]
+    while messages[-1].get("more_body"):
+        messages.append(await receive())
+    return messages
+
+
+def _once_more(messages: list[Message], receive: Receive) -> Receive:
+    left = iter(messages)
+
+    async def received() -> Message:
+        return next(left, None) or await receive()
+
+    return received
 
 
 def error(status: int, message: str) -> dict[str, Any]:

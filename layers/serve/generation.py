@@ -10,6 +10,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState
 
 from layers.serve.batching import begun, room
+from layers.serve.messages import Careful, Reader
 from layers.serve.replies import ended
 from layers.serve.requests import problem
 
@@ -49,18 +50,32 @@ class Batches(CBGenerateManager):
 
         # transformers adds a request first and its handler then. What comes between waits for the loop, in its order.
         manager.register_result_handler(request_id, hand_on)
+        if rest.get("response_parser") is not None:
+            rest["response_parser"] = Careful(rest["response_parser"], processor)
         try:
-            return super().generate_streaming(model, processor, inputs, gen_config, request_id, **rest)
+            queue, streamer = super().generate_streaming(
+                model, processor, inputs, gen_config, request_id, **rest
+            )
         except Exception:
             handlers.pop(request_id, None)
             raise
+        put: Any = streamer.put
+
+        def put_and_look(output: Any) -> None:
+            put(output)
+            _tell_the_end(output.generated_tokens, gen_config)
+
+        streamer.put = put_and_look
+        return queue, streamer
 
     async def generate_non_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *, request_id: str, **rest: Any
     ) -> Any:
         """As transformers does."""
         self._expect_fit(inputs, gen_config, request_id)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id, **rest)
+        told = await super().generate_non_streaming(model, processor, inputs, gen_config, request_id, **rest)
+        _tell_the_end(told[-1], gen_config)
+        return told
 
     def _added(self, *args: Any, **kwargs: Any) -> str:
         # A batch that ends takes no request, or takes it and never looks at it: transformers says so in its log.
@@ -87,6 +102,13 @@ class Batches(CBGenerateManager):
         gen_config.max_new_tokens = min(gen_config.max_new_tokens, most - length)
 
 
+def _tell_the_end(tokens: Any, gen_config: Any) -> None:
+    """Lets an answer that ends by itself with the last token it may have be told so: transformers tells of a limit."""
+    ends = gen_config.eos_token_id
+    if tokens and tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+        gen_config.max_new_tokens = None
+
+
 class OneBatch(GenerationState):
     """The state of a server with one model and one batch."""
 
@@ -106,9 +128,16 @@ class Chat(ChatCompletionHandler):
         """Its answer; HTTPException 400 for what a template or a field's type does not allow."""
         return await _told(super().handle_request(body, request_id))
 
+    async def _non_streaming(
+        self, request_id: str, model: Any, processor: Any, *args: Any, **rest: Any
+    ) -> Any:
+        return await super()._non_streaming(request_id, model, Reader(processor), *args, **rest)  # type: ignore[arg-type]
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         _expect_fine(body, self.generation_state, "messages")
+        if not body.get("chat_template_kwargs"):
+            body.pop("chat_template_kwargs", None)  # transformers reads only what is not there as nothing
         if body.get("max_completion_tokens") is not None:
             body["max_tokens"] = body[
                 "max_completion_tokens"

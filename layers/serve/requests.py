@@ -1,9 +1,10 @@
 """What a request may ask for. Where transformers would answer in another way than asked, the answer here is 400."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 Body = Mapping[str, Any]
 
@@ -38,12 +39,14 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "stream_options": (None, {}, {"include_usage": False}, {"include_usage": True}),  # it is told either way
 }
 _LENGTHS = ("max_tokens", "max_completion_tokens")
+# What is no template's to read: another template, which may never end, or a length to pad to or to cut at.
+_OF_TOKENIZER = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
 
 
 def problem(body: Body, sampling: GenerationConfig, needed: str) -> str | None:
     """Why a request cannot be answered as it asks, or None. `needed`: "messages" or "prompt"."""
     by_need = _message_problem if needed == "messages" else _prompt_problem
-    parts = (by_need, _length_problem, _stream_problem, _ignored_problem)
+    parts = (by_need, _template_problem, _length_problem, _stream_problem, _ignored_problem)
     told = (part(body) for part in parts)
     return next((each for each in told if each is not None), None) or _sampling_problem(body, sampling)
 
@@ -73,6 +76,15 @@ def _content_problem(content: Any, may_lack: bool) -> str | None:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not _is_text(part.get("text")):
             return f"[{index}]={part!r}: expected a part of type 'text'"
+    return None
+
+
+def _template_problem(body: Body) -> str | None:
+    given = body.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        return f"chat_template_kwargs={given!r}: expected an object"
+    for name in sorted(_OF_TOKENIZER & set(given)):
+        return f"chat_template_kwargs[{name!r}]={given[name]!r}: expected names that the checkpoint's template reads"
     return None
 
 

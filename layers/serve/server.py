@@ -14,6 +14,7 @@ from layers.serve import replies
 from layers.serve.admission import Admission
 from layers.serve.batching import batching_config
 from layers.serve.generation import Batches, Chat, Completion, OneBatch
+from layers.serve.messages import tell_answers_alone
 from layers.serve.model import PatchedModels, sampling_of
 from layers.serve.options import ServeOptions
 from layers.serve.trial import expect_answers_alike
@@ -59,7 +60,7 @@ def expect_free(host: str, port: int) -> None:
 
 def _application(models: PatchedModels, batches: Batches, options: ServeOptions) -> Any:
     model_id = models.process_model_name(options.model)
-    model, _ = models.load_model_and_processor(model_id)
+    model, tokenizer = models.load_model_and_processor(model_id)
     sampling = sampling_of(model, options)
     model.generation_config = GenerationConfig.from_dict(sampling.to_dict())
     try:
@@ -69,6 +70,7 @@ def _application(models: PatchedModels, batches: Batches, options: ServeOptions)
         raise ValueError(
             f"{_described(model.config)} is not served by continuous batching: {error}"
         ) from error
+    tell_answers_alone(tokenizer, model)  # type: ignore[arg-type]
     state = OneBatch(batches, sampling)
     handlers = {
         "model_manager": models,

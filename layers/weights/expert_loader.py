@@ -13,6 +13,7 @@ from torch import Tensor
 from layers._checks import expect_choice, expect_positive, expect_type
 from layers.balancing import experts_at
 from layers.weights.scales import WeightScale
+from moe_ops._checks import expect_dense
 
 ShardId = Literal["w1", "w2", "w3"]
 ParamsMapping = list[tuple[str, str, int, str]]
@@ -45,6 +46,7 @@ def load_expert_weight(
         expect_type(name, tensor, Tensor)
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: expected memory with values, or for them")
+    expect_dense("loaded_weight", loaded_weight)
     expect_type("weight_name", weight_name, str)
     expect_choice("shard_id", shard_id, ShardId)
     if param.dim() == 0:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from layers._checks import expect_type
+from layers._checks import expect_positive, expect_type
 from moe_ops.errors import value_error
 from moe_ops.pairs import PAIRS, paired
 
@@ -104,10 +104,11 @@ def zeros_of_compressed_tensors(weight_zero_point: Tensor, rows: int) -> Tensor:
         [..., B, groups] torch.uint8.
 
     Raises:
-        TypeError: no tensor of int32.
+        TypeError: no tensor of int32, or no number of rows.
         ValueError: not so many rows.
     """
     _expect_words(weight_zero_point=weight_zero_point)
+    expect_positive("rows", rows)
     found = -(-rows // _CODES)
     if weight_zero_point.shape[-2] != found:
         shape = list(weight_zero_point.shape)

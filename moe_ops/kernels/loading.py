@@ -35,6 +35,8 @@ class Loader:
         return self._loaded[key]
 
     def _load(self, launch: Launch, dtypes: Mapping[str, torch.dtype]) -> Any:
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(self._device)!r}: PyTorch finds no GPU here")
         with torch.cuda.device(self._device):
             compiled = self._compiled(launch, dtypes)
             compiled._init_handles()  # what the first launch would do: the module goes to the device

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
-from layers import huggingface
+from layers import WeightScale, huggingface
 from tests.counting import Calls
 from tests.coverage.cases import outputs, stock_model
 from tests.helpers import relative_error
@@ -115,6 +115,24 @@ def test_hooks_on_an_activation_beside_adapters():
     hook_all(ours)
     with pytest.raises(ValueError, match="act_fn has changed since patch, or has hooks: expected none"):
         ours(tokens(2, 6))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_another_implementation_would_pass_over(compiled):
+    """Adapters, or what quantised numbers stand for."""
+    (_, adapted), (_, quantised) = pair("qwen3_moe"), pair("qwen3_moe")
+    for ours in (adapted, quantised):
+        huggingface.patch(ours)
+    huggingface.add_adapters(adapted, 1, 2, torch.zeros(12, dtype=torch.int32))
+    huggingface.quantise_experts(quantised, WeightScale.CHANNEL, dtype=torch.int8)
+    for ours, what in ((adapted, "with adapters"), (quantised, "that quantise_experts made")):
+        ours.set_experts_implementation("eager")
+        run = torch.compile(ours, backend="eager") if compiled else ours
+        with pytest.raises(
+            (ValueError, RuntimeError),
+            match=f"experts_implementation='eager': expected 'moe_ops', for experts {what}",
+        ):
+            run(tokens(2, 6))
 
 
 @torch.no_grad()

@@ -92,5 +92,7 @@ def test_errors():
         SimulatedRouting("zipf", 2)
     with pytest.raises(ValueError, match="top_k=0: expected at least 1"):
         SimulatedRouting("uniform", 0)
+    with pytest.raises(ValueError, match=r"router_logits has shape \[4\]: expected \[T, E\]"):
+        SimulatedRouting("uniform", 2)(None, torch.zeros(4))
     with pytest.raises(ValueError, match="top_k=5: expected at most 4"):
         SimulatedRouting("normal", 5)(None, torch.zeros(3, 4))

@@ -71,6 +71,13 @@ def test_bad_arguments(device):
         moe_ops.warmup(_config(), [1], device=device, expert_map=torch.full((16,), -1, dtype=torch.int32))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_there_is_told(device):
+    with pytest.raises(ValueError, match=f"device='{device}': PyTorch finds no GPU here"):
+        moe_ops.warmup(_config(), [1], device=device)
+
+
 @pytest.mark.parametrize(("device", "error"), [("toaster", ValueError), (1.5, TypeError)])
 def test_devices_that_are_none(device, error):
     with pytest.raises(error, match=f"device={device!r}: expected a torch.device"):

@@ -23,13 +23,17 @@ class App:
             raise self.error
 
 
-async def answered(application, scope):
+async def asking():
+    return {"type": "http.request", "body": b"{}", "more_body": False}
+
+
+async def answered(application, scope, receive=asking):
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    await application(scope, None, send)
+    await application(scope, receive, send)
     return (sent[0]["status"], json.loads(sent[1]["body"])["error"]["message"]) if sent else None
 
 
@@ -40,7 +44,7 @@ def test_so_many_at_once_and_room_again_however_they_end(end):
         application = Admission(inner, 2)
         asked = [asyncio.create_task(answered(application, CHAT)) for _ in range(2)]
         await asyncio.sleep(0)
-        status, told = await answered(application, CHAT)
+        status, told = await answered(application, CHAT, None)  # at once: nothing of it is received
         assert status == 429 and told.startswith("2 requests are in work")
         assert inner.asked == 2
         if end == "cancelled":
@@ -79,10 +83,53 @@ def test_health_is_told_while_there_is_no_room():
         application = Admission(inner, 1)
         task = asyncio.create_task(answered(application, CHAT))
         await asyncio.sleep(0)
-        asking = asyncio.create_task(answered(application, {"type": "http", "path": "/health"}))
+        health = asyncio.create_task(answered(application, {"type": "http", "path": "/health"}))
         await asyncio.sleep(0)
         assert inner.asked == 2
         inner.go.set()
-        assert await asyncio.gather(task, asking) == [None, None]
+        assert await asyncio.gather(task, health) == [None, None]
+
+    asyncio.run(story())
+
+
+def sent(*parts):
+    """`receive` of a request in several parts; what comes then waits for ever."""
+    messages = asyncio.Queue()
+    for number, part in enumerate(parts):
+        messages.put_nowait({"type": "http.request", "body": part, "more_body": number + 1 < len(parts)})
+    return messages.get, messages
+
+
+def test_a_request_that_never_ends_takes_nobodys_place():
+    async def story():
+        inner = App()
+        application = Admission(inner, 1)
+        receive, messages = sent()
+        messages.put_nowait({"type": "http.request", "body": b"{", "more_body": True})
+        slow = asyncio.create_task(answered(application, CHAT, receive))
+        await asyncio.sleep(0)
+        first = asyncio.create_task(answered(application, CHAT))
+        await asyncio.sleep(0)
+        assert inner.asked == 1
+        messages.put_nowait({"type": "http.request", "body": b"}", "more_body": False})
+        status, _ = await slow
+        assert status == 429 and inner.asked == 1
+        inner.go.set()
+        assert await first is None
+
+    asyncio.run(story())
+
+
+def test_the_application_receives_all_of_a_request():
+    async def story():
+        bodies = []
+
+        async def inner(scope, receive, send):
+            bodies.extend([(await receive())["body"] for _ in range(3)])
+
+        receive, messages = sent(b"a", b"b")
+        messages.put_nowait({"type": "http.disconnect", "body": "left"})
+        assert await answered(Admission(inner, 1), CHAT, receive) is None
+        assert bodies == [b"a", b"b", "left"]
 
     asyncio.run(story())

@@ -39,6 +39,8 @@ def batches(model):
 class Letters:
     """A tokenizer of which a stream needs this much."""
 
+    all_special_tokens = ("~",)
+
     def __init__(self):
         from tokenizers import Tokenizer, models
 
@@ -48,9 +50,10 @@ class Letters:
         return "".join(chr(48 + i) for i in ids)
 
 
-def streamed(batches, model, prompt, request_id="one", tokens=8):
+def streamed(batches, model, prompt, request_id="one", tokens=8, **more):
     config = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1)
-    return batches.generate_streaming(model, Letters(), {"input_ids": prompt}, config, request_id=request_id)
+    inputs = {"input_ids": prompt}
+    return batches.generate_streaming(model, Letters(), inputs, config, request_id=request_id, **more)
 
 
 async def read(queue):
@@ -58,6 +61,37 @@ async def read(queue):
     while (piece := await asyncio.wait_for(queue.get(), 30)) is not None:
         pieces.append(piece)
     return "".join(pieces).replace(" ", "")
+
+
+def test_a_stream_goes_on_where_its_parser_fails(batches, model):
+    def fed(text):
+        raise ValueError("no JSON")
+
+    async def asked():
+        expected = await read(streamed(batches, model, [3, 5, 7])[0])
+        parser = SimpleNamespace(initial_events=[], feed=fed)
+        assert await read(streamed(batches, model, [3, 5, 7], response_parser=parser)[0]) == expected
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_answer_that_ends_with_its_last_token_is_not_cut(batches, model, several):
+    def config(**more):
+        return GenerationConfig(max_new_tokens=3, **more)
+
+    async def asked():
+        inputs = {"input_ids": [3, 5, 7]}
+        cut = config(eos_token_id=-1)
+        *_, tokens = await batches.generate_non_streaming(model, Letters(), inputs, cut, request_id="cut")
+        end = tokens[-1]
+        assert cut.max_new_tokens == 3 and end not in tokens[:-1]
+        whole, stream = (config(eos_token_id=[99, end] if several else end) for _ in range(2))
+        await batches.generate_non_streaming(model, Letters(), inputs, whole, request_id="whole")
+        queue, _ = batches.generate_streaming(model, Letters(), inputs, stream, request_id="stream")
+        assert whole.max_new_tokens is None and await read(queue) and stream.max_new_tokens is None
+
+    asyncio.run(asked())
 
 
 def test_before_the_first_request_several_were_answered(batches, model):

@@ -28,6 +28,8 @@ ASKED = {"messages": [{"role": "user", "content": "x"}]}
         {"stream": True, "stream_options": {"include_usage": False}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+        {"chat_template_kwargs": None},
+        {"chat_template_kwargs": {"enable_thinking": False, "documents": [{"text": "x"}]}},
     ],
 )
 def test_taken(more):
@@ -77,6 +79,12 @@ def test_taken(more):
         ({"n": True}, "n=True: this server cannot do that; expected 1 or nothing"),
         ({"suffix": "."}, "suffix='.': this server cannot do that; expected '' or nothing"),
         ({"stream": "no"}, "stream='no': expected true or false"),
+        ({"chat_template_kwargs": [["a", 1]]}, "chat_template_kwargs=[['a', 1]]: expected an object"),
+        (
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "chat_template_kwargs['chat_template']='{{ 1 }}': expected names that the checkpoint's template reads",
+        ),
+        ({"chat_template_kwargs": {"max_length": 10**9}}, "chat_template_kwargs['max_length']=1000000000: "),
         (
             {"tool_choice": "none"},
             "tool_choice='none': this server cannot do that; expected 'auto' or nothing",
@@ -120,6 +128,12 @@ def test_seeds_are_refused_where_something_is_drawn():
 
 def test_a_greedy_server_seeds_nothing():
     body = {**ASKED, "seed": 5}
+    Chat(None, SimpleNamespace(sampling=GREEDY))._validate_request(body)
+    assert body == ASKED
+
+
+def test_nothing_for_a_template_is_nothing():
+    body = {**ASKED, "chat_template_kwargs": None}
     Chat(None, SimpleNamespace(sampling=GREEDY))._validate_request(body)
     assert body == ASKED
 

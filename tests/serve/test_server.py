@@ -122,7 +122,8 @@ BAD = (
     ({"temperature": 0.7}, "temperature=0.7: requests of one batch are sampled alike"),
     ({"messages": user("x" * ROOM)}, f"expected fewer than {ROOM}"),
     ({"model": "another"}, "requested 'another'"),
-    ({"extra_body": {"chat_template_kwargs": 5}}, "TypeError: "),
+    ({"extra_body": {"chat_template_kwargs": 5}}, "chat_template_kwargs=5: expected an object"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "KeyError: "),
 )
 
 

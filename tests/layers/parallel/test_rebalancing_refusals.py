@@ -89,3 +89,13 @@ def test_models_that_cannot_be_rebalanced():
         ValueError, match="model has experts on several meshes: expected one ExpertRebalancer"
     ):
         ExpertRebalancer(blocks)
+
+
+@on_ranks(2)
+def test_options_are_looked_at_where_all_layers_have_state():
+    model = parallel(make_blocks())
+    ExpertRebalancer(model)
+    with pytest.raises(TypeError, match="num_real_token"):
+        ExpertRebalancer(model, num_real_token=torch.tensor(5))
+    with pytest.raises(TypeError, match="num_real_tokens=5: expected Tensor"):
+        ExpertRebalancer(model, num_real_tokens=5)

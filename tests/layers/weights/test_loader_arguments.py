@@ -38,6 +38,13 @@ def test_tensors_without_memory_are_refused(which):
         layer.weight_loader(layer.w13_weight, loaded, "experts.0.w1.weight", "w1", 0)
 
 
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_are_refused(sparse):
+    layer = FusedMoE(config())
+    with pytest.raises(TypeError, match=r"loaded_weight is torch.sparse_\w+: expected a dense tensor"):
+        layer.weight_loader(layer.w13_weight, sparse(torch.randn(I, H)), "experts.0.w1.weight", "w1", 0)
+
+
 @pytest.mark.parametrize(
     ("shape", "name", "shard_id", "loaded", "message"),
     [

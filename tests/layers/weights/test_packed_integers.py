@@ -151,6 +151,9 @@ REFUSED = {
         lambda: zeros_of_compressed_tensors(ROWS, 65), ValueError,
         r"weight_zero_point has shape \[8, 24\]: expected 9 words of 65 rows",
     ),
+    "rows as text": (
+        lambda: zeros_of_compressed_tensors(ROWS, "64"), TypeError, "rows='64': expected an int, got str",
+    ),
 }  # fmt: skip
 
 

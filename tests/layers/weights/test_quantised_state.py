@@ -48,6 +48,22 @@ def test_weights_of_other_dtypes_are_not_loaded_as_if_they_were_ours(ours, given
         nn.ModuleDict({"experts": experts}).load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_numbers_that_are_others_without_what_is_beside_them_are_not_loaded_alone(assign):
+    """The numbers of both are bytes."""
+    ours, other = (FusedMoE(MoEConfig(E, 2, 64, 32)) for _ in range(2))
+    for experts, has_zeros in ((ours, False), (other, True)):
+        kind = WeightScale.GROUP, (1, 32)
+        quantise_experts(experts, *kind, dtype=torch.uint4, zero_points=has_zeros)
+    told = "experts.w2_weight_zero_point is of weights that are stored otherwise: expected none"
+    state = {f"experts.{name}": each for name, each in other.state_dict().items()}
+    with pytest.raises(RuntimeError, match=told):
+        nn.ModuleDict({"experts": ours}).load_state_dict(state, strict=False, assign=assign)
+    scales = {name: each for name, each in ours.state_dict().items() if name.endswith("scale")}
+    with pytest.raises(RuntimeError, match="w13_weight_scale is of weights"):
+        _layer().load_state_dict(scales, strict=False, assign=assign)
+
+
 def test_what_is_assigned_has_its_own_dtype():
     experts, other = _layer(torch.int8), _layer(torch.float8_e4m3fn)
     experts.load_state_dict(other.state_dict(), assign=True)
