@@ -19,7 +19,7 @@ from inductor_passes.graph_tools import describe, write_out
 from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Parts, Tokens, WeightedSum
-from inductor_passes.raising.place_masks import Mask, Masks, masks_around, num_choices
+from inductor_passes.raising.place_masks import Mask, Masks, Moved, masks_around, num_choices
 from inductor_passes.raising.place_trials import Known, order_of_places
 from inductor_passes.raising.seen_rows import Sizes, seen_rows
 from inductor_passes.raising.spreads import Inside, expect_gate, expect_own_rows, outcome
@@ -110,8 +110,7 @@ def _tokens(layer: Masks) -> Node:
         found.append(node)
     in_order = [each for each in found if _is_in_order(each, moved.rows, sizes, (-1, moved.columns))]
     flat = [each for each in in_order if rank(each) == 2]
-    if not in_order:
-        raise Refusal(moved.product, f"{describe(moved.rows)} are not the tokens in their order")
+    _expect_any(in_order, moved)
     return (flat or in_order)[-1]
 
 
@@ -124,9 +123,15 @@ def _root(layer: Masks) -> Node:
         found.append(node)
     in_order = [each for each in found if _is_in_order(moved.product, each, sizes, (moved.columns, -1))]
     flat = [each for each in in_order if rank(each) == 2]
-    if not in_order:
-        raise Refusal(moved.product, f"{describe(moved.product)} has not the sums of tokens in their order")
+    _expect_any(in_order, moved)
     return flat[0] if flat else in_order[-1]
+
+
+def _expect_any(in_order: list[Node], moved: Moved) -> None:
+    if not in_order:
+        raise Refusal(
+            moved.product, f"{describe(moved.product)} has no rows that are seen to be those of tokens"
+        )
 
 
 def _is_in_order(source: Node, shown: Node, sizes: Sizes, columns: tuple[int, int]) -> bool:

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from inductor_passes.raising import place_trials
+from inductor_passes.raising import place_trials, seen_rows
 from tests.helpers import RELATIVE_NORM, relative_error, usually
 from tests.passes.capture import computed, rewrite
 from tests.passes.masks import (
@@ -265,6 +265,15 @@ def test_alike_layers_are_tried_once(monkeypatch):
 def test_more_numbers_than_are_tried():
     result = rewrite(STYLES["top1"], *layer(12000, torch.float32), passes=PIPELINE)
     assert not result.ops() and any("too many to be tried out" in each for each in result.reasons)
+
+
+def test_tokens_of_more_numbers_than_are_followed(monkeypatch):
+    """What has a place is fewer."""
+    monkeypatch.setattr(seen_rows, "_MOST_NUMBERS", EXPERTS * capacity_of(TOKENS, 1) * HIDDEN)
+    result = rewrite(STYLES["top1"], *crowded(torch.float32), passes=PIPELINE)
+    assert not result.ops() and any(
+        "no rows that are seen to be those of tokens" in each for each in result.reasons
+    )
 
 
 @pytest.mark.parametrize("name", usually(list(STYLES), ["top2", "by_group", "ungated"]))
