@@ -101,11 +101,16 @@ def _expect_known(layer: Masks) -> None:
 
 
 def _expect_counted(layer: Masks) -> None:
-    """Refuses places that are counted in a dtype which has no number for some: two tokens would have one there."""
+    """Refuses places that are counted in a dtype which has no number for some: two tokens would have one there.
+
+    A mask of as many tokens as float32 has integers is in nobody's memory.
+    """
     slots = layer.num_tokens * layer.top_k
     for node in layer.made.nodes:
         dtype = node.meta["val"].dtype if node.target is aten.cumsum.default else torch.int64
-        if dtype.is_floating_point and not statically_known_true(slots <= 2 / torch.finfo(dtype).eps):
+        if dtype in (torch.bfloat16, torch.float16) and not statically_known_true(
+            slots <= 2 / torch.finfo(dtype).eps
+        ):
             raise _refusal(layer, f"places are counted in {dtype}, which may not have all numbers")
 
 
