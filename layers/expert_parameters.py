@@ -1,7 +1,7 @@
 """What the routed experts of a layer hold: weights, their place among the ranks, and how checkpoints get into them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from layers._checks import expect_floating_dtype, expect_type
 from layers.config import MoEConfig
 from layers.placement import local_experts
+from layers.weights import other_formats
 from layers.weights.expert_loader import (
     ParamsMapping,
     expert_params_mapping,
@@ -220,9 +221,8 @@ class ExpertParameters(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        error_msgs.extend(self._unread(state_dict, prefix))
-        if not local_metadata.get("assign_to_params_buffers", False):
-            error_msgs.extend(self._converted(state_dict, prefix))
+        beside = *SCALES, *ZERO_POINTS
+        error_msgs.extend(other_formats.told(self, beside, state_dict, prefix, local_metadata))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -231,20 +231,6 @@ class ExpertParameters(nn.Module):
             self.e_score_correction_bias = self.e_score_correction_bias.float()
         if self.expert_map is not None and self.expert_map.is_meta:
             self._place(self.expert_map, self.w13_weight.device)
-
-    def _converted(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Quantised weights, exponents or zero points that would be copied into ones of another dtype, or from such."""
-        beside = () if self.quantisation is None else self.quantisation.parameters
-        for name in (*WEIGHTS, *beside):
-            given, ours = state_dict.get(prefix + name), getattr(self, name).dtype
-            if isinstance(given, Tensor) and given.dtype != ours and {given.dtype, ours} & set(STORED):
-                yield f"{prefix}{name} has dtype {given.dtype}: expected {ours}, that of the module"
-
-    def _unread(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """What `strict=False` would pass over, of weights that are other numbers without."""
-        for name in (*SCALES, *ZERO_POINTS):
-            if prefix + name in state_dict and name not in self._parameters:
-                yield f"{prefix}{name} is of weights that are stored otherwise: expected none, as in the module"
 
     def _place(self, expert_map: Tensor, device: torch.device) -> None:
         leaves_meta = expert_map.is_meta and device.type != "meta"

@@ -36,16 +36,17 @@ _FROM_PYTHON = 100_000
 """Slow multiplications that take as long as a call from Python."""
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor | None = None) -> Tensor:
     """[m, B] = x [m, A] @ weight [B, A].T + bias [B], of any strides, accumulated in float32 or float64.
 
     A few float32 rows are faster column-major: 60 against 116 us at 2 rows and 512 x 512 on one core, where a weight's
     rows are contiguous; where its columns are, 1076 against 101. One row is a matrix-vector product. More rows are
-    faster in oneDNN: 3.0 against 3.4 ms at 64 and 2048 x 1024.
+    faster in oneDNN: 3.0 against 3.4 ms at 64 and 2048 x 1024. `buffer` is a `_buffer` that several products share.
     """
     rows = x.shape[0]
     if _is_widened(x.dtype, rows, weight.stride(1) == 1):
-        product = _in_float32(x.float(), weight, _buffer(weight)).to(x.dtype)
+        buffer = _buffer(weight) if buffer is None else buffer
+        product = _in_float32(x.float(), weight, buffer).to(x.dtype)
     elif x.dtype != torch.float32 or rows == 0:
         product = F.linear(x, weight)
     elif rows == 1:
@@ -123,17 +124,12 @@ def grouped_product(x: Tensor, linear: GroupedLinear, expert_offsets: Tensor) ->
 
 def _one_by_one(x: Tensor, linear: GroupedLinear, offsets: list[int]) -> Tensor:
     """A call for each expert. Weights that are made float32 share a buffer."""
-    (weight, bias), is_standard = linear, linear.weight.stride(2) == 1
-    out, buffer = x.new_empty((x.shape[0], weight.shape[1])), _buffer(weight)
+    weight, bias = linear
+    out, buffer = x.new_empty((x.shape[0], weight.shape[1])), _buffer(weight) if x.itemsize == 2 else None
     for expert, (start, end) in enumerate(pairwise(offsets)):
-        if start == end:
-            continue
-        if _is_widened(x.dtype, end - start, is_standard):
-            out[start:end] = _in_float32(x[start:end].float(), weight[expert], buffer)
-        else:
-            out[start:end] = expert_linear(x[start:end], weight[expert], None)
-        if bias is not None:
-            out[start:end] += bias[expert]
+        if start < end:
+            expert_bias = None if bias is None else bias[expert]
+            out[start:end] = expert_linear(x[start:end], weight[expert], expert_bias, buffer)
     return out
 
 

@@ -235,6 +235,8 @@ def rows_of(module, name, monkeypatch):
 @pytest.mark.parametrize("bias", [True, False])
 def test_bfloat16_is_widened_where_it_is_not_multiplied(processor, transposed, narrow, bias, monkeypatch):
     """But for a few rows of weights that lie as they are read."""
+    made, buffer = [], _cpu_products._buffer
+    monkeypatch.setattr(_cpu_products, "_buffer", lambda weight: made.append(1) or buffer(weight))
     monkeypatch.setattr(_cpu_products, "_widens", lambda *_: True)
     given = rows_of(_cpu_products.F, "linear", monkeypatch)
     weight, added = torch.randn(4, 24, 16).bfloat16(), torch.randn(4, 24).bfloat16() if bias else None
@@ -243,15 +245,16 @@ def test_bfloat16_is_widened_where_it_is_not_multiplied(processor, transposed, n
     offsets = torch.tensor(offsets_of(sizes), dtype=torch.int32)
     out = _cpu_products.grouped_product(x, GroupedLinear(weight, added), offsets)
     assert [rows for dtype, rows in given if dtype == torch.bfloat16] == narrow
-    assert [rows for _, rows in given] == sizes
+    assert [rows for _, rows in given] == sizes and len(made) == 1
     assert_matches_oracle(out, expected_product(x, weight, added, sizes))
 
 
 @NO_PRODUCTS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_large_weights_are_widened_by_and_by(processor, dtype, monkeypatch):
-    """The last piece is shorter than the others."""
-    monkeypatch.setattr(_cpu_products, "_WIDENED", 100)
+@pytest.mark.parametrize("at_once", [100, 7])
+def test_large_weights_are_widened_by_and_by(processor, at_once, dtype, monkeypatch):
+    """The last piece is shorter than the others; none is shorter than a row."""
+    monkeypatch.setattr(_cpu_products, "_WIDENED", at_once)
     x, weight, bias = (
         torch.randn(9, 11).to(dtype),
         torch.randn(1, 20, 11).to(dtype),
