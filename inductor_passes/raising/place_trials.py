@@ -172,7 +172,7 @@ def _expect_in_place(layer: Masks, layout: _Layout, sizes: Sizes, ids: Tensor, p
     values = _values(layer, sizes, ids, power)
     weights = layer.combine.mask.by_token(values[layer.combine.mask.node])
     mask = layer.dispatch.mask.by_token(values[layer.dispatch.mask.node])
-    weighed = weights.ne(0) if power == 0 else weights.ne(0) & ~weights.isnan()
+    weighed = weights.ne(0)
     by_row = mask.mT.flatten(0, 1)  # [B * P, S]
     batch = torch.arange(len(mask)).unsqueeze(1)
     if not bool((layout.rows // mask.shape[2] == batch).all()):

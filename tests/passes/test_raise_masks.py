@@ -261,6 +261,30 @@ def test_alike_layers_are_tried_once(monkeypatch):
     result = rewrite(layers, *crowded(torch.float32), passes=PIPELINE)
     assert kinds(result) == ["experts"] * 4 and len(tried) == 2
 
+    tried.clear()
+    known = []  # of layers in turn ids may come twice, or not
+    monkeypatch.setattr(
+        place_trials, "may_repeat", lambda node: known.append(node) or _place(known, node) // 2 % 2
+    )
+    rewrite(layers, *crowded(torch.float32), passes=PIPELINE)
+    assert len(tried) == 3
+
+
+def _place(known, node):
+    """Among those that differ."""
+    return list(dict.fromkeys(known)).index(node)
+
+
+def test_a_capacity_shows_that_is_a_multiple_of_the_open_number_of_tokens():
+    """It takes one token more."""
+    capacity = 2 * TOKENS
+    function = one_choice(
+        lambda *of: crammed(*of[:3], capacity),
+        lambda gates, *of: crammed(gates, *of[:2], capacity) * gates.unsqueeze(-1),
+    )
+    result = rewrite(function, *crowded(torch.float32, dynamic=True), passes=PIPELINE)
+    assert not result.ops() and any("a place may hold several tokens" in each for each in result.reasons)
+
 
 def test_more_numbers_than_are_tried():
     result = rewrite(STYLES["top1"], *layer(12000, torch.float32), passes=PIPELINE)
