@@ -59,6 +59,14 @@ def process_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
     return group.get_group()
 
 
+def told_by_all(group: dist.ProcessGroup | DeviceMesh, fact: Any) -> list[Any]:
+    """What each rank says, in their order. Every rank has to call it."""
+    processes = process_group(group)
+    told: list[Any] = [None] * processes.size()
+    dist.all_gather_object(told, fact, group=processes)
+    return told
+
+
 def expect_agreement(group: dist.ProcessGroup | DeviceMesh, facts: Mapping[str, Any]) -> None:
     """Asks all ranks, and raises on all of them where they disagree. Every rank has to call it.
 
@@ -68,11 +76,8 @@ def expect_agreement(group: dist.ProcessGroup | DeviceMesh, facts: Mapping[str, 
         ValueError: a fact, compared by its `repr`, differs. The message has its name and the ranks of each value. The
             first that differs is told, in the order of the first rank that knows it.
     """
-    processes = process_group(group)
-    told: list[Any] = [None] * processes.size()
-    mine = {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()}
-    dist.all_gather_object(told, mine, group=processes)
-    ranks = dist.get_process_group_ranks(processes)
+    told = told_by_all(group, {name: _ADDRESS.sub("", repr(value)) for name, value in facts.items()})
+    ranks = dist.get_process_group_ranks(process_group(group))
     for name in dict.fromkeys(name for each in told for name in each):
         values = {rank: each.get(name, "not given") for rank, each in zip(ranks, told)}
         expect_alike(name, values)

@@ -22,7 +22,7 @@ from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel._compat import symmetric_memory
 from layers.parallel.all_to_all import expect_owners
 from layers.parallel.exchange import Exchange, Started, nothing
-from layers.parallel.group import ExpertRanks, process_group
+from layers.parallel.group import ExpertRanks, process_group, told_by_all
 from layers.parallel.sizes import expect_at_most
 from moe_ops.exchange_plan import plan_exchange
 from moe_ops.peers import ExchangeLayout, Peers, aligned, fields_of, find_peers, new_turns
@@ -148,7 +148,8 @@ def _peers(group: dist.ProcessGroup | DeviceMesh, layout: ExchangeLayout, timeou
     processes = process_group(group)
     name = f"{processes.group_name} {layout.max_tokens} {layout.row_bytes} {layout.sum_bytes}"
     known = find_peers(name)
-    if known is not None:
+    # One rank may still hold, in a cycle not collected yet, what another has no more.
+    if all(told_by_all(group, known is not None)) and known is not None:
         return known
     fault = fault_of_symmetric_memory(group)
     if fault is not None:
@@ -163,11 +164,7 @@ def fault_of_symmetric_memory(group: dist.ProcessGroup | DeviceMesh) -> str | No
 
     The same on all of them, so that all take the same exchange.
     """
-    processes = process_group(group)
-    places: list[Any] = [None] * processes.size()
-    dist.all_gather_object(places, _place(group), group=processes)
-    faults: list[Any] = [None] * processes.size()
-    dist.all_gather_object(faults, _fault(places), group=processes)
+    faults = told_by_all(group, _fault(told_by_all(group, _place(group))))
     return next((fault for fault in faults if fault is not None), None)
 
 

@@ -44,13 +44,9 @@ def source_row(slots_ptr, rows, mask, top_k, num_tokens):
 
 
 @triton.jit
-def sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens):
-    """(where each of a tile's rows comes from, whether it does); `expert` has those before `end`.
-
-    Rows past the last expert (dropped slots) come from nowhere: they are stored as zeros.
-    """
-    present = rows < tl.where(expert < num_experts, end, 0)
-    source = rows
+def sources_of_tile(rows, end, slots_ptr, top_k, num_tokens):
+    """(where each of a tile's rows comes from, whether it does); its expert has those before `end`."""
+    source, present = rows, rows < end
     if slots_ptr is not None:
         source, present = source_row(slots_ptr, rows, present, top_k, num_tokens)
     return source, present
@@ -135,18 +131,12 @@ def activate(
     gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-    TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The gate of an expert, in compute dtype. A formula reads operands at `columns`, where they are `inside`.
-
-    With TAIL it is 0 elsewhere: of rows that no expert has, nothing is inside. Named gates of zeros are zeros.
-    """
+    """The gate of an expert, in compute dtype. A formula reads operands at `columns`, where they are `inside`."""
     if NAME == "formula":
         value = captured(
             gate, up, expert, columns, inside, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr
         )
-        if TAIL:  # costs 3 % of a wide product
-            value = tl.where(inside, value, 0.0)
     else:
         value = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
     return value

@@ -89,7 +89,7 @@ def activate_and_store(
     columns = first + tl.arange(0, BLOCK_N)
     result = activate(
         gate, up, expert, columns, columns < end, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, False,
+        NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
     )  # fmt: skip
     out_ptrs = out_ptr + offset(slot, features) + columns
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=columns < features)

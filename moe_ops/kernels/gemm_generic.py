@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.common import activate, dot, offset, sources_of_tile
-from moe_ops.kernels.tiles import tile_at
+from moe_ops.kernels.tiles import tile_at, zero_tail
 
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_generic_kernel(
     x_ptr, slots_ptr, weight_ptr, up_ptr, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, num_experts, features, depth,
+    top_k, num_tokens, features, depth,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -31,9 +31,9 @@ def grouped_gemm_generic_kernel(
     if tile < tl.load(tiles_ptr) * column_blocks:
         expert, row, end, column_block = tile_at(tiles_ptr, tile, column_blocks, BLOCK_M)
         rows = row + tl.arange(0, BLOCK_M)
-        source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
+        source, present = sources_of_tile(rows, end, slots_ptr, top_k, num_tokens)
         columns = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        column_mask = columns < tl.where(expert < num_experts, features, 0)
+        column_mask = columns < features
         gate_columns = columns * 2 if INTERLEAVED else columns
         up_columns = gate_columns
         if up_ptr is None:
@@ -48,9 +48,7 @@ def grouped_gemm_generic_kernel(
         up_row_ptr = up_expert_ptr + offset(up_columns, weight_stride_n)[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), ACC)
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), ACC)
-        # Rows past the last expert are zeros.
-        deep = tl.where(expert < num_experts, depth, 0) if TAIL else depth
-        for k in range(0, deep, BLOCK_K):
+        for k in range(0, depth, BLOCK_K):
             inner = k + depths
             inside = inner < depth
             x_mask = present[:, None] & inside[None, :]
@@ -76,7 +74,7 @@ def grouped_gemm_generic_kernel(
             acc = activate(
                 acc, acc_up, expert, columns[None, :], column_mask[None, :],
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+                NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
         out_row_ptr = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m
         out_mask = (rows < end)[:, None] & (columns < features)[None, :]
@@ -84,3 +82,5 @@ def grouped_gemm_generic_kernel(
         if GATED and NAME is None:
             up_out_ptr = out_row_ptr + features
             tl.store(up_out_ptr + columns[None, :], acc_up.to(out_ptr.dtype.element_ty), mask=out_mask)
+    if TAIL:
+        zero_tail(tiles_ptr, out_ptr, out_stride_m)

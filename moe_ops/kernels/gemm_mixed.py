@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.gemm_tma import multiply_tile
-from moe_ops.kernels.tiles import tile_in_turn
+from moe_ops.kernels.tiles import tile_in_turn, zero_tail
 
 SHORTEST = tl.constexpr(16)
 """Rows of the lowest tiles, the least of a product; those in the middle have half the rows of the highest."""
@@ -18,7 +18,7 @@ SHORTEST = tl.constexpr(16)
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def grouped_gemm_mixed_kernel(
     x_ptr, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, num_experts, features, depth,
+    top_k, num_tokens, features, depth,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -37,29 +37,31 @@ def grouped_gemm_mixed_kernel(
             multiply_tile(
                 x_ptr, None, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
                 expert, row, end, column_block,
-                top_k, num_tokens, num_experts, features, depth,
+                top_k, num_tokens, features, depth,
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif end - row > SHORTEST:
             multiply_tile(
                 x_ptr, None, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
                 expert, row, end, column_block,
-                top_k, num_tokens, num_experts, features, depth,
+                top_k, num_tokens, features, depth,
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, MORE_STAGES,
+                TRANSPOSED, EVEN_K, SHORT, BLOCK_N, BLOCK_K, MORE_STAGES,
             )  # fmt: skip
         else:
             multiply_tile(
                 x_ptr, None, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
                 expert, row, end, column_block,
-                top_k, num_tokens, num_experts, features, depth,
+                top_k, num_tokens, features, depth,
                 x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-                TAIL, TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, MORE_STAGES,
+                TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, MORE_STAGES,
             )  # fmt: skip
+    if TAIL:
+        zero_tail(tiles_ptr, out_ptr, out_stride_m)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.common import activate, dot, offset, sources_of_tile
-from moe_ops.kernels.tiles import tile_at
+from moe_ops.kernels.tiles import tile_at, zero_tail
 
 
 @triton.jit
@@ -48,45 +48,43 @@ def _store(value, out_ptr, rows, end, column, features, stride_m):
 
 @triton.jit
 def _store_pair(
-    gate, up, bias_ptr, up_bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+    gate, up, bias_ptr, up_bias_ptr, out_ptr, rows, end, column, features, bias_stride_n,
     out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Gate and up products of the output columns from `column` on: bias, activation, store; without a NAME both."""
     columns = column + tl.arange(0, gate.shape[1])
     if bias_ptr is not None:
-        gate = _add_bias(gate, bias_ptr, columns, columns < bias_features, bias_stride_n)
-        up = _add_bias(up, up_bias_ptr, columns, columns < bias_features, bias_stride_n)
+        gate = _add_bias(gate, bias_ptr, columns, columns < features, bias_stride_n)
+        up = _add_bias(up, up_bias_ptr, columns, columns < features, bias_stride_n)
     value = gate
     if NAME is None:
         _store(up, out_ptr + features, rows, end, column, features, out_stride_m)
     else:
         value = activate(
-            gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
+            gate, up, expert, columns[None, :], (columns < features)[None, :],
             operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+            NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT,
         )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
 
 @triton.jit
 def _store_interleaved(
-    acc, bias_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n, out_stride_m,
+    acc, bias_ptr, out_ptr, rows, end, column, features, bias_stride_n, out_stride_m,
     expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-    TAIL: tl.constexpr,
 ):  # fmt: skip
     """The same for alternating gate and up columns."""
     if bias_ptr is not None:
         weight_rows = column * 2 + tl.arange(0, acc.shape[1])
-        acc = _add_bias(acc, bias_ptr, weight_rows, weight_rows < bias_features * 2, bias_stride_n)
+        acc = _add_bias(acc, bias_ptr, weight_rows, weight_rows < features * 2, bias_stride_n)
     gate, up = acc.reshape(acc.shape[0], acc.shape[1] // 2, 2).split()
     columns = column + tl.arange(0, gate.shape[1])
     value = activate(
-        gate, up, expert, columns[None, :], (columns < bias_features)[None, :],
+        gate, up, expert, columns[None, :], (columns < features)[None, :],
         operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+        NAME, True, ALPHA, BETA, LINEAR_BETA, LIMIT,
     )  # fmt: skip
     _store(value, out_ptr, rows, end, column, features, out_stride_m)
 
@@ -95,12 +93,12 @@ def _store_interleaved(
 def multiply_tile(
     x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
     expert, row, end, column_block,
-    top_k, num_tokens, num_experts, features, depth,
+    top_k, num_tokens, features, depth,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
-    TAIL: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M rows from `row` on, those before `end`, by one block of output columns."""
@@ -110,7 +108,7 @@ def multiply_tile(
     LOAD_N: tl.constexpr = OUT_N if PAIRED else BLOCK_N
     # Not from a function that is given slots_ptr: torch would take what is stored at them for a write through it.
     rows = row + tl.arange(0, BLOCK_M)
-    source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
+    source, present = sources_of_tile(rows, end, slots_ptr, top_k, num_tokens)
     depths = tl.arange(0, BLOCK_K)
     x_row_ptr = x_ptr + offset(source, x_stride_m)[:, None] + offset(depths, x_stride_k)[None, :]
     column = column_block * OUT_N
@@ -135,8 +133,6 @@ def multiply_tile(
             acc_up = dot(x, up, acc_up)
         else:
             acc = dot(x, weight, acc)
-    # No bias for rows past the last expert; bias_features bounds what is read of it.
-    bias_features = tl.where(expert < num_experts, features, 0)
     bias_row_ptr = bias_ptr
     up_bias_row_ptr = up_bias_ptr
     if bias_ptr is not None:
@@ -147,39 +143,39 @@ def multiply_tile(
             up_bias_row_ptr = up_bias_ptr + offset(expert, bias_stride_e)
     if PAIRED:
         _store_pair(
-            acc, acc_up, bias_row_ptr, up_bias_row_ptr, out_ptr, rows, end, column, features, bias_features,
-            bias_stride_n, out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+            acc, acc_up, bias_row_ptr, up_bias_row_ptr, out_ptr, rows, end, column, features, bias_stride_n,
+            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
         )  # fmt: skip
     elif HALVES:
         gate, up = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
         _store_pair(
-            gate, up, bias_row_ptr, up_bias_row_ptr, out_ptr, rows, end, column, features, bias_features,
-            bias_stride_n, out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+            gate, up, bias_row_ptr, up_bias_row_ptr, out_ptr, rows, end, column, features, bias_stride_n,
+            out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
         )  # fmt: skip
     elif GATED:
         # Two halves in turn: the whole tile at once needs more registers than there are.
         first, second = acc.reshape(BLOCK_M, 2, OUT_N).permute(0, 2, 1).split()
         _store_interleaved(
-            first, bias_row_ptr, out_ptr, rows, end, column, features, bias_features, bias_stride_n,
+            first, bias_row_ptr, out_ptr, rows, end, column, features, bias_stride_n,
             out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
         )  # fmt: skip
         _store_interleaved(
-            second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_features, bias_stride_n,
+            second, bias_row_ptr, out_ptr, rows, end, column + OUT_N // 2, features, bias_stride_n,
             out_stride_m, expert, operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+            NAME, ALPHA, BETA, LINEAR_BETA, LIMIT,
         )  # fmt: skip
     else:
         columns = column + tl.arange(0, OUT_N)
         if bias_ptr is not None:
-            acc = _add_bias(acc, bias_row_ptr, columns, columns < bias_features, bias_stride_n)
+            acc = _add_bias(acc, bias_row_ptr, columns, columns < features, bias_stride_n)
         if NAME is not None:
             acc = activate(
-                acc, acc, expert, columns[None, :], (columns < bias_features)[None, :],
+                acc, acc, expert, columns[None, :], (columns < features)[None, :],
                 operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
-                NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT, TAIL,
+                NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
         _store(acc, out_ptr, rows, end, column, features, out_stride_m)
 
@@ -187,7 +183,7 @@ def multiply_tile(
 @triton.jit(do_not_specialize=["top_k", "num_tokens", "programs"])
 def grouped_gemm_tma_kernel(
     x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, num_experts, features, depth, programs,
+    top_k, num_tokens, features, depth, programs,
     x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
     operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -206,9 +202,11 @@ def grouped_gemm_tma_kernel(
         multiply_tile(
             x_ptr, x_desc, slots_ptr, weight_desc, up_desc, bias_ptr, up_bias_ptr, out_ptr,
             expert, row, end, column_block,
-            top_k, num_tokens, num_experts, features, depth,
+            top_k, num_tokens, features, depth,
             x_stride_m, x_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
             operand0_ptr, operand1_ptr, operand2_ptr, operand3_ptr,
             NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-            TAIL, TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+            TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
+    if TAIL:
+        zero_tail(tiles_ptr, out_ptr, out_stride_m)

@@ -39,7 +39,7 @@ def _tile_map(gemm: Gemm, block_m: int, split: bool) -> tuple[Buffer, Launch]:
     num_experts = gemm.linear.weight.meta.shape[0]
     if gemm.max_tokens is not None:
         return batched_tile_map(gemm.max_tokens, num_experts, block_m)
-    return tile_map(gemm.num_slots, num_experts, block_m, gemm.tail, split)
+    return tile_map(gemm.num_slots, num_experts, block_m, split)
 
 
 def plan_all(gemms: tuple[Gemm, ...]) -> tuple[tuple[Buffer, ...], tuple[Launch, ...]]:
@@ -56,7 +56,7 @@ def plan_all(gemms: tuple[Gemm, ...]) -> tuple[tuple[Buffer, ...], tuple[Launch,
 
 
 def _num_tiles(gemm: Gemm, config: LaunchConfig) -> int:
-    rows = tile_capacity(gemm.num_slots, gemm.linear.weight.meta.shape[0], config.block_m, gemm.tail)
+    rows = tile_capacity(gemm.num_slots, gemm.linear.weight.meta.shape[0], config.block_m)
     return rows * gemm_config.column_blocks(gemm, config)
 
 
@@ -71,7 +71,6 @@ def _common_args(gemm: Gemm, config: LaunchConfig, tiles: str) -> dict[str, Any]
         "tiles_ptr": Ref(tiles),
         "top_k": gemm.top_k or 1,
         "num_tokens": x.shape[0],
-        "num_experts": gemm.linear.weight.meta.shape[0],
         "features": gemm.features,
         "depth": x.shape[1],
         "x_stride_m": x.strides[0],

@@ -21,7 +21,7 @@ from moe_ops.kernels.pairs_numbers import (
     unpacked,
     unpacked_by_words,
 )
-from moe_ops.kernels.tiles import tile_at
+from moe_ops.kernels.tiles import tile_at, zero_tail
 from moe_ops.pairs import PAIRS
 
 
@@ -72,7 +72,7 @@ def _dot(weight, x, acc):
 def _multiply_tile(
     expert, row, end, feature_block,
     x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    top_k, num_tokens, num_experts, features, depth, block_rows,
+    top_k, num_tokens, features, depth, block_rows,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
@@ -92,9 +92,9 @@ def _multiply_tile(
     ZEROS_STEPS: tl.constexpr = 2 if ZEROS_AHEAD else 1
     REPEATS: tl.constexpr = EVEN and IS_LOW  # takes registers that higher tiles have not
     rows = row + tl.arange(0, BLOCK_M)
-    source, present = sources_of_tile(rows, end, expert, num_experts, slots_ptr, top_k, num_tokens)
+    source, present = sources_of_tile(rows, end, slots_ptr, top_k, num_tokens)
     columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    known = columns < tl.where(expert < num_experts, features, 0)
+    known = columns < features
     weight_row_ptr = weight_ptr + offset(expert, weight_stride_e) + offset(columns, weight_stride_n)[:, None]
     scale_row_ptr = scale_ptr + offset(expert, scale_stride_e)
     scale_row_ptr += offset(columns // block_rows, scale_stride_n)[:, None]
@@ -113,7 +113,7 @@ def _multiply_tile(
             coming_shift = shifts(zero, DTYPE)
             zero = _scales(zero_row_ptr, 1, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    steps = tl.where(expert < num_experts, tl.cdiv(depth, BLOCK_K), 0)  # rows past the last expert are zeros
+    steps = tl.cdiv(depth, BLOCK_K)
     for step in tl.range(0, steps, num_stages=STAGES):
         inner = step * BLOCK_K + tl.arange(0, BLOCK_K)
         pair = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
@@ -167,7 +167,7 @@ def _multiply_tile(
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def scaled_pairs_kernel(
     x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, num_experts, features, depth, block_rows,
+    top_k, num_tokens, features, depth, block_rows,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
     bias_stride_e, bias_stride_n, out_stride_m,
@@ -184,7 +184,7 @@ def scaled_pairs_kernel(
             _multiply_tile(
                 expert, row, end, feature_block,
                 x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, num_experts, features, depth, block_rows,
+                top_k, num_tokens, features, depth, block_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
                 bias_stride_e, bias_stride_n, out_stride_m,
@@ -194,7 +194,7 @@ def scaled_pairs_kernel(
             _multiply_tile(
                 expert, row, end, feature_block,
                 x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, num_experts, features, depth, block_rows,
+                top_k, num_tokens, features, depth, block_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
                 bias_stride_e, bias_stride_n, out_stride_m,
@@ -204,12 +204,13 @@ def scaled_pairs_kernel(
             _multiply_tile(
                 expert, row, end, feature_block,
                 x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, num_experts, features, depth, block_rows,
+                top_k, num_tokens, features, depth, block_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
                 bias_stride_e, bias_stride_n, out_stride_m,
                 BLOCK_COLUMNS, EVEN, BY_WORDS, SHORTEST, BLOCK_N, BLOCK_K, STAGES + 2,
             )  # fmt: skip
+    zero_tail(tiles_ptr, out_ptr, out_stride_m)
 
 
 def scaled_pairs_config(rows: torch.dtype, scale: torch.dtype, wanted: int, is_boxed: bool) -> PairsConfig:

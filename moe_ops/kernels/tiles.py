@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.common import next_power_of_2
+from moe_ops.kernels.common import next_power_of_2, offset
 from moe_ops.kernels.program import Buffer, Launch, Ref
 
 _RECORD = tl.constexpr(4)  # expert, its first row block, first row, end row
@@ -52,22 +52,23 @@ def _write_records(
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def _tile_map_kernel(
     offsets_ptr, tiles_ptr, num_slots, num_experts, capacity,
-    TAIL: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, FILL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """One program per expert writes a record per row block; record 0 holds the number of row blocks.
 
-    With TAIL the rows past the last expert form a group of their own, number `num_experts`.
+    It also holds where the rows past the last expert begin and end, for `zero_tail`.
     """
     group = tl.program_id(0)
     groups = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets_ptr + groups, mask=groups <= num_experts, other=0)
     ends = tl.load(offsets_ptr + groups + 1, mask=groups < num_experts, other=0)
-    if TAIL:
-        ends = tl.where(groups == num_experts, num_slots, ends)
     # Offsets come from the caller: clamped, no value of theirs can make a kernel leave its buffers.
     starts = tl.minimum(tl.maximum(starts, 0), num_slots)
     ends = tl.minimum(tl.maximum(ends, starts), num_slots)
     _write_records(tiles_ptr, group, groups, starts, ends, capacity, SPLIT, BLOCK_M, FILL)
+    if group == 0:
+        tl.store(tiles_ptr + 2, tl.sum(tl.where(groups == num_experts, starts, 0), 0))
+        tl.store(tiles_ptr + 3, num_slots)
 
 
 @triton.jit(do_not_specialize=["max_tokens", "capacity"])
@@ -111,19 +112,25 @@ def tile_in_turn(tiles_ptr, index, column_blocks, BLOCK_M: tl.constexpr):
     return tile_at(tiles_ptr, place, column_blocks, BLOCK_M)
 
 
-def tile_capacity(num_slots: int, num_experts: int, block_m: int, tail: bool) -> int:
+@triton.jit
+def zero_tail(tiles_ptr, out_ptr, columns, BLOCK: tl.constexpr = 4096):
+    """Zeros for the rows past the last expert (dropped slots), by all programs together."""
+    start = offset(tl.load(tiles_ptr + 2), columns)
+    end = offset(tl.load(tiles_ptr + 3), columns)
+    first = start + offset(tl.program_id(0), BLOCK)
+    for place in range(first, end, tl.num_programs(0) * BLOCK):
+        places = place + tl.arange(0, BLOCK)
+        tl.store(out_ptr + places, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=places < end)
+
+
+def tile_capacity(num_slots: int, num_experts: int, block_m: int) -> int:
     """The most row blocks any routing can need."""
-    return num_slots // block_m + min(num_experts + tail, num_slots)
+    return num_slots // block_m + min(num_experts, num_slots)
 
 
-def tile_map(
-    num_slots: int, num_experts: int, block_m: int, tail: bool, split: bool
-) -> tuple[Buffer, Launch]:
-    """Buffer and launch of the tile map, from `expert_offsets`. tail: tiles also cover the rows of dropped slots.
-
-    split: for `tile_in_turn`, else for `tile_at`.
-    """
-    capacity = tile_capacity(num_slots, num_experts, block_m, tail)
+def tile_map(num_slots: int, num_experts: int, block_m: int, split: bool) -> tuple[Buffer, Launch]:
+    """Buffer and launch of the tile map, from `expert_offsets`; split: for `tile_in_turn`, else for `tile_at`."""
+    capacity = tile_capacity(num_slots, num_experts, block_m)
     buffer = Buffer(
         f"{'split_' if split else ''}tiles_{block_m}", ((capacity + 1) * _RECORD.value,), torch.int32
     )
@@ -133,18 +140,17 @@ def tile_map(
         "num_slots": num_slots,
         "num_experts": num_experts,
         "capacity": capacity,
-        "TAIL": tail,
         "SPLIT": split,
         "BLOCK_M": block_m,
         "BLOCK_E": next_power_of_2(num_experts + 1),
         "FILL": _FILL,
     }
-    return buffer, Launch(_tile_map_kernel, (num_experts + tail,), args, 4, 1)
+    return buffer, Launch(_tile_map_kernel, (num_experts,), args, 4, 1)
 
 
 def batched_tile_map(max_tokens: int, num_experts: int, block_m: int) -> tuple[Buffer, Launch]:
     """The same from `counts`, for rows that lie `max_tokens` to an expert."""
-    capacity = tile_capacity(num_experts * max_tokens, num_experts, block_m, tail=False)
+    capacity = tile_capacity(num_experts * max_tokens, num_experts, block_m)
     buffer = Buffer(f"tiles_{block_m}", ((capacity + 1) * _RECORD.value,), torch.int32)
     args = {
         "counts_ptr": Ref("counts"),

@@ -91,20 +91,21 @@ def test_steps_that_divide_the_depth() -> None:
 
 
 def test_tiles_of_some_hundred_rows_in_order_are_halved() -> None:
-    """Not of gathered rows, nor where a gate doubles the tile, nor where rows past the last expert are written.
-
-    Those of a wide layer can be, but are not.
-    """
+    """Not of gathered rows, nor where a gate doubles the tile. Those of a wide layer can be, but are not."""
     weight, up = meta(8, 1024, 2048), meta(8, 2048, 2048)
     for rows, halved in ((80, False), (81, True), (320, True), (321, False)):
         gemm = product(weight, 8 * rows)
         assert (gemm_config.pick_config(gemm) == BY_TMA_IN_ORDER) == halved
         assert (gemm_config.loads_rows_by_tma(gemm, gemm_config.pick_config(gemm))) == (rows > 80)
+    for rows, halved in ((80, False), (81, True), (192, True), (193, False), (2048, False)):
+        before_a_tail = replace(product(weight, 8 * rows), tail=True)
+        config = gemm_config.pick_config(before_a_tail)
+        assert (config == BY_TMA_IN_ORDER) == gemm_config.loads_rows_by_tma(before_a_tail, config) == halved
     rows, wide = 8 * 256, product(meta(8, 2048, 2048), 8 * 256)
     assert gemm_config.pick_config(wide).block_m == 128 and BY_TMA_IN_ORDER in gemm_config.candidates(wide)
     gated, other = product(up, rows, Activation()), product(weight, rows, gpu=replace(H200, capability=100))
-    gathered, written = replace(product(weight, rows), top_k=2), replace(product(weight, rows), tail=True)
-    for gemm in (gated, other, gathered, written, product(weight.mT.contiguous().mT, rows)):
+    gathered = replace(product(weight, rows), top_k=2)
+    for gemm in (gated, other, gathered, product(weight.mT.contiguous().mT, rows)):
         assert BY_TMA_IN_ORDER not in (gemm_config.pick_config(gemm), *gemm_config.candidates(gemm))
 
 

@@ -36,7 +36,8 @@ def _low_ranks(layer: FusedMoE, rank: int, generator) -> tuple[LowRank, LowRank]
 
 def attach(layer: FusedMoE, adapters: list[Adapter], adapter_ids: Tensor) -> ExpertLora:
     """To the experts that `layer` holds."""
-    layer.lora = ExpertLora(layer, len(adapters), RANKS[0], adapter_ids)
+    dtype = adapters[0].gate_up.a.dtype
+    layer.lora = ExpertLora(layer, len(adapters), RANKS[0], adapter_ids, dtype=dtype)
     for number, adapter in enumerate(adapters):
         layer.lora.load_adapter(number, *adapter)
     return layer.lora

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from layers import ModularKernel, StandardExperts
 from layers.parallel import AllGatherPrepareAndFinalize, ExpertParallel, SymmetricPrepareAndFinalize
 from layers.parallel._compat import symmetric_memory
-from layers.parallel.symmetric import _fault
+from layers.parallel.symmetric import _fault, _peers
 from moe_ops.exchange_plan import plan_exchange
 from moe_ops.peers import ExchangeLayout, Peers, fields_of, new_turns, peers_named
 from moe_ops.pull_sums import pull_sums
@@ -85,6 +85,22 @@ def test_ranks_of_a_cpu_are_told_what_to_take():
         parallelize_module(make_layer(config()), mesh["ep"], ExpertParallel("symmetric", max_tokens=MOST))
     chosen = parallelize_module(make_layer(config()), mesh["ep"], ExpertParallel(max_tokens=MOST))
     assert isinstance(chosen.parallel.exchange, AllGatherPrepareAndFinalize)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("holders", [(0,), (0, 1)])
+def test_buffers_of_another_exchange_are_those_of_all_ranks_or_of_none(holders):
+    """What one rank let go may be on another still, where it is not collected yet."""
+    group, layout = dist.group.WORLD, ExchangeLayout(2, MOST, 16, 16)
+    name = f"{group.group_name} {MOST} 16 16"
+    made = Peers(name, dist.get_rank(), layout, torch.zeros(2).long(), new_turns(60.0, "cpu"))
+    if dist.get_rank() not in holders:
+        del made
+    if len(holders) == 2:
+        assert _peers(group, layout, 60.0) is made
+    else:
+        with pytest.raises(ValueError, match="rank 0 computes on a CPU"):  # would make new ones
+            _peers(group, layout, 60.0)
 
 
 @on_ranks(2)
