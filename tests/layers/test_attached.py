@@ -78,7 +78,7 @@ def test_a_config_stays_the_one_that_a_layer_was_built_by(kind):
 
 def test_another_config_around_the_same_weights():
     block, tokens = MoEBlock(MoEConfig(E, 2, H, I)), torch.randn(T, H)
-    with pytest.raises(ValueError, match="config changes top_k, routing: expected .* load_state_dict"):
+    with pytest.raises(ValueError, match=r"config changes top_k, routing: expected .* load_state_dict"):
         block.experts.config = replace(block.config, top_k=1, routing=RoutingConfig(1))
     other = MoEBlock(replace(block.config, top_k=1, routing=RoutingConfig(1)), device="meta")
     other.load_state_dict(block.state_dict(), assign=True)
