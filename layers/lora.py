@@ -22,6 +22,7 @@ from layers.adapted_experts import AdaptedExperts
 from layers.carried import expert_of_rows
 from layers.expert_parameters import ExpertParameters
 from layers.low_rank import LowRank, expect_low_rank
+from layers.weights.expert_loader import is_distributed
 from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
 from moe_ops._checks import FLOATING_DTYPES, expect_index, expect_shape
 from moe_ops.arguments import ExpertWeights, FusedExperts
@@ -152,7 +153,7 @@ class ExpertLora(nn.Module):
 
         Raises:
             TypeError, ValueError: a number or a shape does not fit, matrices are none of floating point or on the meta
-                device. Nothing has changed then.
+                device, or `fully_shard` has cut these adapters already. Nothing has changed then.
         """
         expect_count("adapter", adapter)
         if adapter >= self.num_adapters:
@@ -163,6 +164,7 @@ class ExpertLora(nn.Module):
             expect_low_rank(name, given)
             if given.a.is_meta or given.b.is_meta:
                 raise ValueError(f"{name} is on the meta device: expected matrices with values")
+        _expect_loadable(self.linears()[0].a, self.num_experts)
         count = self.experts.num_given(gate_up.a.shape[0])
         for (name, given), into, (_, B, A) in zip(named, self.linears(), self.experts.shapes):
             rank, most = given.a.shape[1], into.a.shape[2]
@@ -228,6 +230,14 @@ class ExpertLora(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"num_adapters={self.num_adapters}, rank={self.a2.shape[2]}"
         return f"{sizes}, gate_up_rank={self.a13.shape[2]}"
+
+
+def _expect_loadable(a13: Tensor, num_experts: int) -> None:
+    """Raises TypeError unless all adapters of this rank's experts are here, as rows that can be written to."""
+    if is_distributed(a13) or a13.shape[0] != num_experts:
+        raise TypeError(
+            "a13 is a DTensor as fully_shard makes: expected adapters that are loaded before fully_shard"
+        )
 
 
 def _dtype_of(weight: Tensor, given: torch.dtype | None) -> torch.dtype:
