@@ -25,8 +25,9 @@ from layers.low_rank import LowRank, expect_low_rank
 from layers.weights.expert_loader import is_distributed
 from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
 from moe_ops._checks import FLOATING_DTYPES, expect_index, expect_shape
+from moe_ops._library import autocasts
 from moe_ops.arguments import ExpertWeights, FusedExperts
-from moe_ops.errors import value_error
+from moe_ops.errors import type_error, value_error
 from moe_ops.scaled import STORED
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class ExpertLora(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described, or sizes differ between ranks that share the layer, all
-            of which have to make adapters. In a forward: more than M tokens, or gradients where rows are quantised,
-            which `rows="exact"` of `quantise_experts` has.
+            of which have to make adapters. In a forward: more than M tokens, tokens of another dtype than adapters
+            outside of autocast, or gradients where rows are quantised, which `rows="exact"` of `quantise_experts` has.
 
     Example:
         >>> adapter_ids = torch.full((max_tokens,), -1, dtype=torch.int32)
@@ -248,6 +249,13 @@ def _dtype_of(weight: Tensor, given: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
+def _expect_dtype(linear: LowRank, rows: Tensor) -> None:
+    """What the products would say of a weight of their own."""
+    if linear.a.dtype != rows.dtype and not autocasts(rows):
+        dtypes = linear.a.dtype, rows.dtype
+        type_error("lora has dtype {}: expected {}, the dtype of hidden_states (or autocast)", *dtypes)
+
+
 class AdapterRows(NamedTuple):
     """Rows that have an adapter, in the order of (expert, adapter).
 
@@ -263,6 +271,7 @@ class AdapterRows(NamedTuple):
 
     def change(self, rows: Tensor, linear: LowRank) -> Tensor:
         """[R, A] to [R, B], zero for rows without an adapter."""
+        _expect_dtype(linear, rows)
         low = gather_gemm(rows, linear.a.flatten(0, 1), self.plan)
         low = (low * self.scaling).to(low.dtype)
         return permute(grouped_gemm(low, linear.b.flatten(0, 1), self.plan.expert_offsets), self.way_back)
@@ -286,6 +295,7 @@ class RowsOfOneAdapter(NamedTuple):
 
     def change(self, rows: Tensor, linear: LowRank) -> Tensor:
         """[R, A] to [R, B], zero for rows without the adapter."""
+        _expect_dtype(linear, rows)
         low = grouped_gemm(rows, linear.a.flatten(0, 1), self.expert_offsets)
         low = (low * self.scaling).to(low.dtype)
         change = grouped_gemm(low, linear.b.flatten(0, 1), self.expert_offsets)
