@@ -1,9 +1,12 @@
 """What a user sets on a layer: its adapters, a capture, an override of its routing, parameters that ranks share."""
 
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
+from layers._checks import expect_type
+from layers.config import MoEConfig
 from layers.expert_parameters import weight_shapes
 from layers.lora import ExpertLora
 from layers.weights.expert_loader import is_distributed
@@ -17,6 +20,7 @@ _CALLED = {
 
 def expect_attached(layer: Any, name: str, value: Any) -> None:
     """Raises TypeError or ValueError where an attribute of a layer gets what it cannot use."""
+    expect_own_config(layer, name, value)
     if value is None:
         return
     if name == "lora":
@@ -25,6 +29,25 @@ def expect_attached(layer: Any, name: str, value: Any) -> None:
         _expect_shared(layer, name, value)
     if name in _CALLED and (isinstance(value, type) or not callable(value)):
         raise TypeError(f"{name}={describe(value)}: expected None or {_CALLED[name]}")
+
+
+def expect_own_config(module: Any, name: str, value: Any) -> None:
+    """Raises TypeError or ValueError where a module that was built by one config gets another.
+
+    What a forward goes by is decided when a module is built, so half of the other config would count.
+    """
+    built_by = vars(module).get("config")
+    if name != "config" or built_by is None:
+        return
+    expect_type("config", value, MoEConfig)
+    changed = [
+        each.name for each in fields(value) if getattr(value, each.name) != getattr(built_by, each.name)
+    ]
+    if changed:
+        raise ValueError(
+            f"config changes {', '.join(changed)}: expected the one that this {type(module).__name__} was built by; "
+            "build another one, which load_state_dict(..., assign=True) gives these weights"
+        )
 
 
 def _expect_shared(layer: Any, name: str, value: nn.Parameter) -> None:

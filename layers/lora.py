@@ -22,10 +22,12 @@ from layers.adapted_experts import AdaptedExperts
 from layers.carried import expert_of_rows
 from layers.expert_parameters import ExpertParameters
 from layers.low_rank import LowRank, expect_low_rank
+from layers.weights.expert_loader import is_distributed
 from moe_ops import DispatchPlan, build_dispatch, gated_activation, gather_gemm, grouped_gemm, permute
 from moe_ops._checks import FLOATING_DTYPES, expect_index, expect_shape
+from moe_ops._library import autocasts
 from moe_ops.arguments import ExpertWeights, FusedExperts
-from moe_ops.errors import value_error
+from moe_ops.errors import type_error, value_error
 from moe_ops.scaled import STORED
 
 if TYPE_CHECKING:
@@ -66,8 +68,8 @@ class ExpertLora(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as described, or sizes differ between ranks that share the layer, all
-            of which have to make adapters. In a forward: more than M tokens, or gradients where rows are quantised,
-            which `rows="exact"` of `quantise_experts` has.
+            of which have to make adapters. In a forward: more than M tokens, tokens of another dtype than adapters
+            outside of autocast, or gradients where rows are quantised, which `rows="exact"` of `quantise_experts` has.
 
     Example:
         >>> adapter_ids = torch.full((max_tokens,), -1, dtype=torch.int32)
@@ -152,7 +154,7 @@ class ExpertLora(nn.Module):
 
         Raises:
             TypeError, ValueError: a number or a shape does not fit, matrices are none of floating point or on the meta
-                device. Nothing has changed then.
+                device, or `fully_shard` has cut these adapters already. Nothing has changed then.
         """
         expect_count("adapter", adapter)
         if adapter >= self.num_adapters:
@@ -163,6 +165,7 @@ class ExpertLora(nn.Module):
             expect_low_rank(name, given)
             if given.a.is_meta or given.b.is_meta:
                 raise ValueError(f"{name} is on the meta device: expected matrices with values")
+        _expect_loadable(self.linears()[0].a, self.num_experts)
         count = self.experts.num_given(gate_up.a.shape[0])
         for (name, given), into, (_, B, A) in zip(named, self.linears(), self.experts.shapes):
             rank, most = given.a.shape[1], into.a.shape[2]
@@ -230,12 +233,27 @@ class ExpertLora(nn.Module):
         return f"{sizes}, gate_up_rank={self.a13.shape[2]}"
 
 
+def _expect_loadable(a13: Tensor, num_experts: int) -> None:
+    """Raises TypeError unless all adapters of this rank's experts are here, as rows that can be written to."""
+    if is_distributed(a13) or a13.shape[0] != num_experts:
+        raise TypeError(
+            "a13 is a DTensor as fully_shard makes: expected adapters that are loaded before fully_shard"
+        )
+
+
 def _dtype_of(weight: Tensor, given: torch.dtype | None) -> torch.dtype:
     usual = torch.get_default_dtype() if weight.dtype in STORED else weight.dtype
     dtype = usual if given is None else given
     if dtype not in FLOATING_DTYPES:
         raise TypeError(f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more")
     return dtype
+
+
+def _expect_dtype(linear: LowRank, rows: Tensor) -> None:
+    """What the products would say of a weight of their own."""
+    if linear.a.dtype != rows.dtype and not autocasts(rows):
+        dtypes = linear.a.dtype, rows.dtype
+        type_error("lora has dtype {}: expected {}, the dtype of hidden_states (or autocast)", *dtypes)
 
 
 class AdapterRows(NamedTuple):
@@ -253,6 +271,7 @@ class AdapterRows(NamedTuple):
 
     def change(self, rows: Tensor, linear: LowRank) -> Tensor:
         """[R, A] to [R, B], zero for rows without an adapter."""
+        _expect_dtype(linear, rows)
         low = gather_gemm(rows, linear.a.flatten(0, 1), self.plan)
         low = (low * self.scaling).to(low.dtype)
         return permute(grouped_gemm(low, linear.b.flatten(0, 1), self.plan.expert_offsets), self.way_back)
@@ -276,6 +295,7 @@ class RowsOfOneAdapter(NamedTuple):
 
     def change(self, rows: Tensor, linear: LowRank) -> Tensor:
         """[R, A] to [R, B], zero for rows without the adapter."""
+        _expect_dtype(linear, rows)
         low = grouped_gemm(rows, linear.a.flatten(0, 1), self.expert_offsets)
         low = (low * self.scaling).to(low.dtype)
         change = grouped_gemm(low, linear.b.flatten(0, 1), self.expert_offsets)

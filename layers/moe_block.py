@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_features, expect_linear_dtype, expect_type
+from layers.attached import expect_own_config
 from layers.config import MoEConfig
 from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
@@ -59,6 +60,10 @@ class MoEBlock(nn.Module):
         self.shared_experts = (
             None if shared is None else SharedExperts(config, shared, device=device, dtype=dtype)
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        expect_own_config(self, name, value)
+        super().__setattr__(name, value)
 
     @classmethod
     def from_hf(cls, block: nn.Module, config: Any = None) -> "MoEBlock":

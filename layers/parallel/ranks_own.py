@@ -6,17 +6,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from layers._checks import expect_type
+from layers.balancing import ExpertBalancing
 from layers.fused_moe import FusedMoE
+from layers.lora import ExpertLora
+from layers.routed_experts import KnownExperts, RoutedExpertsCapture
+
+_OF_TOKENS = ExpertLora, KnownExperts, RoutedExpertsCapture, ExpertBalancing
 
 
 def names_of_ranks_own(model: nn.Module) -> list[str]:
     """Names of parameters and buffers that differ between ranks: those that DistributedDataParallel must ignore.
 
-    It broadcasts the first rank's buffers and would have all ranks run the experts that are there, without an error.
+    It broadcasts the first rank's buffers before each forward and would have all ranks run the experts that are there,
+    and give their tokens the adapters and experts of its tokens, without an error.
 
     Returns:
-        Names of all DTensors, and of the buffers of shared experts that are in no state dict: which experts are here,
-        adapters of tokens, recorded load.
+        Names of all DTensors, and of buffers that are in no state dict: of shared experts which of them are here, of
+        any layer adapters of tokens, experts that are replayed, looked up or captured, load, numbers of real tokens.
 
     Raises:
         TypeError: `model` is no module.
@@ -28,16 +34,17 @@ def names_of_ranks_own(model: nn.Module) -> list[str]:
     """
     expect_type("model", model, nn.Module)
     distributed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    return distributed + [name for prefix, module in _shared(model) for name in _unsaved(module, prefix)]
+    unsaved = (name for prefix, module in _of_ranks(model) for name in _unsaved(module, prefix))
+    return distributed + list(dict.fromkeys(unsaved))
 
 
-def _shared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Experts that a style has shared over ranks: ours, and those of patched models."""
+def _of_ranks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What knows tokens of this rank, and experts that a style has shared over ranks: ours, and of patched models."""
     for name, module in model.named_modules():
         parallel = (
             module.parallel if isinstance(module, FusedMoE) else getattr(module, "moe_ops_parallel", None)
         )
-        if parallel is not None:
+        if parallel is not None or isinstance(module, _OF_TOKENS):
             yield name, module
 
 

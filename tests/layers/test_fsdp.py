@@ -9,7 +9,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from layers import FusedMoE, MoEBlock, MoEConfig, RoutedExpertsCapture, RouterConfig, SharedExpertConfig
+from layers import (
+    ExpertLora,
+    FusedMoE,
+    LowRank,
+    MoEBlock,
+    MoEConfig,
+    RoutedExpertsCapture,
+    RouterConfig,
+    SharedExpertConfig,
+)
 
 H, I, E, K = 16, 24, 8, 2
 
@@ -116,3 +125,17 @@ def test_experts_that_are_sharded_are_not_moved(mesh):
         TypeError, match="w13_weight is a DTensor: expected a plain parameter, experts move before"
     ):
         module.get_expert_weights()
+
+
+def test_adapters_are_loaded_before_they_are_sharded(mesh):
+    module = FusedMoE(MoEConfig(E, K, H, I))
+    module.lora = ExpertLora(module, 2, 4, torch.zeros(9, dtype=torch.int32))
+    gate_up, down = (
+        LowRank(torch.ones(E, 4, columns), torch.ones(E, rows, 4)) for rows, columns in ((2 * I, H), (H, I))
+    )
+    fully_shard(module, mesh=mesh)
+    with pytest.raises(
+        TypeError, match=r"a13 is a DTensor .*: expected adapters that are loaded before fully_shard"
+    ):
+        module.lora.load_adapter(0, gate_up, down)
+    assert not module.lora.b13.full_tensor().any()

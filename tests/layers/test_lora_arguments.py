@@ -57,3 +57,18 @@ def test_gate_and_up_that_do_not_fit(gate, up, message):
     """Of ranks that differ between `a` and `b` of both, sums may be equal."""
     with pytest.raises((TypeError, ValueError), match=message):
         join_gate_up(gate, up)
+
+
+@pytest.mark.parametrize("num_adapters", [1, 2])
+def test_adapters_of_another_dtype_than_tokens(num_adapters):
+    layer = FusedMoE(MoEConfig(E, 2, H, I), dtype=torch.bfloat16)
+    ids = torch.zeros(3, dtype=torch.int32)
+    layer.lora = ExpertLora(layer, num_adapters, R, ids, dtype=torch.float32)
+    hidden, logits = torch.randn(3, H, dtype=torch.bfloat16), torch.randn(3, E)
+    expected = "lora has dtype torch.float32: expected torch.bfloat16, the dtype of hidden_states"
+    with pytest.raises(TypeError, match=expected):
+        layer(hidden, logits)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(hidden, logits).sum().backward()
+    assert layer.lora.b2.grad.dtype == torch.float32
+    assert layer.lora.b2.grad.any()

@@ -4,7 +4,6 @@ import copy
 import pickle
 import weakref
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -250,8 +249,7 @@ def test_copies_and_saved_states(make):
 @formats
 @pytest.mark.parametrize("emit", ["stages", "fused"])
 def test_emit(make, emit):
-    block = make_block()
-    block.experts.config = replace(block.experts.config, emit=emit)
+    block = make_block({"emit": emit})
     hidden = torch.randn(5, H)
     assert_matches_oracle(modular(block, make)(hidden), oracle.block(block, hidden))
 

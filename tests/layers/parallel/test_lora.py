@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import ExpertLora, MoEBlock, RouterOutput, SharedExpertConfig
@@ -138,6 +139,19 @@ def test_adapters_come_after_the_style():
     attach(layer, make_adapters(layer), ids_of(0))
     with pytest.raises(ValueError, match="module has lora: expected None, adapters are made for what a rank"):
         parallelize_module(layer, mesh, ExpertParallel())
+
+
+@on_ranks(2)
+def test_adapters_of_shared_experts_are_loaded_before_these_are_sharded_again():
+    layer, mesh = make_layer(config()), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+    adapters = make_adapters(layer)
+    parallelize_module(layer, mesh["ep"], ExpertParallel("allgather"))
+    lora = attach(layer, adapters, ids_of(0))
+    expected = lora.b13.full_tensor().clone()
+    fully_shard(layer, mesh=mesh["dp"])
+    with pytest.raises(TypeError, match="a13 is a DTensor as fully_shard makes"):
+        lora.load_adapter(1, *adapters[0])
+    assert torch.equal(lora.b13.full_tensor(), expected)
 
 
 @on_ranks(2)

@@ -9,7 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from layers import ExpertLora
+from layers import (
+    EplbState,
+    ExpertLora,
+    FusedMoE,
+    HashRouting,
+    MoEConfig,
+    RoutedExpertsCapture,
+    RoutedExpertsReplay,
+)
 from layers.parallel import names_of_ranks_own
 from tests.helpers import assert_same
 from tests.layers.parallel.test_huggingface import models
@@ -50,6 +58,40 @@ def test_names_of_a_block():
     assert names_of_ranks_own(sharded) == [f"experts.{name}" for name in expected]
     with pytest.raises(TypeError, match="model=None: expected Module, got NoneType"):
         names_of_ranks_own(None)
+
+
+def with_adapters(layer, ids):
+    layer.lora = ExpertLora(layer, 4, 2, ids[:, 0])
+    torch.nn.init.normal_(layer.lora.b2)
+
+
+def with_known_experts(layer, ids):
+    layer.routing_override = RoutedExpertsReplay(ids, layer.config.routing)
+
+
+def with_token_ids(layer, ids):
+    layer.routing_override = HashRouting(torch.arange(8).int().view(4, 2), ids[:, 0], layer.config.routing)
+
+
+def with_state(layer, ids):
+    layer.capture = RoutedExpertsCapture(ids)
+    layer.set_eplb_state(0, *EplbState.initial(1, 8), num_real_tokens=ids.max())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("attach", [with_adapters, with_known_experts, with_token_ids, with_state])
+def test_what_a_rank_knows_of_its_tokens_stays_its_own(attach):
+    """Of layers that are whole on each rank, too."""
+    torch.manual_seed(0)
+    layer = FusedMoE(MoEConfig(8, 2, 16, 8))
+    attach(layer, torch.full((5, 2), dist.get_rank() + 1, dtype=torch.int32))
+    tokens, logits = torch.randn(2, 5, 16)[dist.get_rank()], torch.randn(2, 5, 8)[dist.get_rank()]
+    alone = copy.deepcopy(layer)
+    model = replicated(layer)
+    for _ in range(2):
+        torch.testing.assert_close(model(tokens, logits), alone(tokens, logits))
+    for (name, buffer), expected in zip(layer.named_buffers(), alone.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
 
 
 @on_ranks(2)
