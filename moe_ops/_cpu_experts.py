@@ -1,5 +1,7 @@
 """The experts of a layer on the CPU: slot by slot where they are few, else sorted by expert."""
 
+from functools import partial
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,8 @@ from moe_ops.combine import weighted_sum
 from moe_ops.dispatch import local_experts
 from moe_ops.types import Activation
 
-_FEW_SLOTS = 16  # up to so many, sorting costs more than it saves
+_FEW_SLOTS = 4  # up to so many, sorting costs more than it saves
+_LISTED_SLOTS = 32  # up to so many are sorted in lists: a dozen calls of torch take longer
 
 
 def run_experts(args: FusedExperts) -> Tensor:
@@ -55,16 +58,36 @@ def _slot_by_slot(hidden_states: Tensor, layer: _Layer, scales: Tensor, experts:
 
 def _sorted_by_expert(args: FusedExperts, layer: _Layer, scales: Tensor) -> Tensor:
     """The rows of each expert after another, as the stages have them."""
-    num_experts, (num_tokens, top_k) = layer.w13.weight.shape[0], args.topk_ids.shape
-    expert = local_experts(args.topk_ids.flatten(), args.placement, num_experts)
-    ranked, slots = expert.sort(stable=True)
-    expert_offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1), out_int32=True)
-    kept = int(expert_offsets[-1])
-    slots = slots[:kept]
+    top_k = args.topk_ids.shape[1]
+    slots, expert_offsets, inverse = (_plan_in_lists if scales.numel() <= _LISTED_SLOTS else _plan)(args)
     rows = args.hidden_states.index_select(0, slots // top_k)
     gate_up = grouped_products(rows, layer.w13, expert_offsets)
     # In the storage dtype: torch's own elementwise kernels compute in float32 inside.
     activated = apply_activation(gate_up, layer.activation)
     expert_out = grouped_product(activated, layer.w2, expert_offsets)
-    inverse = slots.new_full((num_tokens * top_k,), -1).index_copy_(0, slots, torch.arange(kept))
-    return weighted_sum(expert_out, scales, inverse.view(num_tokens, top_k))
+    return weighted_sum(expert_out, scales, inverse.view(scales.shape))
+
+
+def _plan(args: FusedExperts) -> tuple[Tensor, Tensor, Tensor]:
+    """The slot of each row that is kept, where the rows of each expert start, and the row of each slot or -1."""
+    num_experts = args.experts.w13.weight.shape[0]
+    expert = local_experts(args.topk_ids.flatten(), args.placement, num_experts)
+    ranked, slots = expert.sort(stable=True)
+    expert_offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1), out_int32=True)
+    slots = slots[: int(expert_offsets[-1])]
+    inverse = slots.new_full((expert.shape[0],), -1).index_copy_(0, slots, torch.arange(slots.shape[0]))
+    return slots, expert_offsets, inverse
+
+
+def _plan_in_lists(args: FusedExperts) -> tuple[Tensor, Tensor, Tensor]:
+    """The same."""
+    num_experts = args.experts.w13.weight.shape[0]
+    expert = list(chain.from_iterable(_local_ids(args.topk_ids, args.placement.expert_map)))
+    ranked = sorted(range(len(expert)), key=expert.__getitem__)
+    slots = [slot for slot in ranked if 0 <= expert[slot] < num_experts]
+    counts, inverse = [0] * (num_experts + 1), [-1] * len(expert)
+    for row, slot in enumerate(slots):
+        counts[expert[slot] + 1] += 1
+        inverse[slot] = row
+    whole = partial(torch.tensor, dtype=torch.int64, device="cpu")
+    return whole(slots), whole(list(accumulate(counts))).int(), whole(inverse)

@@ -2,7 +2,8 @@
 
 With a static number of slots the weights of each chosen expert are read in place, through its index: a reduction
 `(weight[ids] * x).sum(-1)` copies no weight. Slots of one expert come after another, so that its weights come from
-memory once. More slots are products, see `ExpandOnCpu`.
+memory once. Some hundreds are few where experts are so small that calling a product takes longer than computing it.
+More slots are products, see `ExpandOnCpu`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from inductor_passes.lowerings.cpu_routing import route, sort_by_expert
 from inductor_passes.lowerings.cpu_stages import expand
 from inductor_passes.lowerings.pointwise import weighted_sum
 from inductor_passes.lowerings.written import Written
+from moe_ops import _compat
 from moe_ops._checks import compute_dtype
 from moe_ops.activation import apply_activation, gate_times_up, split_gate_up
 from moe_ops.arguments import (
@@ -39,6 +41,14 @@ from moe_ops.types import Activation, RoutingConfig
 _FEW_SLOTS, _MOST_SLOTS, _SLOTS_PER_EXPERT = 16, 64, 2
 """Up to so many, and while slots share few experts up to more, reading the weights once for each slot costs less than
 products of few rows."""
+_MOST_SMALL_SLOTS = 512
+_SMALL_LAYER = {
+    torch.float32: (1 << 23, 1 << 21),
+    torch.bfloat16: (1 << 24, 1 << 20),
+    torch.float16: (1 << 24, 1 << 20),
+}
+"""Multiplications up to which loops cost less than two calls, and so many slots: where the processor multiplies no
+bfloat16, and, with caution, where it does."""
 
 
 class ExpandFewSlots:
@@ -56,12 +66,21 @@ class ExpandFewSlots:
 
 def _suits(stage: Node) -> bool:
     args, first = arguments(stage), stage.meta["val"]
-    weights = [linear.weight.meta["val"] for linear in args.experts]
+    w13, w2 = args.experts
+    weights = [linear.weight.meta["val"] for linear in (*w13.parts, w2)]
     num_experts, slots = weights[0].shape[0], first.shape[0] * _top_k(args)
     if first.device.type != "cpu" or not isinstance(slots, int) or not isinstance(num_experts, int):
         return False
-    is_few = 1 <= slots <= max(_FEW_SLOTS, min(_MOST_SLOTS, _SLOTS_PER_EXPERT * num_experts))
-    return is_few and all(weight.stride(2) == 1 for weight in weights)  # rows that are read in order
+    is_few = slots <= max(_FEW_SLOTS, min(_MOST_SLOTS, _SLOTS_PER_EXPERT * num_experts))
+    if slots == 0 or not (is_few or _is_small(slots, weights)):
+        return False
+    return all(weight.stride(2) == 1 for weight in weights)  # rows that are read in order
+
+
+def _is_small(slots: int, weights: Sequence[Tensor]) -> bool:
+    multiplications = slots * sum(weight.shape[1] * weight.shape[2] for weight in weights)
+    most = _SMALL_LAYER.get(weights[0].dtype, (0, 0))[_compat.has_bfloat16_products()]
+    return slots <= _MOST_SMALL_SLOTS and isinstance(multiplications, int) and multiplications <= most
 
 
 def _top_k(args: Any) -> int | torch.SymInt:

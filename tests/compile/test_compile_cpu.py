@@ -16,7 +16,7 @@ from inductor_passes.backend import moe_inductor
 from moe_ops.reference import reference_experts, reference_routing
 from tests.cases import Case, make
 from tests.helpers import assert_matches_oracle, mixed, usually
-from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
+from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, MANY_TOKENS, ROUTING, inputs, layer
 
 SLOT = "post_grad_custom_pre_pass"
 
@@ -47,7 +47,7 @@ def called(code):
 @pytest.mark.parametrize("dtype", usually([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @torch.no_grad()
 def test_values_of_a_layer_with_two_calls(dtype):
-    given = inputs(dtype=dtype)
+    given = inputs(MANY_TOKENS, dtype)
     compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options())
     actual, (code,) = run_and_get_code(compiled, *given)
     assert called(code) == ["grouped_gemm", "grouped_gemm"]
@@ -142,9 +142,10 @@ def test_modes(mode, form):
         compiled = torch.compile(layer, fullgraph=True, options=inductor_passes.options(mode))
     else:
         compiled = torch.compile(layer, fullgraph=True, backend=moe_inductor, mode=mode)
-    actual, (code,) = run_and_get_code(compiled, *inputs())
+    given = inputs(MANY_TOKENS)
+    actual, (code,) = run_and_get_code(compiled, *given)
     assert code.count("torch.ops.moe.grouped_gemm.compiled(") == 2
-    torch.testing.assert_close(actual, layer(*inputs()))
+    torch.testing.assert_close(actual, layer(*given))
 
 
 @torch.no_grad()
@@ -167,7 +168,8 @@ def test_a_users_pass_runs_once_after_ours(place):
             "backend options": {"backend": moe_inductor, "options": {SLOT: spy}},
             "both forms": {"backend": moe_inductor, "options": made},
         }[place]
-        torch.testing.assert_close(torch.compile(layer, **form)(*inputs()), layer(*inputs()))
+        given = inputs(MANY_TOKENS)
+        torch.testing.assert_close(torch.compile(layer, **form)(*given), layer(*given))
     assert spy.seen == [["grouped_gemm", "grouped_gemm"]]
 
 

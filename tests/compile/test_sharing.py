@@ -11,7 +11,7 @@ import moe_ops
 from inductor_passes import pipeline
 from tests.compile.fake_cuda import compile_for_h200
 from tests.helpers import assert_matches_oracle, fresh_graphs, usually
-from tests.passes.moe import ROUTING
+from tests.passes.moe import MANY_TOKENS, ROUTING
 from tests.passes.stacks import cached, exact, paged, stack, tokens, weights
 
 LAYERS = 6
@@ -33,8 +33,8 @@ def _calls(code):
 def test_the_code_of_alike_layers_is_there_once(dynamic):
     layers = weights(LAYERS)
     compiled = torch.compile(stack, options=inductor_passes.options(), fullgraph=True, dynamic=dynamic)
-    out, (code,) = run_and_get_code(compiled, tokens(), layers)
-    assert_matches_oracle(out, exact(tokens(), layers))
+    out, (code,) = run_and_get_code(compiled, tokens(MANY_TOKENS), layers)
+    assert_matches_oracle(out, exact(tokens(MANY_TOKENS), layers))
     assert code.count("def repeated_layer") == 1
     assert _calls(code) >= LAYERS - 1 - dynamic  # the first and the last are put together otherwise
     products = [
@@ -90,8 +90,8 @@ def test_a_users_pass_sees_every_layer_once():
     count = Count()
     options = inductor_passes.options(post_grad_custom_pre_pass=count)
     layers = weights(LAYERS)
-    out = torch.compile(stack, options=options, fullgraph=True)(tokens(), layers)
-    assert_matches_oracle(out, exact(tokens(), layers))
+    out = torch.compile(stack, options=options, fullgraph=True)(tokens(MANY_TOKENS), layers)
+    assert_matches_oracle(out, exact(tokens(MANY_TOKENS), layers))
     assert count.seen == [2 * LAYERS]
 
 

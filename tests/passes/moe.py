@@ -7,8 +7,9 @@ from torch import Tensor
 
 import moe_ops
 
-# More slots than a layer is written out for on a CPU.
+# More slots than a layer is written out for on a CPU, unless its experts are as small as these.
 TOKENS, HIDDEN, EXPERTS, INTERMEDIATE, TOP_K = 9, 16, 4, 8, 2
+MANY_TOKENS = 257  # whose products stay calls on a CPU
 ROUTING = moe_ops.RoutingConfig(top_k=TOP_K)
 
 

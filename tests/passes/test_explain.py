@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import inductor_passes
 import moe_ops
-from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, ROUTING, inputs, layer
+from tests.passes.moe import EXPERTS, HIDDEN, INTERMEDIATE, MANY_TOKENS, ROUTING, inputs, layer
 
 
 class Block(nn.Module):
@@ -279,8 +279,10 @@ def test_report_is_frozen(hidden):
 
 
 @torch.no_grad()
-def test_html_draws_both_graphs_and_loads_nothing(hidden, tmp_path):
-    path = inductor_passes.explain(Model(), hidden).to_html(tmp_path / "report.html")
+def test_html_draws_both_graphs_and_loads_nothing(tmp_path):
+    path = inductor_passes.explain(Model(), inputs(MANY_TOKENS).hidden_states).to_html(
+        tmp_path / "report.html"
+    )
     text = path.read_text()
     assert "http" not in text and "<script" not in text and "src=" not in text
     before, after, written = [ElementTree.fromstring(svg) for svg in _svgs(text)]  # the two layers are alike

@@ -90,7 +90,7 @@ def test_a_router_is_computed_once_whatever_reads_it(is_transposed, dynamic):
     written = []
     for top_k in (2, 4):
         torch._dynamo.reset()
-        problem = make(Case(9, 8, top_k, 32, 16), torch.float32)
+        problem = make(Case(257, 8, top_k, 32, 16), torch.float32)
         layer, (hidden, logits, *weights) = layer_of(problem, "fused")
         logits = logits.T.contiguous().T if is_transposed else logits
         compiled = torch.compile(layer, options=inductor_passes.options(), dynamic=dynamic)

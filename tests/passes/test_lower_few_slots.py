@@ -12,7 +12,7 @@ from inductor_passes import _compat
 from inductor_passes.lowerings import ExpandFewSlots
 from inductor_passes.pipeline import PIPELINE, run_passes
 from layers import FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
-from moe_ops import Activation, RoutingConfig
+from moe_ops import Activation, RoutingConfig, _compat as processor
 from tests.cases import MORE_ACTIVATIONS, Case, make
 from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed, usually
 from tests.ops.test_values import oracle
@@ -25,6 +25,7 @@ ACTIVATIONS = [
     Activation("swiglu_oai", interleaved=True),
     *MORE_ACTIVATIONS,
 ]
+HALVES_AND_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = [(1, 13, 3), (5, 4, 3), (16, 8, 1), (2, 8, 8), (1, 2, 1), (8, 4, 2), (20, 10, 1), (16, 32, 4)]
 
 
@@ -64,6 +65,18 @@ def layer_of(problem, emit="fused"):
     ids=str,
 )
 def test_values(sizes, bias, dtype):
+    problem = make(Case(*sizes, 9, 5, bias=bias), dtype)
+    layer, tensors = layer_of(problem)
+    weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
+    assert_matches_oracle(compute(layer, *tensors), oracle(problem, weights, ids))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bias", "dtype"),
+    mixed([(21, 10, 1), (33, 4, 3), (64, 9, 8)], (False, True), HALVES_AND_FLOATS),
+    ids=str,
+)
+def test_values_of_more_slots_in_small_layers(sizes, bias, dtype):
     problem = make(Case(*sizes, 9, 5, bias=bias), dtype)
     layer, tensors = layer_of(problem)
     weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
@@ -147,6 +160,52 @@ def test_more_slots_and_symbolic_ones_stay_an_operator(sizes, dynamic):
     result = rewrite(layer, *tensors, passes=PASS)
     assert result.ops() == ["fused_moe"]
     assert not result.log.lowered and not result.log.kept
+
+
+def stays(problem, monkeypatch, multiplies_bfloat16):
+    """Whether the layer is an operator still, on a processor of that kind."""
+    monkeypatch.setattr(processor, "has_bfloat16_products", lambda: multiplies_bfloat16)
+    layer, tensors = layer_of(problem)
+    return rewrite(layer, *tensors, passes=PASS).ops() == ["fused_moe"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "multiplies_bfloat16", "features"),
+    [
+        (torch.float32, False, (128, 128)),
+        (torch.float32, True, (64, 64)),
+        (torch.bfloat16, False, (128, 256)),
+        (torch.bfloat16, True, (32, 64)),
+        (torch.float16, False, (128, 256)),
+        (torch.float16, True, (32, 64)),
+    ],
+    ids=str,
+)
+def test_small_layers_are_those_of_few_multiplications(dtype, multiplies_bfloat16, features, monkeypatch):
+    """256 slots of two matrices reach the limit: 2 ** 23, 21, 24 and 20."""
+    for slots, is_large in ((256, False), (257, True)):
+        problem = make(Case(slots, 2, 1, *features, Activation("relu2")), dtype)
+        assert stays(problem, monkeypatch, multiplies_bfloat16) == is_large, slots
+
+
+@pytest.mark.parametrize("multiplies_bfloat16", [False, True])
+def test_at_most_512_slots_are_few(multiplies_bfloat16, monkeypatch):
+    for slots, is_many in ((512, False), (513, True)):
+        problem = make(Case(slots, 2, 1, 4, 3), torch.float32)
+        assert stays(problem, monkeypatch, multiplies_bfloat16) == is_many, slots
+
+
+def test_both_halves_of_a_pair_are_multiplied(monkeypatch):
+    """With one of them, 256 slots of 64 x 48 would be below the limit."""
+    monkeypatch.setattr(processor, "has_bfloat16_products", lambda: True)
+    hidden, gate, w2 = torch.randn(256, 64), torch.randn(2, 48, 64), torch.randn(2, 64, 48)
+    weights, ids = torch.rand(256, 1), torch.randint(2, (256, 1))
+
+    def layer(hidden, gate, up, w2, weights, ids):
+        return moe_ops.fused_experts(hidden, (gate, up), w2, weights, ids, emit="fused")
+
+    result = rewrite(layer, hidden, gate, gate.clone(), w2, weights, ids, passes=PASS)
+    assert result.ops() == ["fused_experts"]
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])

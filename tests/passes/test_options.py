@@ -16,7 +16,7 @@ from inductor_passes.pipeline import PIPELINE, MoEPasses
 from inductor_passes.together import CompileTogether
 from inductor_passes.training import RaiseForTraining
 from tests.helpers import fresh_graphs
-from tests.passes.moe import inputs, layer
+from tests.passes.moe import MANY_TOKENS, inputs, layer
 
 SLOT, BEFORE_AUTOGRAD = "post_grad_custom_pre_pass", "pre_grad_custom_pass"
 BEHIND_FUSION = "_post_fusion_custom_pass"
@@ -176,7 +176,8 @@ class Observer(_compat.CustomGraphPass):
 @torch.no_grad()
 def _compile(**how):
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, **how)(*inputs()), layer(*inputs()))
+    given = inputs(MANY_TOKENS)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, **how)(*given), layer(*given))
 
 
 def test_copied_and_fresh_options_share_a_compiled_graph():

@@ -6,7 +6,7 @@ import moe_ops
 from inductor_passes import _compat, cache_key
 from inductor_passes.pipeline import FUSIONS, PIPELINE, TRAINING_REASON, MoEPasses, is_training, run_passes
 from tests.passes.capture import post_grad, rewrite
-from tests.passes.moe import ROUTING, inputs, layer
+from tests.passes.moe import MANY_TOKENS, ROUTING, inputs, layer
 
 
 class _Named(_compat.CustomGraphPass):
@@ -35,7 +35,7 @@ def test_graphs_with_a_backward_keep_what_it_reads():
 
 
 def test_on_a_cpu_a_layer_is_two_products():
-    result = rewrite(layer, *inputs(), passes=PIPELINE)
+    result = rewrite(layer, *inputs(MANY_TOKENS), passes=PIPELINE)
     assert result.ops() == ["grouped_gemm", "grouped_gemm"]
     assert [fusion.kind for fusion in result.log.lowered] == ["ATen"] and not result.log.kept
 
@@ -145,7 +145,7 @@ def test_equal_content_is_equal():
 def test_chained_pass_runs_once_after_ours():
     named = _Named("a")
     with torch.no_grad():
-        (module,) = post_grad(layer, *inputs())
+        (module,) = post_grad(layer, *inputs(MANY_TOKENS))
     MoEPasses((named,))(module.graph)
     assert named.graphs == [module.graph]
     assert sum("grouped_gemm" in str(node.target) for node in module.graph.nodes) == 2

@@ -255,7 +255,7 @@ def test_on_a_cpu_each_weight_has_a_call_of_its_own():
     """Which writes its rows for the gate to read: nothing is laid side by side."""
     from torch._inductor.utils import run_and_get_code
 
-    inputs = apart(layer(99))
+    inputs = apart(layer(999))
     with torch.no_grad():
         compiled = torch.compile(grouped, options=inductor_passes.options(), fullgraph=True)
         _, (code, *_) = run_and_get_code(compiled, *inputs)

@@ -67,8 +67,8 @@ def test_a_wrong_product_is_found(monkeypatch) -> None:
     smoke = _module()
     from moe_ops import _cpu_experts
 
-    product = _cpu_experts.paired_product
-    monkeypatch.setattr(_cpu_experts, "paired_product", lambda *args: 3 * product(*args))
+    activate = _cpu_experts.apply_activation
+    monkeypatch.setattr(_cpu_experts, "apply_activation", lambda *args: 3 * activate(*args))
     with pytest.raises(AssertionError, match="not close"):
         smoke.check_values()
 
