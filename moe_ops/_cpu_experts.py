@@ -15,7 +15,8 @@ from moe_ops.combine import weighted_sum
 from moe_ops.dispatch import local_experts
 from moe_ops.types import Activation
 
-_FEW_SLOTS = 4  # up to so many, sorting costs more than it saves
+# Up to the first sorting costs more than it saves, up to the second where slots that share an expert are rare.
+_FEW_SLOTS, _FEW_ALONE, _EXPERTS_PER_SLOT = 4, 16, 4
 _LISTED_SLOTS = 32  # up to so many are sorted in lists: a dozen calls of torch take longer
 
 
@@ -24,9 +25,14 @@ def run_experts(args: FusedExperts) -> Tensor:
     ids, experts = args.topk_ids, args.experts
     scales = args.topk_weights.to(_checks.compute_dtype(args.hidden_states.dtype))
     layer = _Layer(*experts, Activation.from_spec(args.activation))
-    if ids.numel() <= _FEW_SLOTS or ids.shape[0] == 1:
+    if ids.shape[0] == 1 or _are_few(ids.numel(), experts.w13.weight.shape[0]):
         return _slot_by_slot(args.hidden_states, layer, scales, _local_ids(ids, args.placement.expert_map))
     return _sorted_by_expert(args, layer, scales)
+
+
+def _are_few(slots: int, num_experts: int) -> bool:
+    most = _FEW_ALONE if num_experts >= _EXPERTS_PER_SLOT * slots else _FEW_SLOTS
+    return slots <= most
 
 
 class _Layer(NamedTuple):

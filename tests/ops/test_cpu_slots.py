@@ -27,14 +27,23 @@ def test_plans_in_lists_are_those_of_torch(expert_map):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "one_by_one"), [(4, 1, True), (5, 1, False), (1, 6, True), (11, 3, False)]
+    ("sizes", "one_by_one"),
+    [
+        ((4, 7, 1), True),
+        ((5, 7, 1), False),
+        ((1, 7, 6), True),
+        ((11, 7, 3), False),
+        ((8, 64, 2), True),
+        ((8, 63, 2), False),
+        ((17, 68, 1), False),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_takes_slots_one_by_one(tokens, top_k, one_by_one, dtype, monkeypatch):
-    """One token, or so few slots that sorting takes longer: 4."""
+def test_what_takes_slots_one_by_one(sizes, one_by_one, dtype, monkeypatch):
+    """One token, or so few slots that sorting takes longer: 4, or 16 where hardly two share an expert."""
     calls, called = [], _cpu_experts._slot_by_slot
     monkeypatch.setattr(_cpu_experts, "_slot_by_slot", lambda *args: calls.append(1) or called(*args))
-    problem = make(Case(tokens, 7, top_k, 8, 6, bias=True), dtype)
+    problem = make(Case(*sizes, 8, 6, bias=True), dtype)
     weights, ids = moe_ops.topk_routing(problem.router_logits, problem.routing)
     ids[-1, 0] = -1
     out = moe_ops.fused_experts(
