@@ -118,7 +118,7 @@ def zero_tail(tiles_ptr, out_ptr, columns, BLOCK: tl.constexpr = 4096):
     start = offset(tl.load(tiles_ptr + 2), columns)
     end = offset(tl.load(tiles_ptr + 3), columns)
     first = start + offset(tl.program_id(0), BLOCK)
-    for place in range(first, end, tl.num_programs(0) * BLOCK):
+    for place in range(first, end, offset(tl.num_programs(0), BLOCK)):
         places = place + tl.arange(0, BLOCK)
         tl.store(out_ptr + places, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=places < end)
 
