@@ -6,6 +6,7 @@ import moe_ops
 from inductor_passes.pipeline import PIPELINE
 from inductor_passes.repeats import MIN_REPEATS, Repeats, repeats
 from tests.passes.capture import rewrite
+from tests.passes.moe import MANY_TOKENS
 from tests.passes.stacks import block, cached, normed, paged, stack, tokens, weights
 
 
@@ -22,7 +23,7 @@ def products(stretch) -> int:
 
 
 def test_alike_layers_are_found():
-    result = found(stack, tokens(), weights(7))
+    result = found(stack, tokens(MANY_TOKENS), weights(7))
     assert result is not None and len(result.stretches) >= 6
     first = result.stretches[0]
     assert products(first) == 2 and calls(first).count("aten.mm.default") == 2
@@ -41,13 +42,13 @@ def test_routers_that_keep_the_best_groups_are_in_the_stretches():
         return x
 
     layers = [(mixing, router[:4], w13[:4], w2[:4]) for mixing, router, w13, w2 in weights(7)]
-    result = found(grouped, tokens(), layers)
+    result = found(grouped, tokens(MANY_TOKENS), layers)
     assert len(result.stretches) >= 6
     assert all(products(each) == 2 and "aten.scatter.value" in calls(each) for each in result.stretches)
 
 
 def test_borders_lie_behind_calls_where_two_values_are_alive():
-    result = found(stack, tokens(), weights(7))
+    result = found(stack, tokens(MANY_TOKENS), weights(7))
     for each, following in zip(result.stretches, result.stretches[1:], strict=False):
         given = [node for node in following.inputs if node in each.nodes]
         assert len(given) == 2 and [each.nodes[place] for place in result.outputs] == given
@@ -113,7 +114,7 @@ def test_sizes_count():
 def test_layers_in_turns_are_alike_in_pairs():
     layers = weights(10)
     layers[1::2] = [(a, b[:3], c[:3], d[:3]) for a, b, c, d in layers[1::2]]
-    result = found(stack, tokens(), layers)
+    result = found(stack, tokens(MANY_TOKENS), layers)
     assert len(result.stretches) == 5
     assert all(products(each) == 4 for each in result.stretches)
 

@@ -11,7 +11,7 @@ from layers import MoEBlock, MoEConfig, SharedExpertConfig
 from layers.parallel import ExpertParallel
 from tests.layers.parallel.test_overlap_code import ranks  # noqa: F401
 
-H = 16
+T, H = 160, 16  # so many that products are calls
 NEEDED = "every call behind it, up to the next exchange, needs what ranks have sent"
 
 
@@ -20,7 +20,7 @@ def report_of(style, tmp_path, **options):
     block = MoEBlock(MoEConfig(8, 2, H, 24, **options))
     parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), {"experts": style})
     with torch.no_grad():
-        report = inductor_passes.explain(block, torch.randn(8, H))
+        report = inductor_passes.explain(block, torch.randn(T, H))
     page = report.to_html(tmp_path / "page.html").read_text()
     for line in str(report).partition("\nexchanges: ")[2].splitlines()[1:]:
         assert f"<li>{line.strip()}</li>" in page
@@ -29,7 +29,7 @@ def report_of(style, tmp_path, **options):
 
 @pytest.mark.usefixtures("ranks")
 def test_shared_experts(tmp_path):
-    style = ExpertParallel("allgather", max_tokens=8)
+    style = ExpertParallel("allgather", max_tokens=T)
     report = report_of(style, tmp_path, shared_experts=SharedExpertConfig(intermediate_size=8))
     *there, back = report.exchanges
     assert [each.kind for each in there] == ["all_gather_into_tensor_coalesced"]
@@ -45,7 +45,7 @@ def test_shared_experts(tmp_path):
 
 @pytest.mark.usefixtures("ranks")
 def test_nothing_to_run(tmp_path):
-    *there, back = report_of(ExpertParallel("allgather", max_tokens=8), tmp_path).exchanges
+    *there, back = report_of(ExpertParallel("allgather", max_tokens=T), tmp_path).exchanges
     assert not any(each.during for each in (*there, back))
     assert [each.reason for each in there] == [NEEDED]
     assert back.reason == "no call stands between it and the end"
@@ -53,7 +53,7 @@ def test_nothing_to_run(tmp_path):
 
 @pytest.mark.usefixtures("ranks")
 def test_two_batches(tmp_path):
-    report = report_of(ExpertParallel("allgather", max_tokens=8, batches=2), tmp_path)
+    report = report_of(ExpertParallel("allgather", max_tokens=T, batches=2), tmp_path)
     during = [set(each.during) for each in report.exchanges]
     assert during == [set()] + [{"grouped_gemm of experts"}] * 2 + [set()]
     assert "all_gather_into_tensor_coalesced of experts: meanwhile grouped_gemm of experts (2 times)" in str(

@@ -107,9 +107,9 @@ def test_shared_experts_run_during_the_way_back(ranks, style, is_dynamic):
 @pytest.mark.parametrize("is_dynamic", usually((False, True), (False,)), ids=["static", "symbolic"])
 def test_one_batch_is_on_its_way_while_experts_run_the_other(ranks, is_dynamic):
     mesh = init_device_mesh("cpu", (W,), mesh_dim_names=("ep",))
-    style = ExpertParallel("allgather", max_tokens=16, batches=2)
+    style = ExpertParallel("allgather", max_tokens=256, batches=2)
     block = parallelize_module(MoEBlock(CONFIG), mesh["ep"], {"experts": style})
-    code = code_of(block, torch.randn(T, H), dynamic=is_dynamic)
+    code = code_of(block, torch.randn(200, H), dynamic=is_dynamic)
     assert events(code) == [
         *("shared", "start", "start"),  # the router; tokens, weights and ids of both
         *(*["wait"] * 3, "experts", "experts", "start"),
