@@ -18,6 +18,7 @@ import inductor_passes
 from inductor_passes import _compat_kernels
 from tests.forked import run_python
 from tests.helpers import fresh_graphs, usually
+from tests.passes.moe import MANY_TOKENS
 from tests.passes.stacks import block, tokens, weights
 
 TOGETHER = "async_compile = KernelsTogether("
@@ -151,7 +152,10 @@ def test_numbers_are_those_of_kernels_compiled_one_by_one(monkeypatch):
             monkeypatch.setattr(_compat_kernels, "compile_kernels_together", lambda: None)
         compiled = torch.compile(block, options=inductor_passes.options(), fullgraph=True)
         with torch.no_grad(), fresh_cache(), inductor_config.patch(compile_threads=2):
-            x, (layer,) = tokens(257, torch.bfloat16), weights(1, torch.bfloat16)  # too many for one kernel
+            x, (layer,) = (
+                tokens(MANY_TOKENS, torch.bfloat16),
+                weights(1, torch.bfloat16),
+            )  # too many for one kernel
             out, (code,) = run_and_get_code(compiled, x, layer)
             found.append((out, len(_libraries())))
         assert (TOGETHER in code) is is_together

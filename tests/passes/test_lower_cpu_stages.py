@@ -20,6 +20,7 @@ from tests.cases import ROUTINGS, Case, make
 from tests.helpers import assert_matches_oracle, assert_same, fresh_graphs, grads_of, mixed, usually
 from tests.ops.test_values import oracle
 from tests.passes.capture import rewrite
+from tests.passes.moe import MANY_TOKENS
 from tests.passes.test_lower_few_slots import experts_given, layer_of
 
 PASS = (ExpandOnCpu(),)
@@ -90,7 +91,7 @@ def test_a_router_is_computed_once_whatever_reads_it(is_transposed, dynamic):
     written = []
     for top_k in (2, 4):
         torch._dynamo.reset()
-        problem = make(Case(257, 8, top_k, 32, 16), torch.float32)
+        problem = make(Case(MANY_TOKENS, 8, top_k, 32, 16), torch.float32)
         layer, (hidden, logits, *weights) = layer_of(problem, "fused")
         logits = logits.T.contiguous().T if is_transposed else logits
         compiled = torch.compile(layer, options=inductor_passes.options(), dynamic=dynamic)
