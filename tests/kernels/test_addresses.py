@@ -29,6 +29,8 @@ def narrow_products(ttir: str) -> list[str]:
         name, operation, operands = match[1], match[2], set(re.findall(_VALUE, match[3]))
         if operation == "arith.constant":
             constants.add(name)
+        if operation == "tt.get_num_programs":  # what programs go on by
+            strides.add(name)
         if operation in _KEEPS_ITS_SIZE:
             for kind in (strides, products):
                 kind |= {name} if operands & kind else set()
