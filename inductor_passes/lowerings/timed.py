@@ -133,7 +133,7 @@ def _tuned(gemms: Sequence[Any], fastest: Sequence[Any]) -> Any:
     from moe_ops.kernels.tuning import Choice, Tuning, nearest_rows
 
     choices = [
-        Choice(gemm.product, nearest_rows(gemm.num_slots, gemm.product.experts), way)
+        Choice(gemm.product, nearest_rows(gemm.rows_per_expert), way)
         for gemm, way in zip(gemms, fastest, strict=True)
         if _is_ours(way)
     ]

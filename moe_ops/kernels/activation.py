@@ -11,6 +11,7 @@ from moe_ops.kernels.common import activation_gradient, apply_activation, cdiv, 
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.permute import column_block
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
+from moe_ops.kernels.tiles import expert_args, has_expert
 from moe_ops.types import Activation
 
 _NAMES = ("NAME", "GATED", "INTERLEAVED", "ALPHA", "BETA", "LINEAR_BETA", "LIMIT")
@@ -32,8 +33,8 @@ def gate_up_columns(columns, features, GATED: tl.constexpr, INTERLEAVED: tl.cons
 
 @triton.jit
 def _activation_kernel(
-    gate_up_ptr, out_ptr,
-    features, stride_s, stride_i,
+    gate_up_ptr, offsets_ptr, out_ptr,
+    num_experts, features, stride_s, stride_i,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     F64: tl.constexpr, BLOCK: tl.constexpr,
@@ -41,14 +42,15 @@ def _activation_kernel(
     ACC: tl.constexpr = tl.float64 if F64 else tl.float32
     blocks = tl.cdiv(features, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < features
-    gate_columns, up_columns = gate_up_columns(columns, features, GATED, INTERLEAVED)
-    row_ptr = gate_up_ptr + offset(row, stride_s)
-    gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
-    up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
-    result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
-    tl.store(out_ptr + row * features + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
+    if has_expert(row, offsets_ptr, num_experts):
+        columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        mask = columns < features
+        gate_columns, up_columns = gate_up_columns(columns, features, GATED, INTERLEAVED)
+        row_ptr = gate_up_ptr + offset(row, stride_s)
+        gate = tl.load(row_ptr + offset(gate_columns, stride_i), mask=mask, other=0.0).to(ACC)
+        up = tl.load(row_ptr + offset(up_columns, stride_i), mask=mask, other=0.0).to(ACC)
+        result = apply_activation(gate, up, NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT)
+        tl.store(out_ptr + row * features + columns, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -143,9 +145,9 @@ def _shared_args(args: Any) -> dict:
     }
 
 
-def gated_activation_program(args: Any, gpu: Gpu) -> Program:
-    """The program of `moe.gated_activation`."""
-    given = {**_shared_args(args), "out_ptr": Ref("activated")}
+def gated_activation_program(args: Any, gpu: Gpu, num_experts: int | None = None) -> Program:
+    """The program of `moe.gated_activation`; with `num_experts` rows past the last of so many are left out."""
+    given = {**_shared_args(args), **expert_args(num_experts), "out_ptr": Ref("activated")}
     shape = (args.gate_up.shape[0], given["features"])
     launch = Launch(_activation_kernel, (shape[0] * cdiv(shape[1], given["BLOCK"]),), given, 4, 1)
     return Program((Buffer("activated", shape, args.gate_up.dtype),), (launch,), ("activated",))

@@ -80,7 +80,7 @@ def gathered_gemm(args: Any, gpu: Gpu) -> Gemm:
 
 def act_gemm_combine_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.act_gemm_combine`."""
-    gate = gated_activation_program(args, gpu)
+    gate = gated_activation_program(args, gpu, args.w2.weight.shape[0])
     (activated,) = gate.buffers
     gemm = down_gemm(Operand(activated.name, activated.meta), args.w2, gpu)
     buffers, launches = plan(gemm)
@@ -189,19 +189,21 @@ def grouped_products(args: Any, gpu: Gpu, rows_per_tile: int | None = None) -> t
     """The two products of a layer's grouped form; the first may be one of rows copied into expert order."""
     (num_tokens, top_k), (w13, w2) = args.topk_ids.shape, args.experts
     num_slots = num_tokens * top_k
-    up = replace(up_gemm(args, w13, num_slots, gpu), rows_per_tile=rows_per_tile)
+    chosen = {"rows_per_tile": rows_per_tile, "num_ids": args.placement.num_ids(w13.weight.shape[0])}
+    up = replace(up_gemm(args, w13, num_slots, gpu), **chosen)
     if sorts_rows_first(up):
         rows, _ = permute_launch(args.hidden_states, num_slots)
         up = replace(up, x=Operand(rows.name, rows.meta), top_k=None)
     down = down_gemm(Operand(up.out, up.out_meta), w2, gpu)
-    return up, replace(down, rows_per_tile=rows_per_tile)
+    return up, replace(down, **chosen)
 
 
 def _grouped_experts(args: Any, gpu: Gpu, rows_per_tile: int | None) -> _Plan:
     up, down = grouped_products(args, gpu, rows_per_tile)
-    buffers, launches = dispatch_launches(args.topk_ids, args.placement, args.experts.w13.weight.shape[0])
+    num_experts = args.experts.w13.weight.shape[0]
+    buffers, launches = dispatch_launches(args.topk_ids, args.placement, num_experts)
     if up.top_k is None:
-        rows, permute = permute_launch(args.hidden_states, up.num_slots)
+        rows, permute = permute_launch(args.hidden_states, up.num_slots, num_experts)
         buffers, launches = (*buffers, rows), (*launches, permute)
     gemm_buffers, gemm_launches = plan_all((up, down))
     buffer, launch = combine_launch(down.out_meta, args)

@@ -56,6 +56,7 @@ class Gemm:
     `max_tokens` rows from e * max_tokens on, and the others are not written.
     rows_per_tile: None for as many as suit the number of slots; else the product has one configuration for any number
     of them, so that a row's bits do not depend on it.
+    num_ids: None when the slots chose among the experts of the weight; else among so many, of which these are here.
     """
 
     x: Operand
@@ -68,6 +69,7 @@ class Gemm:
     tail: bool = False
     max_tokens: int | None = None
     rows_per_tile: int | None = None
+    num_ids: int | None = None
 
     @property
     def paired(self) -> bool:
@@ -94,6 +96,16 @@ class Gemm:
         """Output columns, of a pair without an activation those of each half."""
         rows = self.linear.weight.meta.shape[1]
         return rows // 2 if self.gated and not self.paired else rows
+
+    @property
+    def rows_per_expert(self) -> float:
+        """How many rows an expert has if all are chosen alike."""
+        return self.num_slots / (self.num_ids or self.linear.weight.meta.shape[0])
+
+    @property
+    def is_part(self) -> bool:
+        """Whether experts that are not here have slots as well."""
+        return self.num_ids is not None and self.num_ids > self.linear.weight.meta.shape[0]
 
     @property
     def columns(self) -> int:

@@ -28,6 +28,7 @@ _DEEP = 4096
 _COMPUTE_BOUND_ROWS = 512  # per expert
 # Per expert: more than the first have tiles of 128, up to the second, or the last if a tail follows, at times of 64.
 _FEW_ROWS, _HALVED_ROWS, _HALVED_BEFORE_A_TAIL = 80.0, 320.0, 192.0
+_MOST_ROWS = (8.0, 20.0, _FEW_ROWS)
 _GRADIENT_ROWS = 64  # per step of a weight gradient
 _GRADIENT_WIDE_ROWS = 128  # per expert, from which its blocks are wide; measured at 64 and 256
 INVARIANT_ROWS = 64
@@ -66,7 +67,7 @@ def sorts_rows_first(gemm: Gemm) -> bool:
 
 
 def _is_compute_bound(gemm: Gemm) -> bool:
-    return gemm.num_slots >= _COMPUTE_BOUND_ROWS * gemm.linear.weight.meta.shape[0]
+    return gemm.rows_per_expert >= _COMPUTE_BOUND_ROWS
 
 
 def mixed_config(gemm: Gemm) -> LaunchConfig | None:
@@ -78,7 +79,7 @@ def mixed_config(gemm: Gemm) -> LaunchConfig | None:
     any_order = gemm.rows_per_tile is None and gemm.max_tokens is None and loads_rows_in_pieces(gemm.x.meta)
     if not (any_order and gemm.weight_by_tma and is_tuned(gemm.gpu)):
         return None
-    rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
+    rows = gemm.rows_per_expert
     if rows > _MIXED_ROWS:
         return BY_TMA.h200[_TMA_TILE_ROWS] if _mixes_many(gemm, rows) else None
     pays = _narrowest(gemm) >= _MIXED_FEW_FEATURES or rows > _MIXED_NARROW_ROWS
@@ -120,7 +121,7 @@ def _tuned(gemm: Gemm) -> LaunchConfig | None:
     tuning = gemm.gpu.tuning
     if tuning is None or gemm.rows_per_tile is not None or gemm.max_tokens is not None:
         return None
-    config = tuning.choice(gemm.product, gemm.num_slots)
+    config = tuning.choice(gemm.product, gemm.rows_per_expert)
     return config if config in alternatives(gemm) else None
 
 
@@ -157,10 +158,11 @@ def _halves_tiles(gemm: Gemm) -> bool:
 
     On an H200 layers of OLMoE and Qwen3-30B-A3B with 128 to 256 rows an expert take up to 5 % less, wide ones 1 % less
     (Mixtral, DeepSeek-V3) to 2 % more (gpt-oss). Of products with a tail those of up to 192 rows take 4 % more to 14 %
-    less, with more rows up to 9 % more.
+    less, with more rows up to 9 % more; of a half of a layer's experts up to 4 % more with 200.
     """
-    rows = gemm.num_slots / gemm.linear.weight.meta.shape[0]
-    most = _HALVED_BEFORE_A_TAIL if gemm.tail else _HALVED_ROWS
+    rows = gemm.rows_per_expert
+    is_before_others = gemm.tail or gemm.is_part
+    most = _HALVED_BEFORE_A_TAIL if is_before_others else _HALVED_ROWS
     narrow = _narrowest(gemm) < _MIXED_FEATURES
     return _FEW_ROWS < rows <= most and narrow and _can_halve_tiles(gemm)
 
@@ -176,12 +178,15 @@ def is_tuned(gpu: Gpu) -> bool:
 
 def rows_of_one_height(gemm: Gemm) -> int:
     """Rows of a product's tiles where all have as many."""
-    return gemm.rows_per_tile or rows_per_tile(gemm.num_slots / gemm.linear.weight.meta.shape[0])
+    return gemm.rows_per_tile or rows_per_tile(gemm.rows_per_expert)
 
 
-def rows_per_tile(mean_rows: float) -> int:
-    """Tile rows for the mean rows of an expert: room for its spread, since a second tile re-reads the weights."""
-    for block_m, most in ((16, 8.0), (32, 20.0), (64, _FEW_ROWS)):
+def rows_per_tile(mean_rows: float, most_rows: tuple[float, float, float] = _MOST_ROWS) -> int:
+    """Tile rows for the mean rows of an expert: room for its spread, since a second tile re-reads the weights.
+
+    most_rows: the most that tiles of 16, 32 and 64 rows are for.
+    """
+    for block_m, most in zip((16, 32, 64), most_rows, strict=True):
         if mean_rows <= most:
             return block_m
     return 128

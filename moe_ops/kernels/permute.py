@@ -12,6 +12,7 @@ import triton.language as tl
 from moe_ops.kernels.common import cdiv, next_power_of_2, offset, source_row
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
+from moe_ops.kernels.tiles import expert_args, has_expert
 
 _MAX_COLUMNS = 1024
 _COPIED_COLUMNS = (
@@ -22,20 +23,24 @@ _SCATTER_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def _permute_kernel(
-    hidden_ptr, slots_ptr, out_ptr,
-    top_k, num_tokens, num_columns, stride_t, stride_h,
+    hidden_ptr, slots_ptr, offsets_ptr, out_ptr,
+    top_k, num_tokens, num_experts, num_columns, stride_t, stride_h,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = hidden[sorted_slots[row] // top_k], zeros for a slot of no token; grid (S * column blocks)."""
+    """out[row] = hidden[sorted_slots[row] // top_k], zeros for a slot of no token; grid (S * column blocks).
+
+    With `offsets_ptr` rows past the last expert are not written.
+    """
     column_blocks = tl.cdiv(num_columns, BLOCK)
     row = (tl.program_id(0) // column_blocks).to(tl.int64)
-    columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < num_columns
-    token, known = source_row(slots_ptr, row, row >= 0, top_k, num_tokens)
-    row_ptr = hidden_ptr + offset(token, stride_t)
-    readable = columns < tl.where(known, num_columns, 0)
-    values = tl.load(row_ptr + offset(columns, stride_h), mask=readable, other=0.0)
-    tl.store(out_ptr + row * num_columns + columns, values, mask=mask)
+    if has_expert(row, offsets_ptr, num_experts):
+        columns = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
+        mask = columns < num_columns
+        token, known = source_row(slots_ptr, row, row >= 0, top_k, num_tokens)
+        row_ptr = hidden_ptr + offset(token, stride_t)
+        readable = columns < tl.where(known, num_columns, 0)
+        values = tl.load(row_ptr + offset(columns, stride_h), mask=readable, other=0.0)
+        tl.store(out_ptr + row * num_columns + columns, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -75,8 +80,13 @@ def column_block(num_columns: int) -> int:
     return min(next_power_of_2(num_columns), _MAX_COLUMNS)
 
 
-def permute_launch(hidden_states: TensorMeta, num_slots: int) -> tuple[Buffer, Launch]:
-    """Buffer `permuted` [S, H] and the launch that fills it from `hidden_states` and `sorted_slots`."""
+def permute_launch(
+    hidden_states: TensorMeta, num_slots: int, num_experts: int | None = None
+) -> tuple[Buffer, Launch]:
+    """Buffer `permuted` [S, H] and the launch that fills it from `hidden_states` and `sorted_slots`.
+
+    With `num_experts` it leaves out rows past the last of so many, as `expert_offsets` says.
+    """
     num_tokens, columns = hidden_states.shape
     block = min(next_power_of_2(columns), _COPIED_COLUMNS)
     args = {
@@ -85,6 +95,7 @@ def permute_launch(hidden_states: TensorMeta, num_slots: int) -> tuple[Buffer, L
         "out_ptr": Ref("permuted"),
         "top_k": num_slots // max(num_tokens, 1),
         "num_tokens": num_tokens,
+        **expert_args(num_experts),
         "num_columns": columns,
         "stride_t": hidden_states.strides[0],
         "stride_h": hidden_states.strides[1],

@@ -14,6 +14,7 @@ from moe_ops.kernels.activation import NO_GATE, gate_up_columns
 from moe_ops.kernels.common import INTERPRETED, apply_activation, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
+from moe_ops.kernels.tiles import expert_args, has_expert
 from moe_ops.types import LEAST_LARGEST, largest_of
 
 _MOST = 8192  # columns at a time
@@ -76,7 +77,7 @@ def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr, LEAS
 
 @triton.jit
 def quantise_rows_kernel(
-    x_ptr, rows_ptr, scale_ptr, columns, depth, num_blocks, x_stride_t, x_stride_k,
+    x_ptr, offsets_ptr, rows_ptr, scale_ptr, num_experts, columns, depth, num_blocks, x_stride_t, x_stride_k,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -84,33 +85,34 @@ def quantise_rows_kernel(
     """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block."""
     programs = tl.cdiv(num_blocks, BLOCKS)
     row = tl.program_id(0) // programs
-    blocks = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
-    x_row_ptr, row_ptr = x_ptr + offset(row, x_stride_t), rows_ptr + offset(row, depth)
-    scale_ptrs, known = scale_ptr + offset(row, num_blocks) + blocks, blocks < num_blocks
-    inner = tl.arange(0, COLUMNS)
-    largest = tl.zeros((BLOCKS,), tl.float32)
-    if ONCE:
-        value, places, inside = _values(
-            x_row_ptr, blocks, inner, columns, depth, x_stride_k,
-            NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-        )  # fmt: skip
-        largest = _with_largest(largest, value)
-        _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
-    else:
-        for start in range(0, columns, COLUMNS):
+    if has_expert(row, offsets_ptr, num_experts):
+        blocks = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
+        x_row_ptr, row_ptr = x_ptr + offset(row, x_stride_t), rows_ptr + offset(row, depth)
+        scale_ptrs, known = scale_ptr + offset(row, num_blocks) + blocks, blocks < num_blocks
+        inner = tl.arange(0, COLUMNS)
+        largest = tl.zeros((BLOCKS,), tl.float32)
+        if ONCE:
             value, places, inside = _values(
-                x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                x_row_ptr, blocks, inner, columns, depth, x_stride_k,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
             largest = _with_largest(largest, value)
-        for start in range(0, columns, COLUMNS):
-            value, places, inside = _values(
-                x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
-                NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
-            )  # fmt: skip
             _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
-    scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
-    tl.store(scale_ptrs, scale, mask=known)
+        else:
+            for start in range(0, columns, COLUMNS):
+                value, places, inside = _values(
+                    x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                    NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                )  # fmt: skip
+                largest = _with_largest(largest, value)
+            for start in range(0, columns, COLUMNS):
+                value, places, inside = _values(
+                    x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                    NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                )  # fmt: skip
+                _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
+        scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
+        tl.store(scale_ptrs, scale, mask=known)
 
 
 def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
@@ -118,8 +120,11 @@ def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
     return rows_program(args, args.x.shape[1], NO_GATE)
 
 
-def rows_program(args: Any, depth: int, gate: dict[str, Any]) -> Program:
-    """That of rows [T, depth] which `gate`, of `activation_args`, makes of `x`."""
+def rows_program(args: Any, depth: int, gate: dict[str, Any], num_experts: int | None = None) -> Program:
+    """That of rows [T, depth] which `gate`, of `activation_args`, makes of `x`.
+
+    With `num_experts` rows past the last of so many are left out, as `expert_offsets` says.
+    """
     num_tokens, columns = args.x.shape[0], min(args.columns, depth)
     num_blocks = cdiv(depth, columns)
     width = min(next_power_of_2(columns), _MOST)
@@ -128,6 +133,7 @@ def rows_program(args: Any, depth: int, gate: dict[str, Any]) -> Program:
     scale = Buffer("row_scale", (num_tokens, num_blocks), torch.float32)
     given = {
         "x_ptr": Ref("x"),
+        **expert_args(num_experts),
         "rows_ptr": Ref(rows.name),
         "scale_ptr": Ref(scale.name),
         "columns": columns,

@@ -44,6 +44,8 @@ _TABLES = {1: IN_8_BITS, 2: IN_16_BITS, 4: IN_32_BITS}
 _CONVERTS_E4M3 = 89  # compute capability, times ten
 _SHORTEST_STEP = {1: 32, 2: 16, 4: 16}  # of depth in a product, by the bytes of a row's element
 _SHORT_STEP = 64  # costs little
+# Per expert, the most that tiles of 16, 32 and 64 rows are for. A tile that converts takes as long for fewer rows.
+_EXACT_ROWS = (8.0, 28.0, 60.0)
 _COPIED_ROWS = {1: 448, 2: 256}  # of an expert, by the numbers in an element of its weight
 _ROWS_OF_SLABS = {1: 512, 2: 384}  # the same where no whole copy is made
 _SLOWER = 1.75  # so many times as many where memory is slow, in which copies are written and read
@@ -64,7 +66,7 @@ def scaled_grouped_gemm_kernel(
     x_stride_m, x_stride_k, x_scale_stride_m, x_scale_stride_k,
     weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
-    ONE_BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N features a tile; `steps_in_block` of BLOCK_K go through a block of columns."""
@@ -130,7 +132,8 @@ def scaled_grouped_gemm_kernel(
         out_ptrs = out_ptr + rows.to(tl.int64)[None, :] * out_stride_m + columns[:, None]
         out_mask = (rows < end)[None, :] & (columns < features)[:, None]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-    zero_tail(tiles_ptr, out_ptr, out_stride_m)
+    if TAIL:
+        zero_tail(tiles_ptr, out_ptr, out_stride_m)
 
 
 def takes(args: Any, gpu: Gpu) -> bool:
@@ -164,12 +167,18 @@ def _num_slots(args: Any) -> int:
     return args.x.shape[0] if args.sorted_slots is None else args.sorted_slots.shape[0]
 
 
-def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
-    """The program of `moe.scaled_grouped_gemm`. Raises ValueError for weights that the GPU cannot multiply in."""
+def scaled_grouped_gemm_program(
+    args: Any, gpu: Gpu, num_ids: int | None = None, tail: bool = True
+) -> Program:
+    """The program of `moe.scaled_grouped_gemm`. Raises ValueError for weights that the GPU cannot multiply in.
+
+    num_ids: None when the slots chose among the experts of the weight; else among so many, of which these are here.
+    tail: rows past the last expert are written as zeros (else not at all).
+    """
     expect_converted(args.weight.weight.dtype, gpu)
     num_slots = _num_slots(args)
     num_experts, features, _ = args.weight.weight.shape
-    kernel, config = _kernel_and_config(args, num_slots, gpu)
+    kernel, config = _kernel_and_config(args, num_slots / (num_ids or num_experts), gpu)
     tiles, map_launch = tile_map(num_slots, num_experts, config.block_m, split=False)
     out = Buffer("product", (num_slots, features), args.dtype)
     given = {
@@ -179,6 +188,7 @@ def scaled_grouped_gemm_program(args: Any, gpu: Gpu) -> Program:
         "tiles_ptr": Ref(tiles.name),
         "features": features,
         "out_stride_m": features,
+        "TAIL": tail,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
     }
@@ -252,19 +262,19 @@ def zero_args(name: str, zero: Any) -> dict[str, Any]:
     }
 
 
-def _kernel_and_config(args: Any, num_slots: int, gpu: Gpu) -> tuple[Any, LaunchConfig]:
+def _kernel_and_config(args: Any, rows_per_expert: float, gpu: Gpu) -> tuple[Any, LaunchConfig]:
     """By measurement on an H200.
 
     In 8 bits tiles of 64 rows are as fast as those of 32, and up to a fifth faster where few experts have most rows. Of
     16 rows they are where steps would be short: up to a third faster with such routing.
     """
     table, linear = _TABLES[args.x.dtype.itemsize], args.weight
-    wanted = rows_per_tile(num_slots / linear.weight.shape[0])
     if linear.weight.dtype == PAIRS:
         is_boxed = _descriptor(linear, (1, 1, 1), gpu) is not None
-        return scaled_pairs_kernel, scaled_pairs_config(args.x.dtype, linear.scale.dtype, wanted, is_boxed)
+        return scaled_pairs_kernel, scaled_pairs_config(args, rows_per_expert, is_boxed, gpu)
     if table is not IN_8_BITS:
-        return scaled_grouped_gemm_kernel, table[min(wanted, max(table))]
+        return scaled_grouped_gemm_kernel, table[min(rows_per_tile(rows_per_expert, _EXACT_ROWS), max(table))]
+    wanted = rows_per_tile(rows_per_expert)
     is_low = wanted == min(table) and linear.depth % table[wanted].block_k == 0
     if not is_low and _can_be_right(args, gpu):
         return scaled_rows_kernel, scaled_rows_config(linear, wanted)

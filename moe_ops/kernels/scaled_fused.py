@@ -67,10 +67,11 @@ def _exact(args: Any, gpu: Gpu) -> Program:
     x, w13, w2 = args.hidden_states, args.w13, args.w2
     sorting, sorts = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
     slots, _, offsets = (buffer.meta for buffer in sorting[:3])
-    up = scaled_grouped_gemm_program(ScaledGroupedGemm(x, None, w13, offsets, slots, x.dtype), gpu)
-    gated = gated_activation_program(GatedActivation(up.buffers[-1].meta, args.activation), gpu)  # type: ignore[arg-type]  # metadata
+    up = _product(args, ScaledGroupedGemm(x, None, w13, offsets, slots, x.dtype), gpu)
+    gate = GatedActivation(up.buffers[-1].meta, args.activation)  # type: ignore[arg-type]  # metadata
+    gated = gated_activation_program(gate, gpu, w13.weight.shape[0])
     rows = gated.buffers[0].meta
-    down = scaled_grouped_gemm_program(ScaledGroupedGemm(rows, None, w2, offsets, None, x.dtype), gpu)  # type: ignore[arg-type]  # metadata
+    down = _product(args, ScaledGroupedGemm(rows, None, w2, offsets, None, x.dtype), gpu)  # type: ignore[arg-type]  # metadata
     parts = (
         _named(up, **_weights("w13"), x="hidden_states", product="gate_up"),
         gated,
@@ -103,9 +104,9 @@ def _sorted(args: Any, gpu: Gpu) -> Program:
     sorting, sorts = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
     slots, _, offsets = (buffer.meta for buffer in sorting[:3])
     tokens = quantise_rows_program(QuantiseRows(x, w13.block_columns, w13.weight.dtype), gpu)
-    up = _product(tokens, w13, offsets, slots, x.dtype, gpu)
+    up = _product(args, ScaledGroupedGemm(*_metas(tokens), w13, offsets, slots, x.dtype), gpu)
     rows = _gated(up.buffers[-1].meta, w2, args.activation)
-    down = _product(rows, w2, offsets, None, x.dtype, gpu)
+    down = _product(args, ScaledGroupedGemm(*_metas(rows), w2, offsets, None, x.dtype), gpu)
     parts = (
         _named(tokens, x="hidden_states", rows="token_rows", row_scale="token_scale"),
         _named(up, **_operands("w13", "token"), product="gate_up"),
@@ -126,17 +127,22 @@ def _in_turn(
     return Program(tuple(buffers.values()), (*sorts, *_once(parts), combine), (combined.name,))
 
 
-def _product(
-    rows: Program, linear: Any, offsets: TensorMeta, slots: TensorMeta | None, dtype: torch.dtype, gpu: Gpu
-) -> Program:
-    x, scale = (buffer.meta for buffer in rows.buffers)
-    return scaled_grouped_gemm_program(ScaledGroupedGemm(x, scale, linear, offsets, slots, dtype), gpu)  # type: ignore[arg-type]  # metadata
+def _metas(rows: Program) -> Any:
+    """Those of quantised rows and their scales."""
+    return (buffer.meta for buffer in rows.buffers)
+
+
+def _product(args: Any, product: ScaledGroupedGemm, gpu: Gpu) -> Program:
+    """Of the layer that takes `args`, in which nothing reads rows past the last expert."""
+    num_ids = args.placement.num_ids(args.w13.weight.shape[0])
+    return scaled_grouped_gemm_program(product, gpu, num_ids, tail=False)
 
 
 def _gated(gate_up: TensorMeta, linear: Any, activation: str) -> Program:
     """What `linear` is given: rows of the gate."""
     rows = QuantiseRows(gate_up, linear.block_columns, linear.weight.dtype)  # type: ignore[arg-type]  # metadata
-    return rows_program(rows, linear.weight.shape[2], activation_args(Activation.from_spec(activation)))
+    gate = activation_args(Activation.from_spec(activation))
+    return rows_program(rows, linear.weight.shape[2], gate, linear.weight.shape[0])
 
 
 def _operands(name: str, rows: str) -> dict[str, str]:

@@ -37,7 +37,7 @@ def scaled_rows_kernel(
     top_k, num_tokens, features, depth, block_rows, steps, steps_in_block,
     x_stride_m, x_stride_k, x_scale_stride_m, x_scale_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n, out_stride_m,
-    ONE_BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N features a tile, which have one scale for each block of columns unless ONE_BLOCK."""
@@ -86,7 +86,8 @@ def scaled_rows_kernel(
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
         out_mask = (rows < end)[:, None] & (columns < features)[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-    zero_tail(tiles_ptr, out_ptr, out_stride_m)
+    if TAIL:
+        zero_tail(tiles_ptr, out_ptr, out_stride_m)
 
 
 def scaled_rows_config(linear: Any, wanted: int) -> LaunchConfig:

@@ -4,6 +4,8 @@ Row blocks of BLOCK_M rows never cross an expert. Tile order is expert-major wit
 (expert, column block): the CTAs that stream one weight tile run side by side, and L2 serves all but one of them.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -110,6 +112,21 @@ def tile_in_turn(tiles_ptr, index, column_blocks, BLOCK_M: tl.constexpr):
     after = (num_several * (tl.cast(index, tl.int64) + 1) // num_blocks).to(tl.int32)
     place = tl.where(after > before, before, num_several * column_blocks + index - before)
     return tile_at(tiles_ptr, place, column_blocks, BLOCK_M)
+
+
+@triton.jit
+def has_expert(row, offsets_ptr, num_experts):
+    """Whether a row is not past the last expert; without `offsets_ptr` none is known to be."""
+    known = True
+    if offsets_ptr is not None:
+        known = row < tl.load(offsets_ptr + num_experts)
+    return known
+
+
+def expert_args(num_experts: int | None) -> dict[str, Any]:
+    """A kernel's arguments for `has_expert`, of so many experts."""
+    offsets = None if num_experts is None else Ref("expert_offsets")
+    return {"offsets_ptr": offsets, "num_experts": num_experts or 0}
 
 
 @triton.jit

@@ -72,11 +72,11 @@ class Tuning:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def choice(self, product: Product, num_slots: int) -> LaunchConfig | None:
-        """What is best for so many rows over all experts; None where nothing like it was measured."""
+    def choice(self, product: Product, rows_per_expert: float) -> LaunchConfig | None:
+        """What is best for so many rows of an expert; None where nothing like it was measured."""
         for rows, config in self._by_product.get(product, ()):
-            above = rows == 1 or num_slots > _LEAST * rows * product.experts
-            if above and num_slots <= _MOST * rows * product.experts:
+            above = rows == 1 or rows_per_expert > _LEAST * rows
+            if above and rows_per_expert <= _MOST * rows:
                 return config
         return None
 
@@ -104,10 +104,10 @@ class Tuning:
         return cls(table["gpu"], tuple(choices))
 
 
-def nearest_rows(num_slots: int, num_experts: int) -> int:
-    """The `rows` of the choice that so many rows over all experts are for."""
+def nearest_rows(rows_per_expert: float) -> int:
+    """The `rows` of the choice that so many rows of an expert are for."""
     rows = 1
-    while num_slots > _MOST * rows * num_experts:
+    while rows_per_expert > _MOST * rows:
         rows *= 2
     return rows
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 import triton
 
+from moe_ops.kernels import scaled_pairs
 from tests.kernels import memory
 from tests.kernels.brisk import brisk
 
@@ -50,6 +51,12 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -7)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of tests have so few tiles that those of weights of 4 bits would be mixed, never low."""
+    monkeypatch.setattr(scaled_pairs, "FEW_TILES", 0)
 
 
 @pytest.fixture(autouse=INTERPRETED, scope="session")

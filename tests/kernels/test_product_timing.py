@@ -38,6 +38,7 @@ PRODUCTS = {
     "ungated, with a bias": _gemm(40, 24, activation=Activation("relu2"), bias=True),
     "odd": _gemm(33, 30, top_k=2),
     "float32": _gemm(40, 24, dtype=torch.float32),
+    "of a rank": replace(_gemm(64, 32, top_k=2, activation=Activation()), num_ids=4 * EXPERTS),
 }
 
 
@@ -57,7 +58,7 @@ def test_every_way_is_right(name, device):
 
 def test_torchs_product_is_a_way_where_it_can_compute_it():
     by_library = {name for name, gemm in PRODUCTS.items() if GroupedMm() in ways(gemm)}
-    assert by_library == {"plain", "gathered, gate and up rows", "transposed, in turns"}
+    assert by_library == {"plain", "gathered, gate and up rows", "transposed, in turns", "of a rank"}
     plain = PRODUCTS["plain"]
     formula = Formula("halves", (), (("mul", ("gate", "up")),), "t0")
     sliced = replace(plain.x, meta=plain.x.meta._replace(strides=(33, 1)))
@@ -151,7 +152,8 @@ def test_what_is_timed_once():
     """Products that differ in what takes no time are one: names, tails, gates without a name."""
     plain, gated = PRODUCTS["plain"], PRODUCTS["gathered, gate and up rows"]
     formula = Formula("halves", (), (("mul", ("gate", "up")),), "t0")
-    assert timed_as(replace(plain, tail=True, out="other")) == timed_as(plain)
+    assert timed_as(replace(plain, tail=True, out="other", num_ids=EXPERTS)) == timed_as(plain)
+    assert timed_as(replace(plain, num_ids=2 * EXPERTS)) != timed_as(plain)
     assert timed_as(replace(gated, activation=formula)) == timed_as(gated)
     turns = timed_as(replace(gated, activation=replace(formula, layout="interleaved"))).activation
     assert turns == Activation("silu", interleaved=True)

@@ -101,6 +101,9 @@ def test_tiles_of_some_hundred_rows_in_order_are_halved() -> None:
         before_a_tail = replace(product(weight, 8 * rows), tail=True)
         config = gemm_config.pick_config(before_a_tail)
         assert (config == BY_TMA_IN_ORDER) == gemm_config.loads_rows_by_tma(before_a_tail, config) == halved
+    for rows, halved in ((192, True), (193, False)):  # of an eighth of a layer's experts
+        part = replace(product(weight, 64 * rows), num_ids=64)
+        assert (gemm_config.pick_config(part) == BY_TMA_IN_ORDER) == halved
     rows, wide = 8 * 256, product(meta(8, 2048, 2048), 8 * 256)
     assert gemm_config.pick_config(wide).block_m == 128 and BY_TMA_IN_ORDER in gemm_config.candidates(wide)
     gated, other = product(up, rows, Activation()), product(weight, rows, gpu=replace(H200, capability=100))
@@ -169,13 +172,17 @@ def test_a_program_is_split_before_the_first_reader(device: str) -> None:
         args = {
             "hidden_ptr": source,
             "slots_ptr": Ref("slots"),
+            "offsets_ptr": None,
             "out_ptr": Ref(out),
             "top_k": 1,
             "num_tokens": 4,
+            "num_experts": 0,
+            "num_columns": 4,
+            "stride_t": 4,
+            "stride_h": 1,
+            "BLOCK": 4,
         }
-        return Launch(
-            permute._permute_kernel, (4,), args | {"num_columns": 4, "stride_t": 4, "stride_h": 1, "BLOCK": 4}
-        )
+        return Launch(permute._permute_kernel, (4,), args)
 
     launches = shift(Ref("early"), "a"), shift(Ref("late"), "b"), shift(Ref("a"), "c")
     program = Program(tuple(Buffer(name, (4, 4), torch.float32) for name in "abc"), launches, ("b", "c"))

@@ -203,6 +203,8 @@ def test_rows_in_8_bits_have_tiles_of_their_own():
         assert [(each.args["BLOCK_M"], each.args["BLOCK_N"]) for each in found] == [
             (height, table[height].block_n) for height in (16, low, 64, most)
         ]
+    exact = [_planned(256, 256, (1, 256), 8 * rows, torch.bfloat16) for rows in (8, 9, 28, 29, 60, 61)]
+    assert [each.args["BLOCK_M"] for each in exact] == [16, 32, 32, 64, 64, 128]
     odd = _planned(64, 51, (7, 10), 8 * 300, torch.int8, torch.int8)
     assert odd.args["BLOCK_M"] == 16
     for block, most in (((1, 256), 64), ((128, 128), 32)):

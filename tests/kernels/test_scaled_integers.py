@@ -1,5 +1,7 @@
 """Kernels of weights that are integers of 4 bits: every number, scales of every dtype, rows in tiles and one by one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -128,6 +130,11 @@ def test_scales_of_others_and_their_rows_are_not_met(device):
     assert not out[:4].isnan().any() and not out[[4, 6, 7, 8]][:, torch.arange(33) != 7].isnan().any()
 
 
+def _config(dtype, scale, rows):
+    linear = SimpleNamespace(weight=meta(4, 128, 64), scale=meta(4, 128, 1, dtype=scale))
+    return scaled_pairs_config(SimpleNamespace(x=meta(1, 128, dtype=dtype), weight=linear), rows, True, H200)
+
+
 def test_float16_is_multiplied_in_16_bits():
     for dtype, scale, table in (
         (torch.float16, torch.float16, IN_16_BITS),
@@ -136,9 +143,9 @@ def test_float16_is_multiplied_in_16_bits():
         (torch.bfloat16, torch.uint8, IN_16_BITS),
         (torch.float32, torch.float32, IN_32_BITS),
     ):
-        assert scaled_pairs_config(dtype, scale, 16, True) == table[16]
+        assert _config(dtype, scale, 4) == table[16]
     for scale, config in ((torch.uint8, MIXED), (torch.float16, MIXED), (torch.float32, MIXED)):
-        assert {scaled_pairs_config(torch.bfloat16, scale, rows, True) for rows in (32, 64)} == {config}
+        assert {_config(torch.bfloat16, scale, rows) for rows in (16, 40)} == {config}
 
 
 def _layer(size, dtype, activation, scales):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_ops.kernels.gemm_config import rows_per_tile
+from moe_ops.kernels import scaled_pairs
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.scaled_pairs import (
     IN_16_BITS,
@@ -177,12 +177,26 @@ def test_tiles_are_as_high_as_experts_have_rows():
         (torch.float16, in_32_bits),
         (torch.float32, in_32_bits),
     ):
-        for rows in (1, 8 * 20, 8 * 40, 8 * 80, 8 * 500):
-            planned, config = _planned(rows=rows, dtype=dtype), table[rows_per_tile(rows / 8)]
+        for rows, height in ((1, 16), (8 * 20, 32), (8 * 40, 64), (8 * 81, 128), (8 * 500, 128)):
+            planned, config = _planned(rows=rows, dtype=dtype), table[height]
             assert planned.kernel is scaled_pairs_kernel and planned.num_warps == config.num_warps
             for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"):
                 assert planned.args[name] == getattr(config, name.lower())
             assert (planned.args["STAGES"], planned.args["MIXED"]) == (config.num_stages, config.is_mixed)
+
+
+def test_tiles_are_low_of_few_rows_and_many_tiles(monkeypatch):
+    monkeypatch.setattr(scaled_pairs, "FEW_TILES", 3)
+    for features, rows, config in (
+        (50 * 128, 8 * 12, IN_16_BITS[16]),
+        (50 * 128, 8 * 12 + 1, MIXED),
+        (49 * 128, 8 * 12, MIXED),
+        (49 * 128 + 1, 1, IN_16_BITS[16]),
+        (49 * 128, 8 * 80, MIXED),
+        (49 * 128, 8 * 80 + 1, IN_16_BITS[128]),
+    ):
+        planned = _planned(features, rows=rows)
+        assert (planned.args["BLOCK_M"], planned.args["MIXED"]) == (config.block_m, config.is_mixed)
 
 
 def test_steps_are_even_where_they_divide_the_depth():

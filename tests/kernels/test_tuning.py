@@ -49,10 +49,8 @@ def test_a_choice_is_for_three_quarters_to_three_halves_of_its_rows():
     one = replace(H200, tuning=table(Choice(DOWN, 1, NARROW)))
     assert [rows for rows in range(30) if _is_tuned(_down(rows, gpu=one))] == list(range(13))
     for rows in (1, 2, 16, 512):  # of neighbours, each count of rows has one
-        assert {nearest_rows(slots, EXPERTS) for slots in (rows * EXPERTS, int(1.5 * rows * EXPERTS))} == {
-            rows
-        }
-        assert nearest_rows(int(1.5 * rows * EXPERTS) + 1, EXPERTS) == 2 * rows
+        assert {nearest_rows(mean) for mean in (rows, 1.5 * rows)} == {rows}
+        assert nearest_rows(1.5 * rows + 0.01) == 2 * rows
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
 SERVED = ROOT / "benchmarks" / "results" / "h200-2026-11-23"
 STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "stock.json"
-QUANTISED = ROOT / "benchmarks" / "results" / "h200-2026-11-29" / "quantised.csv"
+RESULTS = ROOT / "benchmarks" / "results"
+QUANTISED = RESULTS / "h200-2026-11-29"
 IN_4_BITS = ROOT / "benchmarks" / "results" / "h200-2026-11-28" / "in-4-bits.txt"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
@@ -230,7 +231,7 @@ def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
 
 
 def test_the_page_shows_what_quantised_experts_take() -> None:
-    rows = list(csv.DictReader(QUANTISED.open()))
+    rows = list(csv.DictReader((RESULTS / "h200-2026-11-30" / "quantised.csv").open()))
     ways = ("float8 rows", "float8 blocks", "int8 rows", "float8 rows, exact", "MXFP4", "int4")
     section = PAGE.partition("## Quantised experts")[2].partition("\n## ")[0]
     assert len(rows) == 40
@@ -251,9 +252,7 @@ def test_the_page_shows_what_quantised_experts_take() -> None:
 def test_the_page_shows_what_zero_points_cost() -> None:
     section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
     line = re.compile(r" *(.+) groups of (\d+) +T=(\d+) +symmetric +(\S+) +with zeros +(\S+) us")
-    found = list(
-        filter(None, map(line.match, (QUANTISED.parent / "zero-points.txt").read_text().splitlines()))
-    )
+    found = list(filter(None, map(line.match, (QUANTISED / "zero-points.txt").read_text().splitlines())))
     assert len(found) == 48
     for layer, columns, tokens, without, with_zeros in (each.groups() for each in found):
         (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {columns} |")]
@@ -266,7 +265,7 @@ def test_the_page_shows_what_zero_points_cost() -> None:
 def test_the_page_shows_what_words_take() -> None:
     section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
     line = re.compile(r"(\S+) +(MXFP4|int4|int4 zero 32) +T=(\d+) +(\S+) +(\S+) +(\S+)  \S+e-?\S+")
-    lines = (QUANTISED.parent / "words.txt").read_text().splitlines()
+    lines = (QUANTISED / "words.txt").read_text().splitlines()
     found = [each.groups() for each in map(line.fullmatch, lines) if each]
     assert len(found) == 96
     for layer, how, tokens, before, since, share in found:
@@ -278,7 +277,7 @@ def test_the_page_shows_what_words_take() -> None:
 
 def test_the_page_shows_what_adapters_beside_quantised_experts_take() -> None:
     page, line = (ROOT / "docs" / "lora.md").read_text(), re.compile(r"(\S+) T=(\d+): (.*)")
-    lines = (QUANTISED.parent / "quantised-lora.txt").read_text().splitlines()
+    lines = (QUANTISED / "quantised-lora.txt").read_text().splitlines()
     found = list(filter(None, map(line.match, lines)))
     assert len(found) == 10
     for layer, tokens, figures in (each.groups() for each in found):

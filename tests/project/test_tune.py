@@ -54,7 +54,7 @@ def test_products_are_those_of_the_layers_plan(transposed):
         case = Case(workload, rows, transposed)
         up, down = case.products(H200)
         assert up.num_slots == case.tokens * workload.top_k == rows * workload.num_experts
-        assert nearest_rows(up.num_slots, workload.num_experts) == rows
+        assert nearest_rows(up.rows_per_expert) == rows
         sizes = workload.num_experts, 2 * workload.intermediate_size, workload.hidden_size
         layout = "transposed" if transposed else "rows"
         assert up.product == (*sizes, "bfloat16", layout, True, True)
