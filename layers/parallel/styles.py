@@ -247,6 +247,7 @@ def _agreed_layout(
     """
     processes = process_group(mesh)
     try:
+        _expect_ascending(mesh)
         layout = experts_layout(module)
         style._expect_equal_shares(layout, Group.of(mesh))
     except Exception as error:
@@ -254,6 +255,16 @@ def _agreed_layout(
         raise
     expect_agreement(processes, {"error": None, **_facts_of_style(style), **_facts_of_module(module, layout)})
     return layout
+
+
+def _expect_ascending(mesh: DeviceMesh) -> None:
+    """Raises ValueError unless the mesh has the order of its group, by which parts are sent.
+
+    By that of the mesh a checkpoint writes down where they lie, and a rank takes its own of a whole.
+    """
+    ranks = mesh.mesh.tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"mesh has ranks {ranks}: expected them in ascending order, that of a process group")
 
 
 def _facts_of_style(style: ExpertParallel | ExpertTensorParallel) -> dict[str, Any]:
