@@ -28,6 +28,7 @@ from layers.modular_parts import (
 )
 from layers.router import RouterOutput
 from moe_ops._checks import expect_shape
+from moe_ops._library import autocast
 from moe_ops.errors import describe, type_error
 
 Value = TypeVar("Value")
@@ -160,7 +161,8 @@ class ModularKernel(nn.Module):
         _expect_value("output of prepare", prepared, Prepared)
         output = self.experts(prepared)
         _expect_value("output of experts", output, ExpertOutput)
-        args = output, prepared, self.weigh_and_reduce, shared
+        (addend,) = autocast((shared,))
+        args = output, prepared, self.weigh_and_reduce, addend
         if self._is_async:
             return _pending("finalize_async", self.prepare_finalize.finalize_async(*args))  # type: ignore[attr-defined]
         return _arrived(self.prepare_finalize.finalize(*args))

@@ -9,9 +9,9 @@ from layers.fused_moe import FusedMoE
 from layers.modular_parts import Prepared
 from layers.parallel.all_gather import gathering, rows_of_each
 from layers.parallel.collectives import start_reduce_scatter
-from layers.parallel.exchange import plus
 from layers.parallel.group import Group, expect_agreement
 from layers.routed_experts import KnownExperts
+from layers.weigh_and_reduce import plus
 from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 

@@ -142,7 +142,21 @@ def test_what_exchanges_say_of_themselves():
     variable = AllToAllPrepareAndFinalize(world_group(), owners(config()))
     assert (variable.num_dispatchers, variable.max_num_tokens_per_rank) == (2, None)
     assert AllReducePrepareAndFinalize(world_group()).num_dispatchers == 1
-    assert AllReducePrepareAndFinalize(world_group(), padded).num_dispatchers == 2
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    both = AllReducePrepareAndFinalize(alone, padded)
+    assert (both.num_dispatchers, both.max_num_tokens_per_rank) == (2, 5)
+
+
+@on_ranks(2)
+def test_two_exchanges_among_the_same_ranks():
+    """Experts would be nobody's, or outputs summed twice."""
+    over_all = AllToAllPrepareAndFinalize(world_group(), owners(config()))
+    within = AllToAllPrepareAndFinalize(world_group(), ExpertRanks(E // 2, 2))
+    message = r" is over ranks \[0, 1\]: expected one of \[0, 1\], which exchange already"
+    with pytest.raises(ValueError, match=rf"within{message}"):
+        HierarchicalPrepareAndFinalize(over_all, within)
+    with pytest.raises(ValueError, match=rf"others{message}"):
+        AllReducePrepareAndFinalize(world_group(), over_all)
 
 
 @on_ranks(2)
