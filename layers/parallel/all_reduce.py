@@ -1,6 +1,7 @@
 """Tokens that several ranks have, as behind tensor-parallel attention: each computes its part, parts are summed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -42,6 +43,12 @@ class AllReducePrepareAndFinalize(Exchange):
         if others is not None:
             self.expect_apart("others", others)
         self.others = others
+
+    def expect_experts(self, num_experts: int, expert_map: Tensor | None) -> None:
+        """Raises ValueError for an expert that `others` sends no token to; ranks of `group` share those that it does."""
+        owners: Any = getattr(self.others, "owners", None)
+        if self.others is not None and owners is not None:
+            owners.expect_sent(self.others.group.rank, num_experts, expert_map)
 
     @property
     def num_dispatchers(self) -> int:

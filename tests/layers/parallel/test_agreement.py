@@ -216,7 +216,7 @@ def test_options_that_make_no_sense(kind, options, message):
 
 OTHERS = {  # experts of other ranks, of more, all of them; and those that fit, or of which nothing is known
     "round robin": ("expert_map", lambda rank: ExpertRanks(E, 2, "round_robin").expert_map(rank)),
-    "of the other rank": (r"expert_map\[0\]=", lambda rank: ExpertRanks(E, 2).expert_map(1 - rank)),
+    "of the other rank": (r"expert_map\[[04]\]=", lambda rank: ExpertRanks(E, 2).expert_map(1 - rank)),
     "all": ("expert_map", lambda rank: None),
     "more": (
         rf"experts are {E + 2} in all: expected {E}",
@@ -228,7 +228,7 @@ OTHERS = {  # experts of other ranks, of more, all of them; and those that fit, 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["all to all", "batched", "two steps"])
+@pytest.mark.parametrize("kind", ["all to all", "batched", "two steps", "of shared tokens"])
 @pytest.mark.parametrize("held", OTHERS)
 def test_experts_that_tokens_are_not_sent_for(held, kind):
     """Their tokens would be lost, or weighed twice."""
@@ -237,6 +237,9 @@ def test_experts_that_tokens_are_not_sent_for(held, kind):
     experts = BatchedExperts if kind == "batched" else StandardExperts
     if kind == "batched":
         exchange = BatchedExchange(exchange)
+    if kind == "of shared tokens":
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+        exchange = AllReducePrepareAndFinalize(alone, exchange)
     if kind == "two steps":
         one = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "local"))
         across = AllToAllPrepareAndFinalize(one["node"], ExpertRanks(E, 1))

@@ -131,13 +131,14 @@ def test_shared_that_is_computed_on_the_way_has_the_tokens_dtype(style):
 
 @on_ranks(2)
 @pytest.mark.parametrize("style", ["allgather", "alltoall", "allreduce"])
-def test_autocast_casts_shared_as_on_one_device(style):
+def test_autocast_casts_as_on_one_device(style):
     layer = FusedMoE(MoEConfig(E, K, H, I))
     sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
     hidden, logits = torch.randn(T, H), torch.randn(T, E)
     for shared in (torch.randn(T, H), torch.randn(T, H, dtype=torch.bfloat16)):
+        given = hidden.to(shared.dtype), logits, shared
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            out, expected = sharded(hidden, logits, shared), layer(hidden, logits, shared)
+            out, expected = sharded(*given), layer(*given)
         assert out.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
