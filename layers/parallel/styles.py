@@ -58,8 +58,9 @@ class ExpertParallel(ParallelStyle):
         TypeError, ValueError: an option is none, `max_tokens` or `chunk_tokens` is given where ranks have the same
             tokens, or not given for "symmetric". When it is
             applied: the module is no module of experts, has an option that needs them all on one device, or more
-            experts in one weight than in the other (LongCat-Flash), or E is no multiple of W; the mesh has its ranks
-            in another order than ascending; a module or a style differs between ranks, which the message names; "symmetric" where GPUs do not reach each other's memory.
+            experts in one weight than in the other (LongCat-Flash), or E is no multiple of W; ranks of the mesh do
+            not ascend; a module or a style differs between ranks, which the message names; "symmetric" where GPUs do
+            not reach each other's memory.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
