@@ -45,7 +45,7 @@ class AllReducePrepareAndFinalize(Exchange):
         self.others = others
 
     def expect_experts(self, num_experts: int, expert_map: Tensor | None) -> None:
-        """Raises ValueError for an expert that `others` sends no token to; ranks of `group` share those that get some."""
+        """Raises ValueError for an expert that `others` sends no token to; ranks of `group` share those of it."""
         owners: Any = getattr(self.others, "owners", None)
         if self.others is not None and owners is not None:
             owners.expect_sent(self.others.group.rank, num_experts, expert_map)
