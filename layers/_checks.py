@@ -10,9 +10,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from moe_ops._checks import expect_dense, expect_tensor
-from moe_ops._library import autocasts
+from moe_ops._checks import expect_dense, expect_same_dtype, expect_tensor
+from moe_ops._library import autocast, autocasts
 from moe_ops.errors import describe, type_error, value_error
+from moe_ops.scaled import STORED
 
 
 def expect_type(name: str, value: object, expected: type | tuple[type, ...]) -> None:
@@ -79,6 +80,16 @@ def expect_linear_dtype(name: str, value: Tensor, linear: nn.Module) -> None:
         type_error(
             "{} has dtype {}: expected {}, that of the weights", name, value.dtype, linear.weight.dtype
         )
+
+
+def expect_multiplied(hidden_states: Tensor, weight: Tensor) -> None:
+    """Raises TypeError where w13 of experts has another dtype than tokens, as its product would, of tokens elsewhere.
+
+    Quantised weights take any.
+    """
+    if hidden_states.dtype != weight.dtype and weight.dtype not in STORED:
+        tokens, w13 = autocast((hidden_states, weight.detach()[:0]))
+        expect_same_dtype(tokens.dtype, "hidden_states", w13=w13)
 
 
 def rows_of(name: str, value: Any, last: str = "H") -> Tensor:

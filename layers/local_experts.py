@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from layers._checks import expect_features, expect_type, present
+from layers._checks import expect_features, expect_multiplied, expect_type, present
 from layers.config import MoEConfig, emitted
 from layers.expert_options import in_chunks
 from layers.fused_moe import FusedMoE
@@ -111,6 +111,11 @@ class LocalExperts(nn.Module):
     def apply_router_weight_on_input(self) -> bool:
         """Whether the config says so."""
         return self.config.router.weight_on == "input"
+
+    def expect_tokens(self, hidden_states: Tensor) -> None:
+        """Raises TypeError or ValueError unless these are tokens for the layer, before a `ModularKernel` sends any."""
+        expect_features("hidden_states", hidden_states, self.config.expert_hidden_size)
+        expect_multiplied(hidden_states, self.layer.w13_weight)
 
     def extra_tensors(self, num_tokens: int) -> tuple[Tensor, ...]:
         """The adapter of each token, if the layer has any."""

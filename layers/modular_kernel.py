@@ -27,7 +27,8 @@ from layers.modular_parts import (
     TopKWeightAndReduceDelegate,
 )
 from layers.router import RouterOutput
-from moe_ops._checks import expect_shape
+from moe_ops._checks import expect_floating, expect_index, expect_shape
+from moe_ops._library import autocast
 from moe_ops.errors import describe, type_error
 
 Value = TypeVar("Value")
@@ -136,6 +137,9 @@ class ModularKernel(nn.Module):
         What is independent of it may run before `wait`.
         """
         expect_shape("hidden_states", hidden_states, ("T", "H"))
+        expect_tokens = getattr(self.experts, "expect_tokens", None)  # experts of a user's may take any
+        if expect_tokens is not None:
+            expect_tokens(hidden_states)
         if not isinstance(extra_tensors, tuple | list):
             type_error("extra_tensors={}: expected a tuple or list of tensors", describe(extra_tensors))
         is_routed = isinstance(router_logits, RouterOutput)
@@ -144,6 +148,8 @@ class ModularKernel(nn.Module):
         weighs_input = self.experts.apply_router_weight_on_input
         expect_shape("topk_ids", ids, (hidden_states.shape[0], 1 if weighs_input else "K"))
         expect_shape("topk_weights", weights, tuple(ids.shape))
+        expect_index("topk_ids", ids)
+        expect_floating("topk_weights", weights)
         ids = self.experts.places_of(ids)
         if weighs_input:
             hidden_states, weights = hidden_states * weights.to(hidden_states.dtype), torch.ones_like(weights)
@@ -160,7 +166,8 @@ class ModularKernel(nn.Module):
         _expect_value("output of prepare", prepared, Prepared)
         output = self.experts(prepared)
         _expect_value("output of experts", output, ExpertOutput)
-        args = output, prepared, self.weigh_and_reduce, shared
+        (addend,) = autocast((shared,))
+        args = output, prepared, self.weigh_and_reduce, addend
         if self._is_async:
             return _pending("finalize_async", self.prepare_finalize.finalize_async(*args))  # type: ignore[attr-defined]
         return _arrived(self.prepare_finalize.finalize(*args))

@@ -7,6 +7,8 @@ from torch import Tensor
 from layers._checks import present
 from layers.modular_parts import ActivationFormat, ExpertOutput
 from moe_ops import combine
+from moe_ops._library import autocast
+from moe_ops.combine import check_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +41,13 @@ class TopKWeightAndReduceNoOp:
 
     def apply(self, output: ExpertOutput, topk_weights: Tensor, shared: Tensor | None) -> Tensor:
         """[T, H]; a shared output is rounded once more than by the others."""
-        return output.rows if shared is None else output.rows + shared
+        return plus(output.rows, shared)
+
+
+def plus(sums: Tensor, shared: Tensor | None) -> Tensor:
+    """The output of shared experts [T, H], added to sums that are rounded already."""
+    if shared is None:
+        return sums
+    routed, addend = autocast((sums, shared))
+    check_shared(addend, routed.shape[0], routed.shape[1], "hidden_states", routed)
+    return routed + addend

@@ -3,7 +3,8 @@
 transformers takes any name that is registered, also for models that run their experts outside its interface. Two of its
 methods are followed by a look at the model: the one by which the implementation is set, and the last of a constructor.
 One comes behind a look: it would save quantised experts as weights of 16 bits or more beside scales that nobody reads,
-and of experts that ranks share it would write nothing or what no model loads, on one rank alone.
+and of experts that ranks share it would write nothing or what no model loads, on one rank alone, and experts that have
+moved under the numbers of others.
 """
 
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def _before_saving(own: Callable[..., Any]) -> Callable[..., Any]:
         given = signature(own).bind(self, *args, **options).arguments
         if given.get("state_dict") is None:
             _expect_savable(self)
+        _expect_in_order(self)
         return own(self, *args, **options)
 
     save_pretrained.__module__ = __name__
@@ -79,6 +81,17 @@ def _expect_savable(model: Any) -> None:
         if hasattr(module, "moe_ops_parallel") and not _is_gathered(model, module):
             raise ValueError(
                 f"{name} is shared by ranks: expected a state_dict that all of them gathered, as docs/parallel.md says"
+            )
+
+
+def _expect_in_order(model: Any) -> None:
+    """Raises ValueError where an expert has another's place: what was gathered has it under the number of the place."""
+    for name, module in model.named_modules():
+        balancing = getattr(module, "moe_ops_balancing", None)
+        if balancing is not None and not balancing.is_initial():
+            raise ValueError(
+                f"{name} has experts that have moved: expected them in their order, by place('linear') of the "
+                "ExpertRebalancer before a state_dict is gathered"
             )
 
 

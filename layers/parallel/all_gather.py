@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from layers._checks import expect_choice, expect_positive
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import start_all_gathers, start_reduce_scatter
-from layers.parallel.exchange import Exchange, Start, Started, nothing, of_rows, plus, start_tokens
+from layers.parallel.exchange import Exchange, Start, Started, nothing, of_rows, start_tokens
 from layers.parallel.group import Group
 from layers.parallel.sizes import expect_at_most, most_tokens
+from layers.weigh_and_reduce import plus
 from moe_ops import combine
 
 CombineOrder = Literal["ranks", "slots"]

@@ -1,6 +1,7 @@
 """Tokens that several ranks have, as behind tensor-parallel attention: each computes its part, parts are summed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from layers._checks import expect_type
 from layers.modular_parts import ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import shared_by_all, start_all_reduce
-from layers.parallel.exchange import Exchange, Started, nothing, plus
+from layers.parallel.exchange import Exchange, Started, nothing
 from layers.parallel.sizes import expect_same_tokens
+from layers.weigh_and_reduce import plus
 
 
 class AllReducePrepareAndFinalize(Exchange):
@@ -22,8 +24,8 @@ class AllReducePrepareAndFinalize(Exchange):
 
     Args:
         group: ranks with the same tokens.
-        others: how these tokens are exchanged with those of other ranks, or None: the sums that it returns are
-            what is all-reduced.
+        others: how these tokens are exchanged with those of other ranks, none of `group`, or None: the sums that it
+            returns are what is all-reduced.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or not the same kind of exchange on all ranks; later, on
@@ -38,12 +40,25 @@ class AllReducePrepareAndFinalize(Exchange):
         if others is not None:
             expect_type("others", others, Exchange)
         super().__init__(group, others=None if others is None else type(others).__name__)
+        if others is not None:
+            self.expect_apart("others", others)
         self.others = others
+
+    def expect_experts(self, num_experts: int, expert_map: Tensor | None) -> None:
+        """Raises ValueError for an expert that `others` sends no token to; ranks of `group` share those of it."""
+        owners: Any = getattr(self.others, "owners", None)
+        if self.others is not None and owners is not None:
+            owners.expect_sent(self.others.group.rank, num_experts, expert_map)
 
     @property
     def num_dispatchers(self) -> int:
         """How many ranks send tokens here: this one, and those that `others` says."""
         return 1 if self.others is None else self.others.num_dispatchers
+
+    @property
+    def max_num_tokens_per_rank(self) -> int | None:
+        """The most tokens that one rank sends another, as `others` says; None for any number."""
+        return None if self.others is None else self.others.max_num_tokens_per_rank
 
     def prepare_async(
         self,

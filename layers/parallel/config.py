@@ -107,7 +107,7 @@ class ParallelConfig:
 
         Args:
             experts: a `FusedMoE`, or experts of a patched model.
-            mesh: of all ranks, [dp * pcp, tp].
+            mesh: of all ranks, [dp * pcp, tp], in any order: rank r holds the r-th part of the experts.
             dispatcher, max_tokens: of tokens that differ between ranks; see `ExpertParallel`. With experts in parts,
                 or ranks that have the same tokens, it is always an all-gather.
 
@@ -121,7 +121,7 @@ class ParallelConfig:
             raise ValueError(f"mesh has shape {tuple(mesh.shape)}: expected {sizes} = [dp * pcp, tp]")
         if mesh.size() != dist.get_world_size():
             raise ValueError(f"mesh has {mesh.size()} ranks: expected all {dist.get_world_size()}")
-        every = DeviceMesh(mesh.device_type, mesh.mesh.flatten(), mesh_dim_names=("experts",))
+        every = DeviceMesh(mesh.device_type, list(range(mesh.size())), mesh_dim_names=("experts",))
         kind = _WholeExperts if self.ep else _PartsOfExperts
         return parallelize_module(experts, every, kind(self, mesh, dispatcher, max_tokens))
 

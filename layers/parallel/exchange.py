@@ -11,10 +11,8 @@ from torch.nn import functional as F
 
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.parallel.collectives import Receiver
-from layers.parallel.group import Group, expect_agreement
+from layers.parallel.group import Group, expect_agreement, process_group
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous
-from moe_ops._library import autocast
-from moe_ops.combine import check_shared
 
 Started = tuple[Callable[[], None], Callable[[], Any]]
 
@@ -80,6 +78,7 @@ class Exchange(TwoSteps):
 
     Attributes:
         group: a `Group`.
+        ranks: those of the group, among all processes.
         max_tokens: the most tokens a rank may have, or None.
         owners: `ExpertRanks`, of those that send tokens to the ranks of their experts.
 
@@ -93,6 +92,7 @@ class Exchange(TwoSteps):
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, **facts: Any) -> None:
         self.group = Group.of(group)
+        self.ranks = frozenset(dist.get_process_group_ranks(process_group(group)))
         expect_agreement(group, {"dispatcher": type(self).__name__, **facts})
 
     def expect_experts(self, num_experts: int, expert_map: Tensor | None) -> None:
@@ -100,6 +100,16 @@ class Exchange(TwoSteps):
         owners: Any = getattr(self, "owners", None)
         if owners is not None:
             owners.expect_held(owners.expert_map(self.group.rank), num_experts, expert_map)
+
+    def expect_apart(self, name: str, other: "Exchange") -> None:
+        """Raises ValueError if `other`, called `name`, is over more ranks of this group than this one.
+
+        What is sent or summed twice among the same ranks is not where its experts are, or counts twice.
+        """
+        if len(again := self.ranks & other.ranks) > 1:
+            raise ValueError(
+                f"{name} is over ranks {sorted(other.ranks)}: expected one of {sorted(again)}, which exchange already"
+            )
 
     @property
     def num_dispatchers(self) -> int:
@@ -143,12 +153,3 @@ def of_rows(x: Tensor, num_rows: int, fill: int = 0) -> Tensor:
     if not torch.compiler.is_compiling() and missing == 0:  # padding by nothing copies
         return x
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing), value=fill)
-
-
-def plus(sums: Tensor, shared: Tensor | None) -> Tensor:
-    """The output of shared experts [T, H], added to sums that are rounded already."""
-    if shared is None:
-        return sums
-    routed, addend = autocast((sums, shared))
-    check_shared(addend, routed.shape[0], routed.shape[1], "hidden_states", routed)
-    return routed + addend

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -130,15 +131,30 @@ class ExpertRanks:
         Args:
             num_experts, expert_map: how many the rank holds, and of all which; on the meta device nothing is known.
         """
-        if expert_map is not None and expert_map.is_meta:
-            return
         wanted = list(range(self.num_experts)) if expected is None else expected.tolist()
+        for expert, place in enumerate(self._places(len(wanted), num_experts, expert_map)):
+            if place != wanted[expert]:
+                raise ValueError(
+                    f"expert_map[{expert}]={place}: expected {wanted[expert]}, as {self} places experts"
+                )
+
+    def expect_sent(self, rank: int, num_experts: int, expert_map: Tensor | None) -> None:
+        """Raises ValueError where experts are here that these do not place on `rank`: their tokens would not come."""
+        owners = self.of(torch.arange(self.num_experts)).tolist()
+        for expert, place in enumerate(self._places(len(owners), num_experts, expert_map)):
+            if place >= 0 and owners[expert] != rank:
+                raise ValueError(
+                    f"expert_map[{expert}]={place}: expected -1 on rank {rank}, as {self} places experts"
+                )
+
+    def _places(self, in_all: int, num_experts: int, expert_map: Tensor | None) -> list[int]:
+        """[E]: where a rank has each expert, -1 for those of others; none on the meta device, where nobody knows."""
+        if expert_map is not None and expert_map.is_meta:
+            return []
         held = list(range(num_experts)) if expert_map is None else expert_map.tolist()
-        if len(held) != len(wanted):
-            raise ValueError(f"experts are {len(held)} in all: expected {len(wanted)}, as {self}")
-        for expert, (place, other) in enumerate(zip(held, wanted, strict=True)):
-            if place != other:
-                raise ValueError(f"expert_map[{expert}]={place}: expected {other}, as {self} places experts")
+        if len(held) != in_all:
+            raise ValueError(f"experts are {len(held)} in all: expected {in_all}, as {self}")
+        return held
 
     def of(self, ids: Tensor) -> Tensor:
         """The rank of each expert, in the dtype of `ids`; of an id out of range, -1."""

@@ -36,8 +36,8 @@ class HierarchicalPrepareAndFinalize(TwoSteps):
             times those of `across`.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, among these `within` for other experts or with too few
-            rows; later, as the two do.
+        TypeError, ValueError: an argument is not as described, among these `within` for other experts, with too few
+            rows, or over more than one rank of `across`; later, as the two do.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (N, L), mesh_dim_names=("node", "local"))
@@ -54,6 +54,7 @@ class HierarchicalPrepareAndFinalize(TwoSteps):
     def __init__(self, across: Exchange, within: Exchange) -> None:
         expect_type("across", across, Exchange)
         expect_type("within", within, Exchange)
+        across.expect_apart("within", within)
         owners: Any = getattr(across, "owners", None)
         expect_type("across.owners", owners, ExpertRanks)
         if owners.num_experts % owners.num_ranks or owners.strategy == "round_robin":

@@ -4,14 +4,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from layers._checks import expect_features, expect_positive, expect_type, rows_of
+from layers._checks import expect_features, expect_multiplied, expect_positive, expect_type, rows_of
 from layers.fused_moe import FusedMoE
 from layers.modular_parts import Prepared
 from layers.parallel.all_gather import gathering, rows_of_each
 from layers.parallel.collectives import start_reduce_scatter
-from layers.parallel.exchange import plus
 from layers.parallel.group import Group, expect_agreement
 from layers.routed_experts import KnownExperts
+from layers.weigh_and_reduce import plus
 from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 
@@ -64,6 +64,7 @@ class AllGatherMonolithic(nn.Module):
         """
         self._expect_tokens_of_all()
         expect_features("hidden_states", hidden_states, self.layer.config.expert_hidden_size)
+        expect_multiplied(hidden_states, self.layer.w13_weight)
         expect_features("router_logits", router_logits, self.layer.config.router_size)
         hidden, logits = hidden_states.flatten(0, -2), router_logits.flatten(0, -2)
         expect_shape("router_logits", logits, (hidden.shape[0], logits.shape[1]))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from layers._checks import expect_multiplied
 from layers.adapted_experts import AdaptedExperts
 from layers.lora import ExpertLora
 from layers.low_rank import LowRank
@@ -188,6 +189,7 @@ def _facts_of_adapters(lora: ExpertLora) -> dict[str, Any]:
 
 def _checked(args: FusedExperts) -> FusedExperts:
     """With the checks of one device, before an exchange cuts or fills up what does not fit."""
+    expect_multiplied(args.hidden_states, args.experts.w13.weight)
     hidden, shared = autocast((args.hidden_states, args.shared))
     check_routed(args._replace(hidden_states=hidden, shared=shared))
     return args._replace(shared=shared)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from layers._checks import expect_choice, expect_type
@@ -66,10 +67,11 @@ class ExpertRebalancer:
         seed: Tensor | None = None,
     ) -> None:
         expect_type("model", model, nn.Module)
+        self._model = model
         self._layers = {name: each for name, each in model.named_modules() if _parallel(each) is not None}
         if not self._layers:
             raise ValueError("model has no experts that are sharded: expected some, by ExpertParallel")
-        self._processes = _processes_of(self._layers)
+        self._processes = _processes_of(model, self._layers)
         self.group = Group.of(self._processes)
         self._counts = num_groups, num_nodes, self.group.size
         sizes = [_sizes(module) for module in self._layers.values()]
@@ -96,7 +98,8 @@ class ExpertRebalancer:
 
         Raises:
             RuntimeError: what was started last is under way.
-            ValueError: places differ between ranks, or a load that was recorded overflowed.
+            ValueError: places differ between ranks, a load that was recorded overflowed, or `fully_shard` has gone
+                around experts.
         """
         self._expect_rest()
         self._expect_agreement()
@@ -137,7 +140,7 @@ class ExpertRebalancer:
 
         Raises:
             RuntimeError: what was started last is under way.
-            ValueError: `strategy` is none, or it or places differ between ranks.
+            ValueError: `strategy` is none, it or places differ between ranks, or `fully_shard` has gone around experts.
         """
         expect_choice("strategy", strategy, Literal["linear", "round_robin"])
         self._expect_rest()
@@ -215,7 +218,11 @@ class ExpertRebalancer:
             raise RuntimeError("experts are being moved: expected step() until it returns False, or finish()")
 
     def _expect_agreement(self, **facts: Any) -> None:
-        """Before anything is sent: ranks that have other maps would send each other other experts."""
+        """Before anything is sent: ranks that have other maps would send each other other experts.
+
+        Raises ValueError too where `fully_shard` has gone around experts since.
+        """
+        _processes_of(self._model, self._layers)
         places = {
             f"placement of {name}": _balancing(each).held().tolist() for name, each in self._layers.items()
         }
@@ -281,15 +288,18 @@ def _stored_parts(module: nn.Module) -> list[Tensor]:
     return [RankExperts.stored_part(parameter) for parameter in _sharded(module)]
 
 
-def _processes_of(layers: dict[str, nn.Module]) -> dist.ProcessGroup:
+def _processes_of(model: nn.Module, layers: dict[str, nn.Module]) -> dist.ProcessGroup:
     """The ranks that share the experts of all layers."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what a forward has gathered looks like what a style made, and is a copy
     meshes = []
     for name, module in layers.items():
         for parameter in _sharded(module):
             if parameter.placements != (Shard(0),):
                 raise ValueError(
                     f"{name or 'model'} has parameters placed {parameter.placements}: expected (Shard(dim=0),), by "
-                    "ExpertParallel alone"
+                    "ExpertParallel alone, for experts move before fully_shard"
                 )
             meshes.append(parameter.device_mesh)
     if len({mesh.get_group().group_name for mesh in meshes}) > 1:

@@ -58,8 +58,9 @@ class ExpertParallel(ParallelStyle):
         TypeError, ValueError: an option is none, `max_tokens` or `chunk_tokens` is given where ranks have the same
             tokens, or not given for "symmetric". When it is
             applied: the module is no module of experts, has an option that needs them all on one device, or more
-            experts in one weight than in the other (LongCat-Flash), or E is no multiple of W; a module or a style
-            differs between ranks, which the message names; "symmetric" where GPUs do not reach each other's memory.
+            experts in one weight than in the other (LongCat-Flash), or E is no multiple of W; ranks of the mesh do
+            not ascend; a module or a style differs between ranks, which the message names; "symmetric" where GPUs do
+            not reach each other's memory.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("ep",))
@@ -247,6 +248,7 @@ def _agreed_layout(
     """
     processes = process_group(mesh)
     try:
+        _expect_ascending(mesh)
         layout = experts_layout(module)
         style._expect_equal_shares(layout, Group.of(mesh))
     except Exception as error:
@@ -254,6 +256,16 @@ def _agreed_layout(
         raise
     expect_agreement(processes, {"error": None, **_facts_of_style(style), **_facts_of_module(module, layout)})
     return layout
+
+
+def _expect_ascending(mesh: DeviceMesh) -> None:
+    """Raises ValueError unless the mesh has the order of its group, by which parts are sent.
+
+    By that of the mesh a checkpoint writes down where they lie, and a rank takes its own of a whole.
+    """
+    ranks = mesh.mesh.tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"mesh has ranks {ranks}: expected them in ascending order, that of a process group")
 
 
 def _facts_of_style(style: ExpertParallel | ExpertTensorParallel) -> dict[str, Any]:

@@ -44,6 +44,9 @@ OPTIONS = {
     "padded latent": {"experts": ExpertsConfig(latent_size=12, padded_size=13)},
 }
 
+KERNELS = {name: lambda make=make: make(FusedMoE(config())) for name, make in FORMATS.items()}
+KERNELS["chunks"] = lambda: standard(FusedMoE(config(experts=ExpertsConfig(chunk_size=2))))
+
 
 def _block(**options) -> MoEBlock:
     torch.manual_seed(5)
@@ -178,3 +181,18 @@ def test_weights_on_the_input_are_of_one_expert():
 def test_what_they_do_not_know(experts, options, message):
     with pytest.raises(ValueError, match=message + " in a ModularKernel"):
         experts(FusedMoE(config(**options)))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_shared_is_what_a_layer_takes(name):
+    """Inside autocast in any dtype, and else of the tokens' dtype and length: a sum would promote and broadcast."""
+    kernel, hidden, logits = KERNELS[name](), torch.randn(5, H), torch.randn(5, E)
+    for shared in (torch.randn(5, H), torch.randn(5, H).bfloat16()):
+        with torch.autocast("cpu", torch.bfloat16):
+            out, expected = (each(hidden, logits, shared) for each in (kernel, kernel.experts.layer))
+        assert out.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    with pytest.raises(TypeError, match=r"shared has dtype torch.float64: expected torch.float32"):
+        kernel(hidden, logits, torch.randn(5, H).double())
+    with pytest.raises(ValueError, match=r"shared has shape \[1, 16\]: expected \[5, 16\]"):
+        kernel(hidden, logits, torch.randn(1, H))

@@ -142,7 +142,21 @@ def test_what_exchanges_say_of_themselves():
     variable = AllToAllPrepareAndFinalize(world_group(), owners(config()))
     assert (variable.num_dispatchers, variable.max_num_tokens_per_rank) == (2, None)
     assert AllReducePrepareAndFinalize(world_group()).num_dispatchers == 1
-    assert AllReducePrepareAndFinalize(world_group(), padded).num_dispatchers == 2
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    both = AllReducePrepareAndFinalize(alone, padded)
+    assert (both.num_dispatchers, both.max_num_tokens_per_rank) == (2, 5)
+
+
+@on_ranks(2)
+def test_two_exchanges_among_the_same_ranks():
+    """Experts would be nobody's, or outputs summed twice."""
+    over_all = AllToAllPrepareAndFinalize(world_group(), owners(config()))
+    within = AllToAllPrepareAndFinalize(world_group(), ExpertRanks(E // 2, 2))
+    message = r" is over ranks \[0, 1\]: expected one of \[0, 1\], which exchange already"
+    with pytest.raises(ValueError, match=rf"within{message}"):
+        HierarchicalPrepareAndFinalize(over_all, within)
+    with pytest.raises(ValueError, match=rf"others{message}"):
+        AllReducePrepareAndFinalize(world_group(), over_all)
 
 
 @on_ranks(2)
@@ -202,7 +216,7 @@ def test_options_that_make_no_sense(kind, options, message):
 
 OTHERS = {  # experts of other ranks, of more, all of them; and those that fit, or of which nothing is known
     "round robin": ("expert_map", lambda rank: ExpertRanks(E, 2, "round_robin").expert_map(rank)),
-    "of the other rank": (r"expert_map\[0\]=", lambda rank: ExpertRanks(E, 2).expert_map(1 - rank)),
+    "of the other rank": (r"expert_map\[[04]\]=", lambda rank: ExpertRanks(E, 2).expert_map(1 - rank)),
     "all": ("expert_map", lambda rank: None),
     "more": (
         rf"experts are {E + 2} in all: expected {E}",
@@ -214,7 +228,7 @@ OTHERS = {  # experts of other ranks, of more, all of them; and those that fit, 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["all to all", "batched", "two steps"])
+@pytest.mark.parametrize("kind", ["all to all", "batched", "two steps", "of shared tokens"])
 @pytest.mark.parametrize("held", OTHERS)
 def test_experts_that_tokens_are_not_sent_for(held, kind):
     """Their tokens would be lost, or weighed twice."""
@@ -223,6 +237,9 @@ def test_experts_that_tokens_are_not_sent_for(held, kind):
     experts = BatchedExperts if kind == "batched" else StandardExperts
     if kind == "batched":
         exchange = BatchedExchange(exchange)
+    if kind == "of shared tokens":
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+        exchange = AllReducePrepareAndFinalize(alone, exchange)
     if kind == "two steps":
         one = init_device_mesh("cpu", (1, 2), mesh_dim_names=("node", "local"))
         across = AllToAllPrepareAndFinalize(one["node"], ExpertRanks(E, 1))

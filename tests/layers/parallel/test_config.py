@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from layers import TensorShard
 from layers.parallel import ParallelConfig
@@ -56,6 +57,21 @@ def test_a_mesh_without_names(ep):
     twin, hidden = copy.deepcopy(block), tokens_of(dist.get_rank(), config)
     config.parallelize(twin.experts, init_device_mesh("cpu", (2, 2)))
     assert_matches_oracle(twin(hidden), oracle.block(block, hidden))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("order", [[[0, 2], [1, 3]], [[3, 2], [1, 0]]], ids=str)
+def test_a_mesh_in_another_order(order, tmp_path):
+    """A checkpoint has the experts in theirs."""
+    block, mesh = make_block(**OPTIONS["plain"]), DeviceMesh("cpu", order, mesh_dim_names=("dp", "tp"))
+    twin, config = copy.deepcopy(block), ParallelConfig(dp=2, ep=True, tp=2)
+    config.parallelize(twin.experts, mesh)
+    hidden = tokens_of(2 * mesh.get_local_rank("dp"), config)
+    assert_matches_oracle(twin(hidden), oracle.block(block, hidden))
+    checkpoint.save(twin.experts.state_dict(), checkpoint_id=tmp_path)
+    loaded = {name: torch.zeros_like(each) for name, each in block.experts.state_dict().items()}
+    checkpoint.load(loaded, checkpoint_id=tmp_path)
+    assert_same(list(loaded.values()), list(block.experts.state_dict().values()))
 
 
 @on_ranks(4)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from layers import huggingface
@@ -41,3 +42,31 @@ def test_logits_while_experts_move(family, dispatcher):
     check()
     assert (rebalancer.imbalance() <= before + 1e-9).all() and before.max() > 1
     assert list(model.state_dict()) == names
+
+
+@on_ranks(2)
+def test_experts_that_have_moved_are_not_saved(tmp_path):
+    """A model would load each as another."""
+    from tests.huggingface.families import tiny_model
+
+    stock = tiny_model("qwen3_moe")
+    model, mesh = copy.deepcopy(stock), init_device_mesh("cpu", (2,))
+    huggingface.patch(model, mesh=mesh, style=ExpertParallel("alltoall"))
+    rebalancer = ExpertRebalancer(model)
+    rebalancer.place("round_robin")
+    with pytest.raises(
+        ValueError, match=r"layers.0.mlp.experts has experts that have moved: expected them in"
+    ):
+        model.save_pretrained(tmp_path, state_dict=_gathered(model))
+    assert not any(tmp_path.iterdir())
+    rebalancer.place("linear")
+    state = _gathered(model)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path, state_dict=state)
+        loaded = type(stock).from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(loaded[name], each) for name, each in stock.state_dict().items())
+    dist.barrier()
+
+
+def _gathered(model):
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

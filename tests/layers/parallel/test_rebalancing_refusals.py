@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import FusedMoE
 from layers.parallel import ExpertParallel, ExpertRebalancer, ExpertTensorParallel, rebalancing
-from tests.layers.parallel.test_rebalancing import make_blocks, mesh_of_all, parallel
+from tests.layers.parallel.test_rebalancing import make_blocks, mesh_of_all, parallel, tokens_of
 from tests.layers.parallel.world import on_ranks
 
 
@@ -89,6 +89,24 @@ def test_models_that_cannot_be_rebalanced():
         ValueError, match="model has experts on several meshes: expected one ExpertRebalancer"
     ):
         ExpertRebalancer(blocks)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_experts_that_fully_shard_has_gone_around_since(has_run):
+    """What a forward has gathered lies as before, and is a copy."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    block = parallelize_module(make_blocks()[0], mesh["ep"], {"experts": ExpertParallel()})
+    rebalancer = ExpertRebalancer(block)
+    rebalancer.place("linear")
+    fully_shard(block.experts, mesh=mesh["dp"])
+    if has_run:
+        block(tokens_of(dist.get_rank()))
+    held = block.experts.balancing.held()
+    for move in (rebalancer.start, lambda: rebalancer.place("round_robin")):
+        with pytest.raises(ValueError, match="experts move before fully_shard"):
+            move()
+    assert not rebalancer.is_moving and torch.equal(block.experts.balancing.held(), held)
 
 
 @on_ranks(2)

@@ -7,8 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import parallelize_module
 
-from layers import FusedMoE, MoEConfig, RouterOutput
-from layers.parallel import AllGatherMonolithic, ExpertParallel, ExpertTensorParallel, clip_grad_norm_
+from layers import BatchedExperts, FusedMoE, ModularKernel, MoEConfig, RouterOutput, StandardExperts
+from layers.parallel import (
+    AllGatherMonolithic,
+    AllGatherPrepareAndFinalize,
+    BatchedExchange,
+    ExpertParallel,
+    ExpertRanks,
+    ExpertTensorParallel,
+    clip_grad_norm_,
+)
 from tests.layers.parallel.test_styles import mesh_of_all
 from tests.layers.parallel.world import on_ranks
 
@@ -67,6 +75,52 @@ def test_the_errors_of_one_device(style, name):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("style", STYLES)
+def test_tokens_of_another_dtype_on_one_rank(style):
+    """Others would get rows of other sizes than they expect, which ends them."""
+    layer, hidden, logits = FusedMoE(MoEConfig(E, K, H, I)), torch.randn(T, H), torch.randn(T, E)
+    sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
+    if dist.get_rank() == 1:
+        for each in (layer, sharded):
+            with pytest.raises(
+                TypeError, match=r"w13 has dtype torch.float32: expected torch.float64, the dtype of hid"
+            ):
+                each(hidden.double(), logits)
+    assert sharded(hidden, logits).shape == (T, H)
+
+
+KERNELS = {
+    "gathered": lambda exchange, experts: ModularKernel(exchange, StandardExperts(experts)),
+    "in batches": lambda exchange, experts: ModularKernel(BatchedExchange(exchange), BatchedExperts(experts)),
+}
+NOT_SENT = {
+    "w13 has dtype torch.float32: expected torch.float64": lambda x, routed: (x.double(), routed),
+    "hidden_states has last dimension 17: expected 16": lambda x, routed: (torch.randn(T, H + 1), routed),
+    "topk_ids has dtype torch.int16: expected torch.int32 or": lambda x, routed: (
+        x,
+        routed._replace(topk_ids=routed.topk_ids.short()),
+    ),
+    "topk_weights has dtype torch.int32: expected a floating point": lambda x, routed: (
+        x,
+        routed._replace(topk_weights=routed.topk_ids),
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("message", NOT_SENT)
+def test_what_a_kernel_does_not_send(kernel, message):
+    layer = FusedMoE(MoEConfig(E, K, H, I), ExpertRanks(E, 2).expert_map(dist.get_rank()))
+    behind = KERNELS[kernel](AllGatherPrepareAndFinalize(dist.group.WORLD, max_tokens=6), layer)
+    given = torch.randn(T, H), routed(T, T, T)
+    if dist.get_rank() == 1:
+        with pytest.raises((TypeError, ValueError), match=message):
+            behind(*NOT_SENT[message](*given))
+    assert behind(*given).shape == (T, H)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("style", ["allgather", "allreduce"])
 def test_shared_that_is_computed_on_the_way_has_the_tokens_dtype(style):
     sharded = parallelize_module(FusedMoE(MoEConfig(E, K, H, I)), mesh_of_all(), STYLES[style])
@@ -77,13 +131,14 @@ def test_shared_that_is_computed_on_the_way_has_the_tokens_dtype(style):
 
 @on_ranks(2)
 @pytest.mark.parametrize("style", ["allgather", "alltoall", "allreduce"])
-def test_autocast_casts_shared_as_on_one_device(style):
+def test_autocast_casts_as_on_one_device(style):
     layer = FusedMoE(MoEConfig(E, K, H, I))
     sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
     hidden, logits = torch.randn(T, H), torch.randn(T, E)
     for shared in (torch.randn(T, H), torch.randn(T, H, dtype=torch.bfloat16)):
+        given = hidden.to(shared.dtype), logits, shared
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            out, expected = sharded(hidden, logits, shared), layer(hidden, logits, shared)
+            out, expected = sharded(*given), layer(*given)
         assert out.dtype == expected.dtype == torch.bfloat16
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
@@ -91,6 +146,9 @@ def test_autocast_casts_shared_as_on_one_device(style):
 @on_ranks(2)
 def test_logits_of_other_tokens_for_experts_that_route_themselves():
     layer = AllGatherMonolithic(dist.group.WORLD, FusedMoE(MoEConfig(E, K, H, I)), max_tokens=6)
+    if dist.get_rank() == 1:
+        with pytest.raises(TypeError, match=r"w13 has dtype torch.float32: expected torch.float64"):
+            layer(torch.randn(T, H).double(), torch.randn(T, E))
     for tokens in (2, 5):
         with pytest.raises(ValueError) as caught:
             layer(torch.randn(T, H), torch.randn(tokens, E))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from layers import ExpertLora, ExpertsConfig, FusedMoE, MoEConfig
@@ -101,3 +102,13 @@ def test_devices_that_differ():
         ValueError, match=r"parameters differs between ranks: .*'cpu'.* on rank 0; .*'meta'.* on"
     ):
         parallelize_module(made, mesh_of_all(), ExpertParallel())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", [ExpertParallel(), ExpertTensorParallel()], ids=["whole", "parts"])
+def test_a_mesh_in_another_order_than_its_group(style):
+    """A checkpoint would have experts in the order of the mesh, that ranks hold in that of the group."""
+    experts, message = layer(), r"mesh has ranks \[1, 0\]: expected them in ascending order"
+    with pytest.raises(ValueError, match=message):
+        parallelize_module(experts, DeviceMesh("cpu", [1, 0]), style)
+    assert not hasattr(experts.w2_weight, "placements")
