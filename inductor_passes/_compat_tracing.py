@@ -1,16 +1,27 @@
-"""What `image.py` needs of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
+"""What passes need of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from inductor_passes._compat import detect_fake_mode, trace, triton_launch_in_place
+
+
+def forget_real_tensors() -> None:
+    """From now on a compile of what was a draft runs no operator, as torch does on the real tensors beside fake ones.
+
+    It compares both, and what it decomposes `//` into has integers where the real ones are bool. (torch 2.13)
+    """
+    mode: Any = V.fake_mode
+    if getattr(mode, "propagate_real_tensors", False):
+        mode.propagate_real_tensors = False
 
 
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
