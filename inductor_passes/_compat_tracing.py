@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
@@ -14,14 +13,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from inductor_passes._compat import detect_fake_mode, trace, triton_launch_in_place
 
 
-def forget_real_tensors() -> None:
+def forget_real_tensors(graph: torch.fx.Graph) -> None:
     """From now on a compile of what was a draft runs no operator, as torch does on the real tensors beside fake ones.
 
     It compares both, and what it decomposes `//` into has integers where the real ones are bool. (torch 2.13)
     """
-    mode: Any = V.fake_mode
-    if getattr(mode, "propagate_real_tensors", False):
-        mode.propagate_real_tensors = False
+    for node in graph.find_nodes(op="placeholder"):
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if getattr(mode, "propagate_real_tensors", False):
+            mode.propagate_real_tensors = False  # type: ignore[union-attr]
 
 
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:

@@ -96,7 +96,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Rewrites a post-grad graph in place. Inductor says since torch 2.13 whether there is a backward to it."""
         passes, chained = self._settled()
-        forget_real_tensors()
+        forget_real_tensors(graph)
         log = run_passes(graph, passes)
         compile_log.passes_ran(log, graph)
         is_inference = not is_training(graph) if is_inference is None else is_inference
