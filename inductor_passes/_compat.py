@@ -28,7 +28,7 @@ from torch._inductor.fx_passes.post_grad import reorder_for_locality
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.utils import is_cudagraph_unsafe_fx_node
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily as real_tensors
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -192,6 +192,8 @@ def grouped_mm() -> Callable[..., Any]:
     from torch._inductor.lowering import lowerings
 
     def grouped_mm(x: Any, weight: Any, offsets: Any) -> Any:
+        if isinstance(x, torch.Tensor):  # a fake one: torch runs branches of `cond` before it lowers them
+            return x.new_empty((x.shape[0], weight.shape[2]))
         with inductor_config.patch(max_autotune_gemm_backends="ATEN"):
             return lowerings[torch.ops.aten._grouped_mm.default](x, weight, offsets)
 
@@ -234,6 +236,8 @@ def call_region(region: Any, name: str, *operands: Any) -> Any:
     """
     from torch._inductor.lowering import lowerings
 
+    if isinstance(region, torch.fx.GraphModule):  # with fake tensors, as in `grouped_mm`
+        return region(*operands)
     return lowerings[torch.ops.higher_order.invoke_subgraph](region, name, *operands)
 
 
@@ -341,8 +345,3 @@ def preserved_dynamo_state() -> Iterator[None]:
         counters.clear()
         counters.update(saved)
         graph_break_reasons[:] = reasons
-
-
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Computes real numbers inside, also where a compile is under way that computes with fake ones."""
-    return unset_fake_temporarily()

@@ -1,4 +1,4 @@
-"""What `image.py` needs of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
+"""What passes need of torch's tracing that is not public, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +11,17 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from inductor_passes._compat import detect_fake_mode, trace, triton_launch_in_place
+
+
+def forget_real_tensors(graph: torch.fx.Graph) -> None:
+    """From now on a compile of what was a draft runs no operator, as torch does on the real tensors beside fake ones.
+
+    It compares both, and what it decomposes `//` into has integers where the real ones are bool. (torch 2.13)
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if getattr(mode, "propagate_real_tensors", False):
+            mode.propagate_real_tensors = False  # type: ignore[union-attr]
 
 
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:

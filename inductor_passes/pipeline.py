@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import Graph
 
 from inductor_passes import _compat, _compat_kernels, compile_log
+from inductor_passes._compat_tracing import forget_real_tensors
 from inductor_passes.base import LAYER_KEY, LOGGER, MoEPass, PassLog, Refused, layer_of
 from inductor_passes.cache_key import own_key, pass_key, source_hash
 from inductor_passes.collapse import CollapseMoE
@@ -95,6 +96,7 @@ class MoEPasses(_compat.InferenceAwareGraphPass):
     def __call__(self, graph: Graph, is_inference: bool | None = None) -> None:
         """Rewrites a post-grad graph in place. Inductor says since torch 2.13 whether there is a backward to it."""
         passes, chained = self._settled()
+        forget_real_tensors(graph)
         log = run_passes(graph, passes)
         compile_log.passes_ran(log, graph)
         is_inference = not is_training(graph) if is_inference is None else is_inference

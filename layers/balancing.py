@@ -164,10 +164,9 @@ class ExpertBalancing(nn.Module):
         weights = list(expert_weights)
         for index, weight in enumerate(weights):
             expect_tensor(f"expert_weights[{index}]", weight)
-            if weight.shape[0] != self.load.shape[0]:
-                raise ValueError(
-                    f"expert_weights has {weight.shape[0]} experts: expected {self.load.shape[0]}"
-                )
+            if weight.shape[:1] != self.load.shape:
+                found = f"shape {list(weight.shape)}: expected {self.load.shape[0]} experts first"
+                raise ValueError(f"expert_weights[{index}] has {found}")
         source = self._source_of(self.checked(placement).physical_to_logical.to(self.load.device))
         moved = (source != torch.arange(source.shape[0], device=source.device)).nonzero().squeeze(1)
         for weight in weights:
@@ -251,6 +250,7 @@ def balancing_of_layer(
             f"logical_to_physical_map and expert_load_view have {found} experts: expected {sizes}, logical and physical"
         )
     layers = min(tensor.shape[0] for tensor in state)
-    if not isinstance(moe_layer_idx, int) or not 0 <= moe_layer_idx < layers:
+    is_number = isinstance(moe_layer_idx, int) and not isinstance(moe_layer_idx, bool)
+    if not is_number or not 0 <= moe_layer_idx < layers:
         raise ValueError(f"moe_layer_idx={moe_layer_idx!r}: expected an int in [0, {layers})")
     return ExpertBalancing(*(tensor[moe_layer_idx] for tensor in state), **options)

@@ -165,6 +165,7 @@ class CudaGraphRunner(Generic[Output]):
                 self._refuse_hazards(inputs)
                 for size in reversed(self.capture_sizes):
                     self._captured[size] = self._bucket(inputs, size)
+                    self._captured[size].expect_numbers_of(self._captured[self.capture_sizes[-1]], size)
         except BaseException:
             self._discard()
             raise

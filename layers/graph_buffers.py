@@ -86,7 +86,8 @@ class Bucket:
     def __init__(self, captured: Captured, size: int, device: torch.device, made: list[Any]) -> None:
         self._leaves, self._structure = _compat.flatten(captured.outputs)
         self.replay, self.num_bytes = captured.replay, captured.num_bytes
-        for path, leaf in zip(_compat.paths(captured.outputs), self._leaves):
+        self._paths = _compat.paths(captured.outputs)
+        for path, leaf in zip(self._paths, self._leaves):
             if isinstance(leaf, Tensor) and leaf.device != device:
                 raise CaptureError(size, f"output{path} is on {leaf.device}, where no replay changes it")
             if isinstance(leaf, Tensor) and leaf.shape[:1] != (size,):
@@ -97,6 +98,13 @@ class Bucket:
                     f"output{path} is a {type(leaf).__name__}, in which every replay writes over its tensors"
                 )
                 raise CaptureError(size, f"{told}: expected tensors, in containers that torch.utils knows")
+
+    def expect_numbers_of(self, other: "Bucket", size: int) -> None:
+        """Raises CaptureError for a number that another size has not: it is one of rows, padding among them."""
+        for path, leaf, held in zip(self._paths, self._leaves, other._leaves):
+            if isinstance(leaf, int | float) and not _is_constant(leaf, held):
+                told = f"output{path} is {describe(leaf)}, and {describe(held)} for other numbers of rows"
+                raise CaptureError(size, f"{told}: expected tensors of rows, or constants")
 
     def first_rows(self, rows: int) -> Any:
         """Copies of the first rows of its outputs; what is no tensor as it was captured."""

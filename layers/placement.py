@@ -47,6 +47,10 @@ class ExpertPlacement(NamedTuple):
 def _experts_in_slots(held: object, num_experts: int) -> Tensor:
     if not isinstance(held, Tensor) or held.dtype not in _INTEGERS:
         raise TypeError(f"physical_to_logical={held!r}: expected a tensor of integers")
+    if held.dim() not in (1, 2):
+        raise ValueError(f"physical_to_logical has shape {list(held.shape)}: expected [P] or [L, P]")
+    if held.is_meta:
+        raise ValueError("physical_to_logical is on the meta device: expected experts")
     held = held.cpu().long()
     if held.numel() and (int(held.min()) < -1 or int(held.max()) >= num_experts):
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive, expect_type
-from moe_ops._checks import compute_dtype, expect_int, expect_shape
+from moe_ops._checks import compute_dtype, expect_index, expect_int, expect_shape
 from moe_ops.errors import value_error
 from moe_ops.placement import mix_bits, token_hash
 
@@ -67,6 +67,8 @@ class SimulatedRouting(nn.Module):
             raise ValueError(f"strategy={strategy!r}: expected one of {', '.join(map(repr, _STRATEGIES))}")
         expect_positive("top_k", top_k)
         expect_int("seed", seed)
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed={seed}: expected an int of 64 bits")
         self.strategy, self.top_k = _STRATEGIES[strategy], top_k
         self.register_buffer("seed", torch.tensor(seed, device=device), persistent=False)
 
@@ -86,7 +88,7 @@ def sample_experts(
     Args:
         log_popularity: [E], any real numbers.
         router_logits: [T, E]; only its shape, device and dtype count.
-        seed: [] int64.
+        seed: [] int32 or int64.
 
     Returns:
         topk_weights [T, K] float32 (float64 for float64 logits), 1 / K each, and topk_ids [T, K] int32.
@@ -98,6 +100,7 @@ def sample_experts(
     expect_positive("top_k", top_k)
     num_tokens, num_experts = router_logits.shape
     expect_shape("log_popularity", log_popularity, (num_experts,))
+    expect_index("seed", seed)
     expect_shape("seed", seed, ())
     if top_k > num_experts:
         value_error("top_k={}: expected at most {}, the experts that have logits", top_k, num_experts)

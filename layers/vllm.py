@@ -104,15 +104,25 @@ class FusedMoEArguments:
         expect_choice("scoring_func", self.scoring_func, ScoreFn)
         if self.activation == "relu2":
             raise ValueError("activation='relu2': expected 'relu2_no_mul'; with a gate it is none of ours")
+        if self.custom_routing_function is not None:
+            self._check_custom()
+        if self.e_score_correction_bias is not None:
+            self._check_bias(self.e_score_correction_bias)
+
+    def _check_custom(self) -> None:
         others = {
             "use_grouped_topk=True": self.use_grouped_topk,
             "e_score_correction_bias": self.e_score_correction_bias is not None,
+            f"scoring_func={self.scoring_func!r}": self.scoring_func != "softmax",
         }
         for name, is_given in others.items():
-            if is_given and self.custom_routing_function is not None:
+            if is_given:
                 raise ValueError(f"{name} with custom_routing_function: expected one of them")
-        if self.e_score_correction_bias is not None:
-            self._check_bias(self.e_score_correction_bias)
+        if self.routed_scaling_factor != 1 and not self.apply_routed_scale_to_output:
+            raise ValueError(
+                f"routed_scaling_factor={self.routed_scaling_factor!r} with custom_routing_function: expected 1, or "
+                "apply_routed_scale_to_output=True"
+            )
 
     def _check_types(self) -> None:
         expect_floating_dtype("params_dtype", self.params_dtype)

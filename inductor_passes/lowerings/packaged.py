@@ -20,8 +20,6 @@ from inductor_passes.graph_tools import (
     fake_call,
     find,
     inherit_meta,
-    is_moe_op,
-    operator_name,
     rewrite_each,
     write_out,
 )
@@ -43,10 +41,15 @@ class PackageProducts:
             return
         products = [node for node in find(graph, "grouped_gemm") if node.meta["val"].device.type == "cpu"]
         rewrite_each(graph, products, _rewrite, log, log.keep)
-        called = sorted({operator_name(node) for node in graph.nodes if is_moe_op(node)})
-        if called:
-            names = ", ".join(f"moe::{name}" for name in called)
-            LOGGER.warning("the package calls %s: import moe_ops before it is loaded", names)
+        if called := _called(graph):
+            LOGGER.warning("the package calls %s: import moe_ops before it is loaded", ", ".join(called))
+
+
+def _called(graph: Graph) -> list[str]:
+    """Names of our operators that a graph calls, of those that change an argument too, as load is recorded."""
+    called = (_compat.called_op(node) for node in graph.nodes if node.op == "call_function")
+    operators = (each for each in called if isinstance(each, torch._ops.OpOverload))
+    return sorted({each.name().partition(".")[0] for each in operators if each.namespace == "moe"})
 
 
 def _rewrite(graph: Graph, product: Node, log: PassLog) -> None:

@@ -43,6 +43,7 @@ class PatchedModels(ModelManager):
         if options.device not in _SPREAD:
             as_device("device", options.device)
             _expect_numbers(options.device)
+        expect_backend(options.backend)
         _expect_folder_or_name(options.model)
         _expect_there(options.model)
         super().__init__(device=options.device, dtype=options.dtype, force_model=options.model)
@@ -91,6 +92,17 @@ def _expect_there(model: str) -> None:
         ) from error
 
 
+def expect_backend(backend: str | None) -> None:
+    """Raises ValueError for what is no backend of torch.compile, or captures graphs."""
+    if backend is not None and backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"backend={backend!r}: expected a backend of torch.compile, such as {known}")
+    if backend == "cudagraphs":
+        raise ValueError(
+            "backend='cudagraphs': continuous batching captures steps itself, and no graph holds another"
+        )
+
+
 def _expect_numbers(device: str) -> None:
     """A device may have a name and no numbers, as meta, or be missing in this build of PyTorch."""
     try:
@@ -130,7 +142,7 @@ def _is_read(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def expect_no_collision(model: nn.Module, options: ServeOptions) -> None:
-    """Raises ValueError where transformers' way to compile, in the checkpoint or here, is not ours to run beside."""
+    """Raises ValueError for what a checkpoint asks of `generate` that continuous batching does not do."""
     generation: Any = model.generation_config
     if generation.cache_implementation is not None:
         told = (
@@ -144,13 +156,6 @@ def expect_no_collision(model: nn.Module, options: ServeOptions) -> None:
         )
     if not options.greedy:
         _expect_nothing_passed_over(generation)
-    if options.backend is not None and options.backend not in torch.compiler.list_backends(exclude_tags=()):
-        known = ", ".join(torch.compiler.list_backends())
-        raise ValueError(f"backend={options.backend!r}: expected a backend of torch.compile, such as {known}")
-    if options.backend == "cudagraphs":
-        raise ValueError(
-            "backend='cudagraphs': continuous batching captures steps itself, and no graph holds another"
-        )
 
 
 def _expect_nothing_passed_over(generation: Any) -> None:

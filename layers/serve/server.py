@@ -28,8 +28,8 @@ def serve(options: ServeOptions) -> None:
     Raises ValueError for a model that cannot be served so, or not at this address; the message says why.
     """
     expect_free(options.host, options.port)
+    batches = Batches(batching_config(options))  # which says what has no room before the model is loaded
     models = PatchedModels(options)
-    batches = Batches(batching_config(options))
     try:
         application = _application(models, batches, options)
         gc.collect()

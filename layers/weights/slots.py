@@ -109,7 +109,8 @@ def expect_all_have_slots(ours: dict[str, Tensor], slots: list[Slot]) -> None:
     unfilled = (name for name in ours if name not in filled)
     others = [name for name in unfilled if name.removeprefix("experts.") not in _OF_EXPERTS]
     if others:
-        raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; weight_loader loads them")
+        elsewhere = "weight_loader loads scales, load_state_dict others, and lora is None meanwhile"
+        raise ValueError(f"{', '.join(others)}: not part of a checkpoint's format; {elsewhere}")
 
 
 def _expert_slots(experts: Any, names: MatrixNames, prefix: str) -> Iterator[Slot]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import inductor_passes
 from inductor_passes import _compat
-from layers import FusedMoE, MoEConfig
+from layers import FusedMoE, HashRouting, MoEConfig
 from tests.forked import run_python
 from tests.helpers import assert_matches_oracle
 from tests.huggingface.blocks import block
@@ -58,11 +58,22 @@ class Stock(nn.Module):
         return stock.batched(hidden[0], *self.weights)[None]
 
 
-def packaged(model, given, path, dynamic):
+class Branch(nn.Module):
+    """A layer that runs if there is something to do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cond(hidden.norm() > 0, self.layer, torch.neg, (hidden,))
+
+
+def packaged(model, given, path, dynamic, export=torch.export.export):
     """The model as a package at `path`."""
     shapes = ({0: TOKENS},) if dynamic else None
     with torch.no_grad():
-        program = torch.export.export(model, (given,), dynamic_shapes=shapes)
+        program = export(model, (given,), dynamic_shapes=shapes)
         return torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=inductor_passes.options()
         )
@@ -108,7 +119,7 @@ def test_few_slots_call_nothing_of_ours(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not _compat.packages_grouped_mm(), reason="torch 2.12 and later pack grouped products")
 def test_any_number_of_tokens_calls_nothing_of_ours(tmp_path):
-    model = Ours(torch.float32, block("flex_olmo", "grouped_mm"))
+    model = Ours(torch.float32, block("flex_olmo", "grouped_mm"), Branch(Stock()))
     calls = [tokens(number, torch.float32) for number in (40, 3, 300)]
     package = packaged(model, calls[0], tmp_path / "model.pt2", dynamic=True)
     check(model, calls, run_elsewhere(package, calls, tmp_path))
@@ -117,11 +128,31 @@ def test_any_number_of_tokens_calls_nothing_of_ours(tmp_path):
 @pytest.mark.slow
 def test_operators_that_stay_are_named_and_come_with_moe_ops(tmp_path, caplog):
     model, calls = Ours(torch.float64), [tokens(number, torch.float64) for number in (40, 3)]
-    package = packaged(model, calls[0], tmp_path / "model.pt2", dynamic=True)
+    path, draft = tmp_path / "model.pt2", torch.export.draft_export  # real tensors go with a draft's
+    package = packaged(model, calls[0], path, dynamic=True, export=draft)
     assert "the package calls moe::grouped_gemm: import moe_ops before it is loaded" in caplog.messages
     with pytest.raises(RuntimeError, match="Could not find schema for moe::grouped_gemm"):
         run_elsewhere(package, calls, tmp_path)
     check(model, calls, run_elsewhere(package, calls, tmp_path, ours="moe_ops"))
+
+
+@pytest.mark.slow
+def test_what_a_layer_holds_is_a_copy_until_the_package_is_given_it(tmp_path):
+    model, given = Ours(torch.float32), tokens(4, torch.float32)
+    table = torch.randint(EXPERTS, (64, 2), dtype=torch.int32)
+    token_ids = torch.arange(16)  # Inductor writes fewer than nine into its code
+    model.experts.routing_override = HashRouting(table, token_ids, CONFIG.routing)
+    package = packaged(model, given, tmp_path / "model.pt2", dynamic=False)
+    run = torch._inductor.aoti_load_package(package)
+    before = run(given)
+    token_ids.add_(9)
+    assert torch.equal(run(given), before)
+    name = "experts.routing_override.token_ids"
+    assert name in run.get_constant_fqns()
+    run.load_constants({name: token_ids}, check_full_update=False, user_managed=True)
+    for shift in (0, 1, 2):
+        token_ids.add_(shift)
+        check(model, [given], [run(given)])
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor.utils import run_and_get_code
 
 import inductor_passes
@@ -25,7 +26,7 @@ def _fresh():
 
 
 def _calls(code):
-    return len(re.findall(r"= repeated_layer\w*\(repeated_layer\w*_args\)", code))
+    return len(re.findall(r"= \w*repeated_layer\w*\(\w*repeated_layer\w*_args\)", code))
 
 
 @pytest.mark.parametrize("dynamic", usually([False, True], [True]))
@@ -43,6 +44,26 @@ def test_the_code_of_alike_layers_is_there_once(dynamic):
     assert 2 <= len(products) <= 4  # of the function, and of a layer at the border
     for number in (17, 33) if dynamic else ():
         assert_matches_oracle(compiled(tokens(number), layers), exact(tokens(number), layers))
+
+
+def _if(x, layers):
+    return torch.cond(x.norm() > 0, lambda x: stack(x, layers), torch.neg, (x,))
+
+
+def _while(x, layers):
+    count = torch.zeros((), dtype=torch.int64)
+    _, x = while_loop(lambda count, x: count < 1, lambda count, x: (count + 1, stack(x, layers)), (count, x))
+    return x
+
+
+@pytest.mark.parametrize("function", usually([_if, _while], [_if]))
+@torch.no_grad()
+def test_alike_layers_in_a_branch_or_a_loop(function):
+    layers = weights(LAYERS)
+    compiled = torch.compile(function, options=inductor_passes.options(), fullgraph=True)
+    out, (code,) = run_and_get_code(compiled, tokens(MANY_TOKENS), layers)
+    assert_matches_oracle(out, exact(tokens(MANY_TOKENS), layers))
+    assert len(re.findall(r"def \w+_repeated_layer", code)) == 1 and _calls(code) == LAYERS - 1
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -268,6 +269,7 @@ STATE = EplbState.initial(2, E, REDUNDANT)
 WRONG_STATES = {
     "row": ((2, *STATE), ValueError, r"moe_layer_idx=2: expected an int in \[0, 2\)"),
     "negative row": ((-1, *STATE), ValueError, "moe_layer_idx=-1"),
+    "no row": ((True, *STATE), ValueError, r"moe_layer_idx=True: expected an int in \[0, 2\)"),
     "rank": ((0, STATE[0][0], *STATE[1:]), ValueError, r"expert_load_view has shape \[9\]: expected rank 2"),
     "experts": ((0, *EplbState.initial(2, 5, 4)), ValueError, r"have \(5, 9\) experts: expected \(6, 9\)"),
     "places": ((0, *EplbState.initial(2, E, 2)), ValueError, r"have \(6, 8\) experts: expected \(6, 9\)"),
@@ -316,8 +318,10 @@ def test_placements_that_contradict_themselves_change_nothing(placement, message
 
 def test_weights_of_some_experts_cannot_be_placed():
     _, (module,), _ = balanced()
-    with pytest.raises(ValueError, match="expert_weights has 4 experts: expected 9"):
-        module.balancing.place(GOOD, [torch.zeros(4, 3)])
+    for weight in (torch.zeros(4, 3), torch.zeros(())):
+        told = re.escape(f"expert_weights[1] has shape {list(weight.shape)}: expected 9 experts first")
+        with pytest.raises(ValueError, match=told):
+            module.balancing.place(GOOD, [torch.zeros(9, 3), weight])
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, True])

@@ -254,6 +254,16 @@ def test_outputs_without_rows(step, text):
     assert raised.value.size == 16
 
 
+def test_a_number_of_rows_is_no_constant():
+    run = _runner(lambda x: (x, {"rows": x.shape[0]}))
+    with pytest.raises(
+        CaptureError, match=r"output\[1\]\['rows'\] is 4, and 8 for other numbers of rows"
+    ) as raised:
+        run(torch.ones(3, H))
+    assert raised.value.size == 4 and run.memory.total == 0
+    assert _runner(lambda x: (x, 3, 0.5, float("nan")))(torch.ones(3, H))[1:3] == (3, 0.5)
+
+
 def test_hazards_that_explain_reports():
     def step(x):
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))

@@ -139,6 +139,14 @@ def test_parameters_know_their_loader():
             {"e_score_correction_bias": torch.zeros(8), "custom_routing_function": _by_logit},
             "e_score_correction_bias with custom_routing_function: expected one of them",
         ),
+        (
+            {"scoring_func": "sigmoid", "custom_routing_function": _by_logit},
+            "scoring_func='sigmoid' with custom_routing_function: expected one of them",
+        ),
+        (
+            {"routed_scaling_factor": 2.5, "custom_routing_function": _by_logit},
+            "routed_scaling_factor=2.5 with custom_routing_function: expected 1, or apply_routed_scale_to_output=True",
+        ),
         ({"apply_router_weight_on_input": True}, r"top_k=2: expected 1 with router.weight_on='input'"),
         ({"use_grouped_topk": True, "num_expert_group": 3, "topk_group": 1}, r"num_groups=3: expected a divisor"),
         ({"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 5}, r"topk_groups=5: expected at most"),

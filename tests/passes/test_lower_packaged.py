@@ -163,3 +163,10 @@ def test_operators_without_an_aten_form_are_named_once_each(caplog):
 
     rewrite(layer, *given(), torch.randn(4, EXPERTS), passes=PASS)
     assert caplog.messages[-1].startswith("the package calls moe::build_dispatch, moe::topk_routing: import")
+
+
+def test_an_operator_that_changes_an_argument_is_named(caplog):
+    maps = torch.arange(EXPERTS, dtype=torch.int32)[:, None], torch.ones(EXPERTS, dtype=torch.int32)
+    load, ids = torch.zeros(EXPERTS, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    rewrite(lambda ids, load: moe_ops.map_replicas(ids, *maps, load=load), ids, load, passes=PASS)
+    assert caplog.messages[-1].startswith("the package calls moe::map_and_record: import")

@@ -17,7 +17,14 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from layers.serve import __main__ as command
 from layers.serve.batching import batching_config
-from layers.serve.model import PatchedModels, expect_no_collision, load_kernels, sampling_of, tokenizer_of
+from layers.serve.model import (
+    PatchedModels,
+    expect_backend,
+    expect_no_collision,
+    load_kernels,
+    sampling_of,
+    tokenizer_of,
+)
 from layers.serve.options import ServeOptions
 
 
@@ -69,6 +76,12 @@ def test_a_port_is_one():
         (["model", "--device", "toaster"], "device='toaster': expected a torch.device"),
         (["model", "--device", "meta"], "device='meta': expected one that computes here, such as 'cpu': "),
         (["model", "--device", "vulkan"], "device='vulkan': expected one that computes here"),
+        (["./folder", "--backend", "nonsense"], "backend='nonsense': expected a backend of torch.compile"),
+        (["./folder", "--backend", "cudagraphs"], "no graph holds another"),
+        (
+            ["./folder", "--num-blocks", "2", "--page-size", "16"],
+            "num_blocks=2 of page_size=16 hold 32 tokens",
+        ),
         (["model", "--host", "256.0.0.1"], "host='256.0.0.1', port=8000: no server can listen there"),
         pytest.param(
             ["/no/such/folder", "--device", "cuda:0"],
@@ -221,29 +234,28 @@ def test_processors_that_read_no_text(processor, told):
 
 
 @pytest.mark.parametrize(
-    ("generation", "options", "told"),
+    ("generation", "told"),
     [
-        ({"cache_implementation": "static"}, {}, "cache_implementation='static'"),
-        ({"num_beams": 4}, {}, "num_beams=4, which continuous batching passes over: expected 1, or --greedy"),
-        ({"stop_strings": ["x"]}, {}, "stop_strings=['x'], which"),
-        ({"compile_config": SimpleNamespace()}, {}, "has a compile_config"),
-        ({}, {"backend": "nonsense"}, "backend='nonsense': expected a backend of torch.compile"),
-        ({}, {"backend": "cudagraphs"}, "no graph holds another"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"num_beams": 4}, "num_beams=4, which continuous batching passes over: expected 1, or --greedy"),
+        ({"stop_strings": ["x"]}, "stop_strings=['x'], which"),
+        ({"compile_config": SimpleNamespace()}, "has a compile_config"),
     ],
-    ids=["cache", "beams", "stop", "compile", "unknown", "graphs"],
+    ids=["cache", "beams", "stop", "compile"],
 )
-def test_collisions_are_told(generation, options, told):
+def test_collisions_are_told(generation, told):
     model = model_with()
     for name, value in generation.items():
         setattr(model.generation_config, name, value)
     with pytest.raises(ValueError) as error:
-        expect_no_collision(model, ServeOptions("model", **options))
+        expect_no_collision(model, ServeOptions("model"))
     assert told in str(error.value)
 
 
 def test_what_collides_with_nothing():
     for backend in ("moe_inductor", "inductor", None):
-        expect_no_collision(model_with(), ServeOptions("model", backend=backend))
+        expect_backend(backend)
+    expect_no_collision(model_with(), ServeOptions("model"))
     expect_no_collision(model_with(num_beams=4), ServeOptions("model", greedy=True))
 
 

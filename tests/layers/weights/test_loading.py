@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from layers import (
+    ExpertLora,
     FusedMoE,
     MoEBlock,
     MoEConfig,
@@ -321,6 +322,11 @@ def test_what_cannot_be_loaded_into(tmp_path):
     add_weight_scales(scaled.experts, WeightScale.CHANNEL)
     _raises(
         scaled, state, "experts.w13_weight_scale, experts.w2_weight_scale: not part of a checkpoint's format"
+    )
+    adapted = _block()
+    adapted.experts.lora = ExpertLora(adapted.experts, 1, 2, torch.zeros(1, dtype=torch.int32))
+    _raises(
+        adapted, state, "experts.lora.a13, .*: not part of a checkpoint's format; .*lora is None meanwhile"
     )
     with pytest.raises(TypeError, match="prefix=3: expected str"):
         load_checkpoint(_block(), state, prefix=3)
