@@ -83,4 +83,4 @@ def grouped_gemm_generic_kernel(
             up_out_ptr = out_row_ptr + features
             tl.store(up_out_ptr + columns[None, :], acc_up.to(out_ptr.dtype.element_ty), mask=out_mask)
     if TAIL:
-        zero_tail(tiles_ptr, out_ptr, out_stride_m)
+        zero_tail(tiles_ptr, out_ptr, out_stride_m, tile, tl.num_programs(0))

@@ -64,4 +64,4 @@ def grouped_gemm_mixed_kernel(
                 TRANSPOSED, EVEN_K, SHORTEST, BLOCK_N, BLOCK_K, MORE_STAGES,
             )  # fmt: skip
     if TAIL:
-        zero_tail(tiles_ptr, out_ptr, out_stride_m)
+        zero_tail(tiles_ptr, out_ptr, out_stride_m, tile, tl.num_programs(0))

@@ -209,4 +209,4 @@ def grouped_gemm_tma_kernel(
             TRANSPOSED, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
     if TAIL:
-        zero_tail(tiles_ptr, out_ptr, out_stride_m)
+        zero_tail(tiles_ptr, out_ptr, out_stride_m, tl.program_id(0), tl.num_programs(0))

@@ -23,7 +23,7 @@ from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
 from moe_ops.kernels.scaled_pairs import PairsConfig, pairs_args, scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
-from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map, zero_tail
+from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map, zero_tail_beside
 from moe_ops.pairs import PAIRS, numbers_in
 from moe_ops.slabs import features_at_once
 
@@ -72,8 +72,8 @@ def scaled_grouped_gemm_kernel(
     """BLOCK_M rows by BLOCK_N features a tile; `steps_in_block` of BLOCK_K go through a block of columns."""
     PRODUCT: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     feature_blocks = tl.cdiv(features, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile < tl.load(tiles_ptr) * feature_blocks:
+    tile, num_tiles = tl.program_id(0), tl.load(tiles_ptr) * feature_blocks
+    if tile < num_tiles:
         expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
         rows = row + tl.arange(0, BLOCK_M)
         source, present = sources_of_tile(rows, end, slots_ptr, top_k, num_tokens)
@@ -133,7 +133,7 @@ def scaled_grouped_gemm_kernel(
         out_mask = (rows < end)[None, :] & (columns < features)[:, None]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
     if TAIL:
-        zero_tail(tiles_ptr, out_ptr, out_stride_m)
+        zero_tail_beside(tiles_ptr, out_ptr, out_stride_m, tile, num_tiles)
 
 
 def takes(args: Any, gpu: Gpu) -> bool:

@@ -24,7 +24,7 @@ from moe_ops.kernels.pairs_numbers import (
     unpacked_by_words,
 )
 from moe_ops.kernels.program import TensorMeta
-from moe_ops.kernels.tiles import tile_at, zero_tail
+from moe_ops.kernels.tiles import tile_at, zero_tail_beside
 from moe_ops.pairs import PAIRS
 
 
@@ -184,8 +184,8 @@ def scaled_pairs_kernel(
     """BLOCK_M rows by BLOCK_N features a tile. With MIXED what is left of an expert's rows has lower ones."""
     feature_blocks = tl.cdiv(features, BLOCK_N)
     SHORT: tl.constexpr = BLOCK_M // 2
-    tile = tl.program_id(0)
-    if tile < tl.load(tiles_ptr) * feature_blocks:
+    tile, num_tiles = tl.program_id(0), tl.load(tiles_ptr) * feature_blocks
+    if tile < num_tiles:
         expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
         if not MIXED or end - row > SHORT:
             _multiply_tile(
@@ -218,7 +218,7 @@ def scaled_pairs_kernel(
                 BLOCK_COLUMNS, EVEN, BY_WORDS, SHORTEST, BLOCK_N, BLOCK_K, STAGES + 2,
             )  # fmt: skip
     if TAIL:
-        zero_tail(tiles_ptr, out_ptr, out_stride_m)
+        zero_tail_beside(tiles_ptr, out_ptr, out_stride_m, tile, num_tiles)
 
 
 def scaled_pairs_config(args: Any, rows_per_expert: float, is_boxed: bool, gpu: Gpu) -> PairsConfig:

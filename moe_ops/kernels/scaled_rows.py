@@ -13,7 +13,7 @@ import triton.language as tl
 
 from moe_ops.kernels.common import INTERPRETED, dot, offset, sources_of_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
-from moe_ops.kernels.tiles import tile_at, zero_tail
+from moe_ops.kernels.tiles import tile_at, zero_tail_beside
 
 FEW_ROWS = LaunchConfig(64, 128, 128, 4, 3)
 MANY_ROWS = LaunchConfig(128, 128, 128, 4, 3)
@@ -43,8 +43,8 @@ def scaled_rows_kernel(
     """BLOCK_M rows by BLOCK_N features a tile, which have one scale for each block of columns unless ONE_BLOCK."""
     PRODUCT: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.int8 else tl.float32
     feature_blocks = tl.cdiv(features, BLOCK_N)
-    tile = tl.program_id(0)
-    if tile < tl.load(tiles_ptr) * feature_blocks:
+    tile, num_tiles = tl.program_id(0), tl.load(tiles_ptr) * feature_blocks
+    if tile < num_tiles:
         expert, row, end, feature_block = tile_at(tiles_ptr, tile, feature_blocks, BLOCK_M)
         rows = row + tl.arange(0, BLOCK_M)
         source, present = sources_of_tile(rows, end, slots_ptr, top_k, num_tokens)
@@ -87,7 +87,7 @@ def scaled_rows_kernel(
         out_mask = (rows < end)[:, None] & (columns < features)[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
     if TAIL:
-        zero_tail(tiles_ptr, out_ptr, out_stride_m)
+        zero_tail_beside(tiles_ptr, out_ptr, out_stride_m, tile, num_tiles)
 
 
 def scaled_rows_config(linear: Any, wanted: int) -> LaunchConfig:

@@ -130,14 +130,25 @@ def expert_args(num_experts: int | None) -> dict[str, Any]:
 
 
 @triton.jit
-def zero_tail(tiles_ptr, out_ptr, columns, BLOCK: tl.constexpr = 4096):
-    """Zeros for the rows past the last expert (dropped slots), by all programs together."""
+def zero_tail(tiles_ptr, out_ptr, columns, program, programs, BLOCK: tl.constexpr = 4096):
+    """Zeros for the rows past the last expert (dropped slots), by so many programs together, each in turn."""
     start = offset(tl.load(tiles_ptr + 2), columns)
     end = offset(tl.load(tiles_ptr + 3), columns)
-    first = start + offset(tl.program_id(0), BLOCK)
-    for place in range(first, end, offset(tl.num_programs(0), BLOCK)):
+    first = start + offset(program, BLOCK)
+    for place in range(first, end, offset(programs, BLOCK)):
         places = place + tl.arange(0, BLOCK)
         tl.store(out_ptr + places, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=places < end)
+
+
+@triton.jit
+def zero_tail_beside(tiles_ptr, out_ptr, columns, tile, num_tiles):
+    """The same by the programs that have no tile, and by the last one, for there may be none.
+
+    To look for what is left at the end of each tile took up to 7 % of a product's time (H200).
+    """
+    first = tl.minimum(num_tiles, tl.num_programs(0) - 1)
+    if tile >= first:
+        zero_tail(tiles_ptr, out_ptr, columns, tile - first, tl.num_programs(0) - first)
 
 
 def tile_capacity(num_slots: int, num_experts: int, block_m: int) -> int:

@@ -61,6 +61,14 @@ def test_products_are_those_of_experts(form, slots, monkeypatch):
     assert products and some[:5].any(1).all() and not some[5:].any()
 
 
+@pytest.mark.parametrize("form", ["pairs", "exact rows", "quantised rows", *PLAIN])
+@pytest.mark.usefixtures("poisoned_empty")
+def test_a_row_past_as_many_blocks_as_there_can_be(form):
+    """Each of the four blocks of 16 rows that 20 rows of three experts can be has some."""
+    out = _out(form, 20, [0, 1, 2, 19])
+    assert out[:19].any(1).all() and not out[19].any()
+
+
 @pytest.mark.usefixtures("poisoned_empty")
 def test_programs_go_on_with_what_they_leave_at_first():
     """Tiles have more numbers than a program writes at a time."""
