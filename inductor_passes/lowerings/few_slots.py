@@ -43,12 +43,12 @@ _FEW_SLOTS, _MOST_SLOTS, _SLOTS_PER_EXPERT = 16, 64, 2
 products of few rows."""
 _MOST_SMALL_SLOTS = 512
 _SMALL_LAYER = {
-    torch.float32: (1 << 23, 1 << 21),
-    torch.bfloat16: (1 << 24, 1 << 20),
-    torch.float16: (1 << 24, 1 << 20),
+    torch.float32: (1 << 23, 1 << 23),
+    torch.bfloat16: (1 << 24, 1 << 22),
+    torch.float16: (1 << 24, 1 << 23),
 }
-"""Multiplications up to which loops cost less than two calls, and so many slots: where the processor multiplies no
-bfloat16, and, with caution, where it does."""
+"""Multiplications up to which loops cost less than two calls, and so many slots: measured where the processor multiplies
+no bfloat16, and where it does."""
 
 
 class ExpandFewSlots:

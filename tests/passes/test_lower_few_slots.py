@@ -164,16 +164,16 @@ def stays(problem, monkeypatch, multiplies_bfloat16):
     ("dtype", "multiplies_bfloat16", "features"),
     [
         (torch.float32, False, (128, 128)),
-        (torch.float32, True, (64, 64)),
+        (torch.float32, True, (128, 128)),
         (torch.bfloat16, False, (128, 256)),
-        (torch.bfloat16, True, (32, 64)),
+        (torch.bfloat16, True, (64, 128)),
         (torch.float16, False, (128, 256)),
-        (torch.float16, True, (32, 64)),
+        (torch.float16, True, (128, 128)),
     ],
     ids=str,
 )
 def test_small_layers_are_those_of_few_multiplications(dtype, multiplies_bfloat16, features, monkeypatch):
-    """256 slots of two matrices reach the limit: 2 ** 23, 21, 24 and 20."""
+    """256 slots of two matrices reach the limit: 2 ** 23, 23, 24, 22, 24 and 23."""
     for slots, is_large in ((256, False), (257, True)):
         problem = make(Case(slots, 2, 1, *features, Activation("relu2")), dtype)
         assert stays(problem, monkeypatch, multiplies_bfloat16) == is_large, slots
@@ -187,9 +187,9 @@ def test_at_most_512_slots_are_few(multiplies_bfloat16, monkeypatch):
 
 
 def test_both_halves_of_a_pair_are_multiplied(monkeypatch):
-    """With one of them, 256 slots of 64 x 48 would be below the limit."""
+    """With one of them, 256 slots of 128 x 96 would be below the limit."""
     monkeypatch.setattr(processor, "has_bfloat16_products", lambda: True)
-    hidden, gate, w2 = torch.randn(256, 64), torch.randn(2, 48, 64), torch.randn(2, 64, 48)
+    hidden, gate, w2 = torch.randn(256, 128), torch.randn(2, 96, 128), torch.randn(2, 128, 96)
     weights, ids = torch.rand(256, 1), torch.randint(2, (256, 1))
 
     def layer(hidden, gate, up, w2, weights, ids):
