@@ -47,8 +47,8 @@ _SMALL_LAYER = {
     torch.bfloat16: (1 << 24, 1 << 22),
     torch.float16: (1 << 24, 1 << 23),
 }
-"""Multiplications up to which loops cost less than two calls, and so many slots: measured where the processor multiplies
-no bfloat16, and where it does."""
+"""Multiplications up to which loops cost less than two calls, and so many slots: where the processor multiplies no
+bfloat16, and where it does."""
 
 
 class ExpandFewSlots:
