@@ -116,7 +116,7 @@ def tile_in_turn(tiles_ptr, index, column_blocks, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def has_expert(row, offsets_ptr, num_experts):
-    """Whether a row is not past the last expert; without `offsets_ptr` none is known to be."""
+    """Whether a row is one of an expert, not past the last; every row counts as one without `offsets_ptr`."""
     known = True
     if offsets_ptr is not None:
         known = row < tl.load(offsets_ptr + num_experts)
