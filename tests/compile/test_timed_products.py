@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from torch._inductor.lowering import lowerings
 import moe_ops
 from inductor_passes import _compat, pipeline
 from inductor_passes.lowerings import LaunchPrograms, TimeProducts, timed
+from moe_ops.kernels import gemm_config
 from moe_ops.product_timing import GroupedMm, Timed, ways
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.helpers import relative_error
+from tests.kernels.catalogue import meta, product
 
 TOKENS, HIDDEN, EXPERTS, INTERMEDIATE = 64, 64, 8, 32
 ROUTING = moe_ops.RoutingConfig(top_k=2)
@@ -329,3 +332,11 @@ def test_values_by_torchs_product(function, monkeypatch):
     assert set(choices) == {"ATEN"}
     assert relative_error(out, expected) <= 2 * torch.finfo(torch.bfloat16).eps
     assert not out[expected == 0].any()
+
+
+def test_a_choice_for_a_rank_is_found_again():
+    """By the rows of an expert, of which it has an eighth of those that all slots would give it."""
+    gemm = replace(product(meta(8, 256, 128), 8 * 8 * 16), num_ids=64)
+    way = gemm_config.alternatives(gemm)[-1]
+    assert gemm_config.pick_config(gemm) != way
+    assert gemm_config.pick_config(replace(gemm, gpu=timed._tuned([gemm], [way]))) == way

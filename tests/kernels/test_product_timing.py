@@ -56,6 +56,12 @@ def test_every_way_is_right(name, device):
     assert timed[0].way == gemm_config.pick_config(gemm)
 
 
+def test_most_slots_of_a_rank_have_their_expert_elsewhere():
+    trial = product_timing.Trial.of(PRODUCTS["of a rank"], torch.device("cpu"))
+    for routing in trial.routings:
+        assert 0 < routing.expert_offsets[-1] < SLOTS / 2 and len(routing.sorted_slots) == SLOTS
+
+
 def test_torchs_product_is_a_way_where_it_can_compute_it():
     by_library = {name for name, gemm in PRODUCTS.items() if GroupedMm() in ways(gemm)}
     assert by_library == {"plain", "gathered, gate and up rows", "transposed, in turns", "of a rank"}

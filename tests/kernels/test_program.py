@@ -104,6 +104,8 @@ def test_tiles_of_some_hundred_rows_in_order_are_halved() -> None:
     for rows, halved in ((192, True), (193, False)):  # of an eighth of a layer's experts
         part = replace(product(weight, 64 * rows), num_ids=64)
         assert (gemm_config.pick_config(part) == BY_TMA_IN_ORDER) == halved
+    copied = product(meta(8, 5120, 2048), 8 * 512)  # first, if an expert has so many rows
+    assert [gemm_config.sorts_rows_first(replace(copied, num_ids=ids)) for ids in (8, 9)] == [True, False]
     rows, wide = 8 * 256, product(meta(8, 2048, 2048), 8 * 256)
     assert gemm_config.pick_config(wide).block_m == 128 and BY_TMA_IN_ORDER in gemm_config.candidates(wide)
     gated, other = product(up, rows, Activation()), product(weight, rows, gpu=replace(H200, capability=100))

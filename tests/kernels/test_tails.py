@@ -90,10 +90,24 @@ def _assert_none_past(end, rows):
     assert rows[:end].isfinite().all() and 0 < end < len(rows) and rows[end:].isnan().all()
 
 
-@pytest.mark.parametrize("rows", ["quantised", "exact"])
-@pytest.mark.parametrize("size", ["T7", "T33"])
+def _in_pairs(at):
+    """The layer with weights of 4 bits, whose blocks have 32 columns."""
+    for name in ("w13", "w2"):
+        experts, features, depth = at[name].shape
+        at[name] = torch.randint(256, (experts, features, depth // 2), dtype=torch.uint8)
+        at[f"{name}_scale"] = torch.full((experts, features, depth // 32), 120, dtype=torch.uint8)
+        at |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
+    return at
+
+
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [*((size, rows) for size in ("T7", "T33") for rows in ("quantised", "exact")), ("T7", "pairs")],
+)
 def test_layers_leave_them_out(size, rows):
     at = test_scaled_fused._layer(size, torch.float8_e4m3fn, torch.float32, Activation("silu"))
+    if rows == "pairs":
+        at, rows = _in_pairs(at), "exact"
     experts = torch.arange(at["w13"].shape[0], dtype=torch.int32)
     at |= {"rows": rows, "expert_map": experts.where(experts % 3 == 1, -1)}
     gate = ("slot_rows", "slot_scale") if rows == "quantised" else ("activated",)

@@ -48,6 +48,8 @@ def test_a_choice_is_for_three_quarters_to_three_halves_of_its_rows():
     assert tuned == list(range(12 * EXPERTS + 1, 24 * EXPERTS + 1))
     one = replace(H200, tuning=table(Choice(DOWN, 1, NARROW)))
     assert [rows for rows in range(30) if _is_tuned(_down(rows, gpu=one))] == list(range(13))
+    many = _down(4 * 16 * EXPERTS)
+    assert _is_tuned(replace(many, num_ids=4 * EXPERTS)) and not _is_tuned(many)
     for rows in (1, 2, 16, 512):  # of neighbours, each count of rows has one
         assert {nearest_rows(mean) for mean in (rows, 1.5 * rows)} == {rows}
         assert nearest_rows(1.5 * rows + 0.01) == 2 * rows
