@@ -85,6 +85,16 @@ def test_rows_in_order(size, dtype, case, with_bias, device):
     assert not out[OFFSETS[case][-1] :].any()
 
 
+def test_few_rows_in_few_tiles(device, monkeypatch):
+    """As on a rank of many: tiles are mixed, and all low."""
+    monkeypatch.setattr(scaled_pairs, "FEW_TILES", 3)
+    product, offsets = Product("as published"), torch.tensor([0, 5, 5, 14, 20]).int()
+    x = torch.randn(29, product.depth).bfloat16()  # no other test caches a plan for so many
+    out = product.launch(x, offsets, device)
+    assert_close(out, oracles.grouped_gemm(x, product.dense, offsets, None))
+    assert not out[20:].any()
+
+
 @pytest.mark.parametrize(("size", "dtype", "top_k"), mixed(SIZES, DTYPES, (1, 3), rounds=2), ids=str)
 def test_tokens_that_are_gathered(size, dtype, top_k, device):
     product, tokens = Product(size), 8
