@@ -34,8 +34,12 @@ _GRADIENT_WIDE_ROWS = 128  # per expert, from which its blocks are wide; measure
 INVARIANT_ROWS = 64
 """Rows per tile where bits may not depend on how many rows there are: the most that still load without TMA, which loads
 rows only where there are many, and the fewest that fill a Hopper tensor core."""
-_MIXED_FEATURES, _MIXED_FEATURES_IF_SLOW = 2048, 512  # of the smaller side of an expert's weights
 _MIXED_ROWS = 20  # of an expert, up to which tiles of mixed heights are low
+# Of the smaller side of an expert's weights: wide layers, and narrow ones, that mix tiles of more rows at all.
+_MIXED_FEATURES, _MIXED_NARROW_FEATURES = 2048, 512
+# The depth up to which a tile is short, and the larger side from which a narrow layer's products are not.
+_MIXED_DEPTH = 3072
+_MIXED_TILES = 3  # to a multiprocessor, the fewest of a narrow layer
 _MIXED_FEW_FEATURES, _MIXED_NARROW_ROWS = 1024, 6  # below the one they pay from more rows than the other
 _WIDE_FEATURES = 5120  # copying S x H rows costs as much as so many columns of the product gain by TMA
 
@@ -87,16 +91,39 @@ def mixed_config(gemm: Gemm) -> LaunchConfig | None:
 
 
 def _mixes_many(gemm: Gemm, rows: float) -> bool:
-    """Whether experts with more than 20 rows do: up to 128 in wide layers, and where a tile is two products.
+    """Whether experts with more than 20 rows do: where a tile is two products, and with so many rows.
 
     For two products persistent CTAs cannot prefetch: 1 to 10 % with 128 to 2048 rows.
-    On an H200 Mixtral's, gpt-oss' and DeepSeek-V3's are then 1 to 6 % faster, 8 % where few experts have most rows;
-    narrow ones 3 to 6 % slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
+    """
+    doubled = gemm.doubled and not sorts_rows_first(gemm)
+    more_than, most = _rows_that_mix(gemm)
+    return doubled or more_than < rows <= most
+
+
+def _rows_that_mix(gemm: Gemm) -> tuple[float, float]:
+    """Beyond how many rows, and up to how many.
+
+    Measured beside tiles of one height in whole layers on an H200, with uniform, skewed and zipf routing. Wide ones are
+    up to 6, 9 and 9 % faster, and so up to 176 rows if their tiles are shallow: CTAs that share a weight tile start at
+    different times, and of a deep one the second finds no longer in the L2 cache what the first read. Narrow ones with
+    a long side are 1 to 6, 0 to 4 and 0 to 11 % faster; of the others only gathered rows gain, which a persistent CTA
+    does not load ahead: 1 % slower to 5 % faster up to 80 rows and then 2 % slower to 3 faster, 4 % faster to 2 slower
+    and 7 % faster to 1 slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
     more with uniform routing and 1 to 13 % less with zipf routing.
     """
-    least = _MIXED_FEATURES_IF_SLOW if gemm.gpu.has_slow_memory else _MIXED_FEATURES
-    doubled = gemm.doubled and not sorts_rows_first(gemm)
-    return doubled or (_narrowest(gemm) >= least and rows <= _TMA_TILE_ROWS)
+    experts, _, depth = gemm.linear.weight.meta.shape
+    narrowest, shallow = _narrowest(gemm), depth <= _MIXED_DEPTH
+    if gemm.gpu.has_slow_memory:
+        return 0, _TMA_TILE_ROWS if narrowest >= _MIXED_NARROW_FEATURES else 0
+    if narrowest >= _MIXED_FEATURES:
+        return 0, 176 if shallow else _TMA_TILE_ROWS
+    tiles = experts * column_blocks(gemm, BY_TMA.h200[_TMA_TILE_ROWS])
+    if narrowest < _MIXED_NARROW_FEATURES or tiles < _MIXED_TILES * gemm.gpu.multiprocessors:
+        return 0, 0
+    gathered = gemm.top_k is not None
+    if max(gemm.features, depth) >= _MIXED_DEPTH:
+        return 0, 160 if gathered and shallow else _FEW_ROWS
+    return (64, 160) if gathered else (0, 0)
 
 
 def _narrowest(gemm: Gemm) -> int:

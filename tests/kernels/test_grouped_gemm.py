@@ -205,14 +205,14 @@ def _heights(gemm: Gemm) -> int | None:
 
 
 def test_which_products_have_tiles_of_mixed_heights() -> None:
-    wide, narrow = meta(4, 4096, 2048), meta(4, 4096, 2032)
+    wide, narrow = meta(4, 4096, 4096), meta(4, 4096, 2032)
     columns = meta(4, 2032, 4096).mT
     assert [_heights(_mixed(wide, rows)) for rows in (2, 80, 81, 512, 513)] == [64, 64, 128, 128, None]
     assert _heights(_mixed(wide, 256, Activation())) == 128
     gemm = _mixed(wide, 256)
     others = [
         _mixed(narrow, 256),
-        _mixed(meta(4, 2048, 2048), 256, Activation()),
+        _mixed(meta(4, 2048, 4096), 256, Activation()),
         _mixed(columns, 256),
         _mixed(columns, 512 * 4, Activation("swiglu_oai", interleaved=True)),
         replace(_mixed(columns, 512 * 4, Activation()), rows_per_tile=64),
@@ -225,7 +225,7 @@ def test_which_products_have_tiles_of_mixed_heights() -> None:
             replace(each, gpu=Gpu(80, 108, 163 * 1024)),
             replace(each, rows_per_tile=64),
             replace(each, max_tokens=64),
-            replace(each, x=Operand("x", describe(meta(128, 2050)[:, :2048]))),
+            replace(each, x=Operand("x", describe(meta(128, 4098)[:, :4096]))),
         )
     ]
     assert not any(map(_heights, others))
