@@ -29,6 +29,14 @@ def _mixing(weight: tuple[int, int, int], gathered: bool, gpu=H200) -> list[int]
     return [each for each, config in zip(rows, configs) if config is not None and config.block_m == 128]
 
 
+def _halved(weight: tuple[int, int, int], gpu=H200, **others) -> list[int]:
+    """The rows of an expert, of those, with tiles of 64 rows by TMA."""
+    rows = [edge + more for edge in EDGES for more in (0, 1)]
+    products = [replace(product(meta(*weight), each * weight[0], gpu=gpu), **others) for each in rows]
+    picked = [gemm_config.pick_config(each) == gemm_config.BY_TMA_IN_ORDER for each in products]
+    return [each for each, halved in zip(rows, picked) if halved]
+
+
 @pytest.mark.parametrize(
     ("weight", "gathered", "least", "most"),
     [
@@ -57,3 +65,15 @@ def test_on_an_h200(weight: tuple[int, int, int], gathered: bool, least: int, mo
 def test_where_memory_is_slow_up_to_128_rows(weight: tuple[int, int, int], gathered: bool) -> None:
     assert _mixing(weight, gathered, H100) == [21, 64, 65, 80, 81, 112, 113, 128]
     assert not _mixing((512, 504, 2048), False, H100)
+
+
+def test_few_tiles_in_order_are_halved() -> None:
+    """Of the second product of a wide layer of few experts, such as Mixtral's."""
+    some = [65, 80, 81, 112, 113, 128, 129, 160]
+    for weight in ((8, 4096, 14336), (16, 5120, 8192), (44, 2304, 2048)):
+        assert _halved(weight) == some
+    for weight in ((45, 2304, 2048), (8, 2048, 5632), (128, 2880, 2880)):
+        assert not _halved(weight)
+    assert _halved((16, 4096, 1024)) == [*some[2:], 161, 176, 177, 200, 201]  # narrow
+    assert not _halved((8, 4096, 14336), H100)
+    assert not _halved((8, 4096, 14336), tail=True) and not _halved((8, 4096, 14336), num_ids=9)
