@@ -103,13 +103,12 @@ def _mixes_many(gemm: Gemm, rows: float) -> bool:
 def _rows_that_mix(gemm: Gemm) -> tuple[float, float]:
     """Beyond how many rows, and up to how many.
 
-    Measured beside tiles of one height in whole layers on an H200, with uniform, skewed and zipf routing. Wide ones are
-    up to 6, 9 and 9 % faster, and so up to 176 rows if their tiles are shallow: CTAs that share a weight tile start at
-    different times, and of a deep one the second finds no longer in the L2 cache what the first read. Narrow ones with
-    a long side are 1 to 6, 0 to 4 and 0 to 11 % faster; of the others only gathered rows gain, which a persistent CTA
-    does not load ahead: 1 % slower to 5 % faster up to 80 rows and then 2 % slower to 3 faster, 4 % faster to 2 slower
-    and 7 % faster to 1 slower. On an H100, whose weights take longer to come, narrow ones take from 4 % less to 2 %
-    more with uniform routing and 1 to 13 % less with zipf routing.
+    Measured beside tiles of one height in whole layers on an H200, with uniform, skewed and zipf routing. Wide ones
+    with up to 176 rows are 2 to 6, 2 to 3 and 3 to 8 % faster, but not where tiles are deep: CTAs that share a weight
+    tile start at different times, and the second finds no longer in the L2 cache what the first read. Narrow ones with
+    a long side are up to 5, 3 and 12 % faster. Of the others only gathered rows gain, which a persistent CTA does not
+    load ahead: 2 % slower to 5 % faster, from skew on to 9 % faster. On an H100, whose weights take longer to come,
+    narrow ones take from 4 % less to 2 % more with uniform routing and 1 to 13 % less with zipf routing.
     """
     depth = gemm.linear.weight.meta.shape[2]
     narrowest, shallow = _narrowest(gemm), depth <= _MIXED_DEPTH
