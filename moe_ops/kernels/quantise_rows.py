@@ -54,7 +54,7 @@ def _rounded(value, TO_INTEGER: tl.constexpr):
 
 
 @triton.jit
-def _with_largest(largest, value):
+def with_largest(largest, value):
     """The largest magnitudes so far, NaN where there was one: a maximum drops it."""
     found = tl.max(tl.abs(value), 1)
     is_nan = tl.max((value != value).to(tl.int32), 1) != 0
@@ -68,11 +68,23 @@ def _quotient(dividend, divisor, is_zero):
 
 
 @triton.jit
-def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+def quantised(value, largest, DTYPE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """Blocks [N, COLUMNS] in DTYPE, of which each is divided by its scale."""
     factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest, largest < LEAST)
-    multiplied = _rounded(value * factor[:, None], rows_ptr.dtype.element_ty == tl.int8)
-    clamped = tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST)
-    tl.store(rows_ptr + offset(places, 1), clamped.to(rows_ptr.dtype.element_ty), mask=inside)
+    multiplied = _rounded(value * factor[:, None], tl.int8 == DTYPE)
+    return tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST).to(DTYPE)
+
+
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """What each block [N] was divided by."""
+    return _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
+
+
+@triton.jit
+def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    rows = quantised(value, largest, rows_ptr.dtype.element_ty, LARGEST, LEAST)
+    tl.store(rows_ptr + offset(places, 1), rows, mask=inside)
 
 
 @triton.jit
@@ -96,7 +108,7 @@ def quantise_rows_kernel(
                 x_row_ptr, blocks, inner, columns, depth, x_stride_k,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
-            largest = _with_largest(largest, value)
+            largest = with_largest(largest, value)
             _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
         else:
             for start in range(0, columns, COLUMNS):
@@ -104,15 +116,14 @@ def quantise_rows_kernel(
                     x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
-                largest = _with_largest(largest, value)
+                largest = with_largest(largest, value)
             for start in range(0, columns, COLUMNS):
                 value, places, inside = _values(
                     x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
                 _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
-        scale = _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
-        tl.store(scale_ptrs, scale, mask=known)
+        tl.store(scale_ptrs, scale_of(largest, LARGEST, LEAST), mask=known)
 
 
 def quantise_rows_program(args: Any, gpu: Gpu) -> Program:

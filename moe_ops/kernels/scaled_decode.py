@@ -1,10 +1,12 @@
-"""A token in float8: the rows of its experts' weights times the token, on no tensor core and with no sort.
+"""Few tokens in float8: the rows of their experts' weights times each token, on no tensor core and with no sort.
 
 A program, of one warp, reads the gate and up rows of some features, or down rows, and scales in float32 what it
-multiplies them with: so a scale is met once for all rows of a program. On an H200 a token of gpt-oss-120b takes 43
-microseconds so and 56 with tiles, one of Qwen3-30B 24 and 29; two tokens and more, and int8, take longer.
+multiplies them with: so a scale is met once for all rows of a program. Short rows are quantised by each program that
+multiplies with them, to the same bits, which spares a launch. On an H200 a token of gpt-oss-120b takes 41 microseconds
+so and 50 with tiles, one of Qwen3-30B 20 and 29, four of these 50 and 54; int8 takes longer.
 """
 
+import math
 from typing import Any
 
 import triton
@@ -14,20 +16,55 @@ from moe_ops.kernels.activation import gate_up_columns
 from moe_ops.kernels.common import apply_activation, cdiv, local_expert, next_power_of_2, offset
 from moe_ops.kernels.decode_args import route_args
 from moe_ops.kernels.gemm import Operand, bias_args
-from moe_ops.kernels.program import Buffer, Launch, Ref
+from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
+from moe_ops.kernels.quantise_rows import quantised, scale_of, with_largest
 from moe_ops.kernels.scaled import stride_args
+from moe_ops.types import LEAST_LARGEST, largest_of
 
 _STEP = 1024  # of the depth
 # Rows of a program, gate and up rows together: more of those that are short, up to so much or with a gate twice that.
 _ROWS, _SHORT_ROWS, _SHORT = 4, 8, 1024
+# Columns of a row that programs quantise: a token's, if it has one scale, and a slot's. Beyond it a launch does.
+_MOST_OF_TOKEN, _MOST_OF_SLOT = 2048, 1024
+# Of more than one: each of their slots reads weights of its own, all together up to so much.
+_MOST_TOKENS, _MOST_BYTES = 4, 200e6
 
 
 @triton.jit
-def _scaled_rows(x, scale_row_ptr, block, live, scale_stride_k, ONE_BLOCK: tl.constexpr):
-    """x times the scales of the weight's blocks, unless there is one."""
+def _largest_of_row(x_row_ptr, x_stride_k, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    largest = tl.zeros((1,), tl.float32)
+    for start in tl.static_range(0, DEPTH, BLOCK_K):
+        inner = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=inner < DEPTH, other=0.0)
+        largest = with_largest(largest, x.to(tl.float32)[None, :])
+    return largest
+
+
+@triton.jit
+def _as_quantised(
+    x, row_largest, DTYPE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """What the row is once it has been quantised, in COUNT blocks or all of it in one."""
+    blocks, largest = tl.reshape(x, (COUNT, x.shape[0] // COUNT)), row_largest
     if not ONE_BLOCK:
-        x *= tl.load(scale_row_ptr + offset(block, scale_stride_k), mask=live, other=0.0).to(tl.float32)
-    return x
+        largest = with_largest(tl.zeros((COUNT,), tl.float32), blocks)
+    rounded = quantised(blocks, largest, DTYPE, LARGEST, LEAST).to(tl.float32)
+    return tl.reshape(rounded * scale_of(largest, LARGEST, LEAST)[:, None], x.shape)
+
+
+@triton.jit
+def _times_scales(
+    x, scale_ptr, start, stride, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr
+):
+    """x, the columns from `start` on, times the scales of the blocks of COLUMNS that they are in.
+
+    COUNT: so many parts of x have each a scale.
+    """
+    PART: tl.constexpr = x.shape[0] // COUNT
+    blocks = (start + PART * tl.arange(0, COUNT)) // COLUMNS
+    scale = tl.load(scale_ptr + offset(blocks, stride), mask=blocks * COLUMNS < DEPTH, other=0.0)
+    return tl.reshape(tl.reshape(x, (COUNT, PART)) * scale.to(tl.float32)[:, None], x.shape)
 
 
 @triton.jit
@@ -57,17 +94,20 @@ def _finished(
 @triton.jit
 def scaled_gemv_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
-    top_k, slots_of_row, num_ids, num_experts, features, block_rows, block_columns, x_blocks,
-    ids_stride_t, ids_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
+    top_k, slots_of_row, num_ids, num_experts, features, block_rows, x_blocks,
+    x_stride_m, x_stride_k, ids_stride_t, ids_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
+    LARGEST: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr,
     ONE_BLOCK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = gate(weight[expert of slot] @ x[slot // slots_of_row]), or without a gate.
 
-    A dropped slot writes nothing. inverse: where each slot's row is, -1 if there is none.
+    Rows without scales are quantised first, by each program its row. A dropped slot writes nothing. inverse: where each
+    slot's row is, -1 if there is none.
     """
+    DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
     blocks = tl.cdiv(features, BLOCK_N)
     slot, first = tl.program_id(0) // blocks, (tl.program_id(0) % blocks) * BLOCK_N
     expert = local_expert(
@@ -80,30 +120,39 @@ def scaled_gemv_kernel(
         inside = columns < features
         gate_rows, up_rows = gate_up_columns(columns, features, GATED, INTERLEAVED)
         gate_block, up_block = gate_up_columns(first, features, GATED, INTERLEAVED)
-        x_row_ptr = x_ptr + offset(slot // slots_of_row, DEPTH)
-        x_scale_row_ptr = x_scale_ptr + offset(slot // slots_of_row, x_blocks)
+        x_row_ptr = x_ptr + offset(slot // slots_of_row, x_stride_m)
         expert_ptr = weight_ptr + offset(expert, weight_stride_e)
         expert_scale_ptr = scale_ptr + offset(expert, scale_stride_e)
         gate_ptr = expert_ptr + offset(gate_rows, weight_stride_n)[:, None]
         up_ptr = expert_ptr + offset(up_rows, weight_stride_n)[:, None]
         gate_scale_ptr = expert_scale_ptr + offset(gate_block // block_rows, scale_stride_n)
         up_scale_ptr = expert_scale_ptr + offset(up_block // block_rows, scale_stride_n)
+        row_largest = tl.zeros((1,), tl.float32)
+        if x_scale_ptr is None and ONE_BLOCK:
+            row_largest = _largest_of_row(x_row_ptr, x_stride_k, DEPTH, BLOCK_K)
         gate, up = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
         for start in tl.static_range(0, DEPTH, BLOCK_K):
             inner = start + tl.arange(0, BLOCK_K)
-            live, block = inner < DEPTH, inner // block_columns
+            live = inner < DEPTH
             mask, places = inside[:, None] & live[None, :], offset(inner, weight_stride_k)[None, :]
             weight = tl.load(gate_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first")
             if GATED:
                 up_weight = tl.load(up_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_row_ptr + inner, mask=live, other=0.0).to(tl.float32)
-            x *= tl.load(x_scale_row_ptr + block, mask=live, other=0.0)
+            x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=live, other=0.0).to(tl.float32)
+            if x_scale_ptr is None:
+                x = _as_quantised(x, row_largest, DTYPE, LARGEST, LEAST, ONE_BLOCK, COUNT)
+            else:
+                x_scale_row_ptr = x_scale_ptr + offset(slot // slots_of_row, x_blocks)
+                x = _times_scales(x, x_scale_row_ptr, start, 1, DEPTH, COLUMNS, COUNT)
             x = tl.where(live, x, 0.0)
-            scaled = _scaled_rows(x, gate_scale_ptr, block, live, scale_stride_k, ONE_BLOCK)
+            scaled, up_scaled = x, x
+            if not ONE_BLOCK:
+                scaled = _times_scales(x, gate_scale_ptr, start, scale_stride_k, DEPTH, COLUMNS, COUNT)
             gate += _sums(weight, scaled, live, start + BLOCK_K > DEPTH)
             if GATED:
-                scaled = _scaled_rows(x, up_scale_ptr, block, live, scale_stride_k, ONE_BLOCK)
-                up += _sums(up_weight, scaled, live, start + BLOCK_K > DEPTH)
+                if not ONE_BLOCK:
+                    up_scaled = _times_scales(x, up_scale_ptr, start, scale_stride_k, DEPTH, COLUMNS, COUNT)
+                up += _sums(up_weight, up_scaled, live, start + BLOCK_K > DEPTH)
         gate = _finished(
             gate, gate_rows, inside, expert, expert_scale_ptr, bias_ptr, block_rows, scale_stride_n,
             bias_stride_e, bias_stride_n, ONE_BLOCK,
@@ -120,44 +169,83 @@ def scaled_gemv_kernel(
 
 
 def multiplies_rows(args: Any) -> bool:
-    """Whether a layer is for this kernel."""
-    is_float8 = args.w13.weight.dtype.is_floating_point
-    return args.topk_ids.shape[0] == 1 and is_float8 and args.rows == "quantised"
+    """Whether a layer is for this kernel: a token, or a few of a layer whose experts are small and all here."""
+    w13, w2 = args.w13.weight, args.w2.weight
+    num_tokens, num_slots = args.topk_ids.shape[0], math.prod(args.topk_ids.shape)
+    num_bytes = num_slots * (math.prod(w13.shape[1:]) + math.prod(w2.shape[1:]))
+    small = num_slots <= w13.shape[0] == args.placement.num_ids(w13.shape[0]) and num_bytes <= _MOST_BYTES
+    few = num_tokens == 1 or (num_tokens <= _MOST_TOKENS and small)
+    return few and w13.dtype.is_floating_point and args.rows == "quantised"
 
 
-def scaled_gemv_launch(args: Any, rows: str, name: str, out: Buffer, gate: dict[str, Any]) -> Launch:
-    """Of the weight called `name` and rows, of "token" or of "slot", to `out`. gate: of `activation_args`."""
-    (num_tokens, top_k), linear = args.topk_ids.shape, getattr(args, name)
+def quantises_rows(args: Any, name: str) -> bool:
+    """Whether the kernel itself quantises the rows that the weight of that name is multiplied with."""
+    linear = getattr(args, name)
+    depth = linear.weight.shape[2]
+    if name == "w13":
+        return depth <= _MOST_OF_TOKEN and _is_one_block(linear)
+    return depth <= _MOST_OF_SLOT and _scales_of_step(linear) < _step(linear)
+
+
+def scaled_gemv_launch(
+    args: Any, rows: tuple[str, TensorMeta], name: str, out: Buffer, gate: dict[str, Any]
+) -> Launch:
+    """Of the weight called `name` and rows, of tokens or of slots, to `out`. gate: of `activation_args`.
+
+    rows: `name` and metadata; quantised ones have scales, called `name` and _scale.
+    """
+    (num_tokens, top_k), linear, (x, x_meta) = args.topk_ids.shape, getattr(args, name), rows
     weight, bias, features = linear.weight, linear.bias, out.shape[1]
     block_n = _features(linear, features, gate)
+    from_tokens = name == "w13"
     given = {
         **route_args(args),
         **bias_args(None if bias is None else Operand(f"{name}_bias", bias)),
         **_block_args(linear),
         **gate,
-        "x_ptr": Ref(f"{rows}_rows"),
-        "x_scale_ptr": Ref(f"{rows}_scale"),
+        "x_ptr": Ref(x),
+        "x_scale_ptr": None if quantises_rows(args, name) else Ref(f"{x}_scale"),
+        **stride_args("x_stride", x_meta.strides, "mk"),
         "weight_ptr": Ref(name),
         "scale_ptr": Ref(f"{name}_scale"),
         "out_ptr": Ref(out.name),
-        "inverse_ptr": Ref("inverse") if rows == "token" else None,
+        "inverse_ptr": Ref("inverse") if from_tokens else None,
         "top_k": top_k,
-        "slots_of_row": top_k if rows == "token" else 1,
+        "slots_of_row": top_k if from_tokens else 1,
         "features": features,
         "DEPTH": weight.shape[2],
         "BLOCK_N": block_n,
-        "BLOCK_K": min(next_power_of_2(weight.shape[2]), _STEP),
+        "BLOCK_K": _step(linear),
     }
     grid = (num_tokens * top_k * cdiv(features, block_n),)
     return Launch(scaled_gemv_kernel, grid, given, 1, 1)
 
 
+def _step(linear: Any) -> int:
+    return min(next_power_of_2(linear.weight.shape[2]), _STEP)
+
+
+def _is_one_block(linear: Any) -> bool:
+    return linear.scale.shape[2] == 1
+
+
+def _scales_of_step(linear: Any) -> int:
+    """How many scales a step reads for a weight's row: one for each column where blocks end within it."""
+    step = _step(linear)
+    if _is_one_block(linear):
+        return 1
+    return step if step % linear.block_columns else step // linear.block_columns
+
+
 def _block_args(linear: Any) -> dict[str, Any]:
     return {
         "block_rows": linear.block_rows,
-        "block_columns": min(linear.block_columns, linear.weight.shape[2]),
         "x_blocks": linear.scale.shape[2],
-        "ONE_BLOCK": linear.scale.shape[2] == 1,
+        "LARGEST": largest_of(linear.weight.dtype),
+        "LEAST": LEAST_LARGEST,
+        "COLUMNS": min(linear.block_columns, linear.weight.shape[2]),
+        "COUNT": _scales_of_step(linear),
+        "ONE_BLOCK": _is_one_block(linear),
         **stride_args("weight_stride", linear.weight.strides, "enk"),
         **stride_args("scale_stride", linear.scale.strides, "enk"),
     }
@@ -168,4 +256,4 @@ def _features(linear: Any, features: int, gate: dict[str, Any]) -> int:
     halves, apart = 2 if gate["GATED"] else 1, 2 if gate["INTERLEAVED"] else 1
     block_n = (_SHORT_ROWS if linear.weight.shape[2] <= halves * _SHORT else _ROWS) // halves
     shared = linear.block_rows % (apart * block_n) == 0 and (halves == apart or features % block_n == 0)
-    return block_n if shared or linear.scale.shape[2] == 1 else 1
+    return block_n if shared or _is_one_block(linear) else 1

@@ -1,7 +1,7 @@
 """The program of `moe.scaled_fused_experts`.
 
-For a token in float8, and for few with weights of 4 bits, it is two products of single rows, without a sort; else its
-stages' launches, with the gate in that which quantises its rows.
+For few tokens in float8 or with weights of 4 bits it is two products of single rows, without a sort; else its stages'
+launches, with the gate in that which quantises its rows.
 """
 
 import math
@@ -20,7 +20,7 @@ from moe_ops.kernels.pairs_decode import multiplies_pairs, pairs_gemv_launch
 from moe_ops.kernels.program import Argument, Buffer, Descriptor, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
 from moe_ops.kernels.scaled import copies, expect_converted, scaled_grouped_gemm_program
-from moe_ops.kernels.scaled_decode import multiplies_rows, scaled_gemv_launch
+from moe_ops.kernels.scaled_decode import multiplies_rows, quantises_rows, scaled_gemv_launch
 from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
 from moe_ops.slabs import halves_in
 from moe_ops.types import Activation
@@ -43,7 +43,7 @@ def _copies(args: Any, gpu: Gpu) -> bool:
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.scaled_fused_experts`."""
     if args.rows == "quantised":
-        return _of_a_token(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
+        return _of_few_tokens(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
     return _of_few_tokens_in_pairs(args) if multiplies_pairs(args, gpu) else _exact(args, gpu)
 
 
@@ -80,23 +80,34 @@ def _exact(args: Any, gpu: Gpu) -> Program:
     return _in_turn(args, sorting, sorts, parts)
 
 
-def _of_a_token(args: Any, gpu: Gpu) -> Program:
+def _of_few_tokens(args: Any, gpu: Gpu) -> Program:
     expect_converted(args.w13.weight.dtype, gpu)
-    x, w13, w2 = args.hidden_states, args.w13, args.w2
-    (hidden_size, features), num_slots = w2.weight.shape[1:], math.prod(args.topk_ids.shape)
+    x = args.hidden_states
+    (hidden_size, features), num_slots = args.w2.weight.shape[1:], math.prod(args.topk_ids.shape)
     activated = Buffer("activated", (num_slots, features), x.dtype)
     expert_out = Buffer("expert_out", (num_slots, hidden_size), x.dtype)
     inverse = Buffer("inverse", (num_slots,), torch.int32)
-    tokens = quantise_rows_program(QuantiseRows(x, w13.block_columns, w13.weight.dtype), gpu)
-    rows = quantise_rows_program(QuantiseRows(activated.meta, w2.block_columns, w2.weight.dtype), gpu)
-    tokens = _named(tokens, x="hidden_states", rows="token_rows", row_scale="token_scale")
-    rows = _named(rows, x=activated.name, rows="slot_rows", row_scale="slot_scale")
     gate = activation_args(Activation.from_spec(args.activation))
-    up = scaled_gemv_launch(args, "token", "w13", activated, gate)
-    down = scaled_gemv_launch(args, "slot", "w2", expert_out, NO_GATE)
+    tokens, token_rows = _rows_of_few(args, "w13", "hidden_states", x, gpu)
+    slots, slot_rows = _rows_of_few(args, "w2", activated.name, activated.meta, gpu)
+    up = scaled_gemv_launch(args, token_rows, "w13", activated, gate)
+    down = scaled_gemv_launch(args, slot_rows, "w2", expert_out, NO_GATE)
     combined, combine = combine_launch(expert_out.meta, args)
-    buffers = (*tokens.buffers, inverse, activated, *rows.buffers, expert_out, combined)
-    return Program(buffers, (*tokens.launches, up, *rows.launches, down, combine), (combined.name,))
+    buffers = (*tokens.buffers, inverse, activated, *slots.buffers, expert_out, combined)
+    return Program(buffers, (*tokens.launches, up, *slots.launches, down, combine), (combined.name,))
+
+
+def _rows_of_few(
+    args: Any, name: str, of: str, x: TensorMeta, gpu: Gpu
+) -> tuple[Program, tuple[str, TensorMeta]]:
+    """What quantises rows x, called `of`, for the weight `name`, nothing where its launch does, and what this reads."""
+    linear = getattr(args, name)
+    if quantises_rows(args, name):
+        return Program((), (), ()), (of, x)
+    program = quantise_rows_program(QuantiseRows(x, linear.block_columns, linear.weight.dtype), gpu)
+    rows = f"{of}_rows"
+    named = _named(program, x=of, rows=rows, row_scale=f"{rows}_scale")
+    return named, (rows, named.buffers[0].meta)
 
 
 def _sorted(args: Any, gpu: Gpu) -> Program:

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from moe_ops.kernels import plans
+from moe_ops.kernels import plans, scaled_decode
+from moe_ops.kernels.program import describe
+from moe_ops.scaled_arguments import ScaledFusedExperts
 from moe_ops.types import Activation
+from moe_ops.values import ScaledLinear
 from tests.helpers import mixed
 from tests.kernels import test_scaled
 from tests.kernels.by_name import launch, program_of, record
@@ -12,7 +15,9 @@ from tests.kernels.catalogue import meta
 from tests.kernels.test_scaled import STORED
 
 # Tokens, experts, K, H, I; sizes of blocks.
-ONE = {
+FEW = {
+    "T2": (2, 13, 3, 48, 40, (1, 48), (1, 40)),
+    "T4": (4, 13, 3, 96, 64, (32, 32), (32, 32)),
     "rows": (1, 13, 3, 48, 40, (1, 48), (1, 40)),
     "steps": (1, 3, 2, 1100, 36, (128, 128), (32, 8)),
     "deep": (1, 2, 1, 2100, 12, (24, 128), (128, 12)),
@@ -24,7 +29,8 @@ ONE = {
     "a pair in a block": (1, 5, 2, 64, 32, (4, 16), (64, 32)),
 }
 SIZES = {
-    "T2": (2, 13, 3, 48, 40, (1, 48), (1, 40)),
+    "T5": (5, 13, 2, 48, 40, (1, 48), (1, 40)),
+    "T2, more slots than experts": (2, 5, 3, 48, 40, (1, 48), (1, 40)),
     "T7": (7, 13, 4, 96, 64, (32, 32), (32, 32)),
     "T33": (33, 13, 4, 64, 33, (64, 64), (7, 5)),
     "hot": (90, 3, 2, 128, 160, (128, 128), (128, 128)),
@@ -44,7 +50,7 @@ def _weights(experts, rows, columns, block, stored):
 
 
 def _layer(size, stored, dtype, activation):
-    tokens, experts, top_k, hidden, features, up_block, down_block = (SIZES | ONE)[size]
+    tokens, experts, top_k, hidden, features, up_block, down_block = (SIZES | FEW)[size]
     rows = (2 if activation.is_gated else 1) * features
     w13, w13_scale = _weights(experts, rows, hidden, up_block, stored)
     w2, w2_scale = _weights(experts, hidden, features, down_block, stored)
@@ -105,11 +111,47 @@ def _assert_near(at, device):
 
 @pytest.mark.parametrize(
     ("size", "stored", "dtype", "name"),
-    mixed(ONE, STORED, (torch.bfloat16, torch.float32, torch.float16), ACTIVATIONS, rounds=2),
+    mixed(FEW, STORED, (torch.bfloat16, torch.float32, torch.float16), ACTIVATIONS, rounds=2),
     ids=str,
 )
-def test_a_token(size, stored, dtype, name, device):
+def test_few_tokens(size, stored, dtype, name, device):
     _assert_near(_layer(size, stored, dtype, ACTIVATIONS[name]), device)
+
+
+@pytest.mark.parametrize("size", [*FEW, "rows that are not finite", "columns apart"])
+def test_rows_that_a_program_quantises_have_the_bits_of_those_of_a_launch(size, device, monkeypatch):
+    at = _layer(size if size in FEW else "steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"])
+    if size == "rows that are not finite":
+        at["hidden_states"][0, 1027], at["hidden_states"][0, 700] = float("nan"), float("inf")
+    if size == "columns apart":
+        at["hidden_states"] = torch.randn(1, 2 * 1100).bfloat16()[:, ::2]
+    at = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in at.items()}
+    found = launch("scaled_fused_experts", **at)
+    monkeypatch.setattr(scaled_decode, "_MOST_OF_TOKEN", 0)
+    monkeypatch.setattr(scaled_decode, "_MOST_OF_SLOT", 0)
+    monkeypatch.setattr(plans, "_PLANS", dict(plans._PLANS))
+    plans._PLANS[ScaledFusedExperts] = plans._plan(ScaledFusedExperts, plans.PROGRAMS[ScaledFusedExperts])
+    expected = launch("scaled_fused_experts", **at)
+    assert expected.isfinite().all() == (size != "rows that are not finite")
+    assert torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("depth", "columns", "of_tokens", "of_slots"),
+    [
+        (1024, 1024, True, True),
+        (1024, 128, False, True),
+        (1032, 1032, True, False),
+        (2048, 2048, True, False),
+        (2056, 2056, False, False),
+        (96, 24, False, False),
+    ],
+)
+def test_which_rows_a_program_quantises(depth, columns, of_tokens, of_slots):
+    weight, blocks = meta(4, 64, depth, dtype=STORED[0]), -(-depth // columns)
+    linear = ScaledLinear(describe(weight), describe(meta(4, 1, blocks)), None, 64, columns)
+    args = record("scaled_fused_experts", **_of_tokens(1, STORED[0]))._replace(w13=linear, w2=linear)
+    assert [scaled_decode.quantises_rows(args, name) for name in ("w13", "w2")] == [of_tokens, of_slots]
 
 
 @pytest.mark.parametrize(
@@ -181,12 +223,30 @@ def _names(tokens, of):
 
 
 def test_launches():
-    """Products share a tile map; a token in float8 needs none, nor a sort."""
+    """Products share a tile map; few tokens in float8 need none, nor a sort."""
     product = "scaled_grouped_gemm"
     tiles = ["rank", "quantise_rows", "tile_map", product, "quantise_rows", product, "combine"]
-    for tokens, stored in ((16, STORED[0]), (2, STORED[0]), (1, torch.int8)):
+    for tokens, stored in ((16, STORED[0]), (5, STORED[0]), (1, torch.int8)):
         assert _names(tokens, stored) == tiles
-    assert _names(1, STORED[0]) == ["quantise_rows", "scaled_gemv", "quantise_rows", "scaled_gemv", "combine"]
+    for tokens in (1, 2, 4):
+        assert _names(tokens, STORED[0]) == ["quantise_rows", "scaled_gemv", "scaled_gemv", "combine"]
+
+
+def test_which_layers_of_few_tokens_are_single_rows():
+    def of(tokens, experts=64, top_k=8, hidden=2048, features=1024, **changed):
+        given = _of_tokens(tokens, STORED[0])
+        given |= {"w13": meta(experts, 2 * features, hidden, dtype=STORED[0])}
+        given |= {"w2": meta(experts, hidden, features, dtype=STORED[0])}
+        given |= {"topk_ids": meta(tokens, top_k, dtype=torch.int32)} | changed
+        return scaled_decode.multiplies_rows(record("scaled_fused_experts", **given))
+
+    assert of(1) and of(3) and not of(4)  # 201 MB
+    assert of(4, features=1016) and not of(5, features=512)
+    assert of(4, experts=32, features=512) and not of(4, experts=31, features=512)
+    assert of(1, hidden=7168, features=2048) and of(1, experts=4)
+    elsewhere = meta(128, dtype=torch.int32)
+    assert of(1, expert_map=elsewhere) and not of(2, expert_map=elsewhere)
+    assert not of(1, rows="exact") and not of(1, w13=meta(64, 2048, 2048, dtype=torch.int8))
 
 
 def _is_taken(**changed):
