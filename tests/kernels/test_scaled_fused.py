@@ -20,6 +20,7 @@ FEW = {
     "T4": (4, 13, 3, 96, 64, (32, 32), (32, 32)),
     "rows": (1, 13, 3, 48, 40, (1, 48), (1, 40)),
     "steps": (1, 3, 2, 1100, 36, (128, 128), (32, 8)),
+    "one scale over steps": (1, 3, 2, 1100, 36, (1, 1100), (1, 36)),
     "deep": (1, 2, 1, 2100, 12, (24, 128), (128, 12)),
     "a last block that is cut short": (1, 5, 3, 136, 72, (48, 128), (128, 64)),
     "groups": (1, 7, 2, 64, 33, (1, 32), (1, 8)),
@@ -120,7 +121,7 @@ def test_few_tokens(size, stored, dtype, name, device):
 
 @pytest.mark.parametrize("size", [*FEW, "rows that are not finite", "columns apart"])
 def test_rows_that_a_program_quantises_have_the_bits_of_those_of_a_launch(size, device, monkeypatch):
-    at = _layer(size if size in FEW else "steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"])
+    at = _layer(size if size in FEW else "one scale over steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"])
     if size == "rows that are not finite":
         at["hidden_states"][0, 1027], at["hidden_states"][0, 700] = float("nan"), float("inf")
     if size == "columns apart":
