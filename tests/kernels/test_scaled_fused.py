@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 from moe_ops.kernels import plans, scaled_decode
 from moe_ops.kernels.program import describe
@@ -70,18 +71,28 @@ def _layer(size, stored, dtype, activation):
     }  # fmt: skip
 
 
-def _stages(at):
+def _stored_as(activated, dtype):
+    """What a kernel stores: the interpreter cuts bfloat16 off instead of rounding."""
+    if triton.knobs.runtime.interpret and dtype == torch.bfloat16 and activated.dtype == torch.float32:
+        activated = (activated.view(torch.int32) & -65536).view(torch.float32)
+    return activated.to(dtype)
+
+
+def _stages(at, of_gate=None):
+    """Launch by launch. of_gate: the dtype that gate and up are rounded to, the tokens' unless it is given."""
+    dtype = at["hidden_states"].dtype
     slots, inverse, offsets = launch("build_dispatch", at["topk_ids"], at["expert_map"], at["w13"].shape[0])
 
-    def product(x, name, index):
+    def product(x, name, index, dtype):
         block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
         rows, scale = launch("quantise_rows", x, block[1], at[name].dtype)
         stored = at[name], at[f"{name}_scale"]
-        given = rows, *stored, offsets, scale, at[f"{name}_bias"], None, index, *block, x.dtype
+        given = rows, *stored, offsets, scale, at[f"{name}_bias"], None, index, *block, dtype
         return launch("scaled_grouped_gemm", *given)
 
-    activated = launch("gated_activation", product(at["hidden_states"], "w13", slots), at["activation"])
-    expert_out = product(activated, "w2", None)
+    gate_up = product(at["hidden_states"], "w13", slots, of_gate or dtype)
+    activated = _stored_as(launch("gated_activation", gate_up, at["activation"]), dtype)
+    expert_out = product(activated, "w2", None, dtype)
     return launch("combine", expert_out, at["topk_weights"], inverse, at["shared"], None, None)
 
 
@@ -98,16 +109,15 @@ def test_bits_are_those_of_the_stages(size, stored, dtype, name, device):
 
 
 def _assert_near(at, device):
-    """As far as a sum in another order can turn a rounding: of what is stored in 8 bits, or of a half before it.
+    """As far as a sum in another order can turn a rounding: programs of single rows do not round gate and up.
 
     Of experts alone: beside what is shared an error of theirs would be small.
     """
     at = at | {"shared": None}
     at = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in at.items()}
-    found, expected = launch("scaled_fused_experts", **at).double(), _stages(at).double()
-    # Stages round gate and up to halves before the gate, a token's program does not: 7 % of numbers turn by 6 %.
-    bound = 3e-3 if at["hidden_states"].dtype == torch.float32 else 3e-2
-    assert found.isfinite().all() and (found - expected).norm() <= bound * expected.norm()
+    of_gate = torch.float32 if at["w13"].dtype.is_floating_point else None  # those of int8 are their stages
+    found, expected = launch("scaled_fused_experts", **at).double(), _stages(at, of_gate).double()
+    assert found.isfinite().all() and (found - expected).norm() <= 3e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +131,9 @@ def test_few_tokens(size, stored, dtype, name, device):
 
 @pytest.mark.parametrize("size", [*FEW, "rows that are not finite", "columns apart"])
 def test_rows_that_a_program_quantises_have_the_bits_of_those_of_a_launch(size, device, monkeypatch):
-    at = _layer(size if size in FEW else "one scale over steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"])
+    at = _layer(
+        size if size in FEW else "one scale over steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"]
+    )
     if size == "rows that are not finite":
         at["hidden_states"][0, 1027], at["hidden_states"][0, 700] = float("nan"), float("inf")
     if size == "columns apart":
