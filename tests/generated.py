@@ -1,4 +1,4 @@
-"""Code that Inductor writes, without what it would be compiled to: a kernel takes the C++ compiler a second."""
+"""Compiles that end early: a kernel takes the C++ compiler a second, and what is behind passes takes another."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,6 +22,29 @@ def codes_of(run: Callable[[], Any]) -> list[str]:
     with _noted() as codes, suppress(NotCompiled):
         run()
     return codes
+
+
+class Stopped(Exception):
+    """The passes have run."""
+
+
+@contextmanager
+def passes_alone() -> Iterator[None]:
+    """The one compile within ends where Inductor has run every pass of a forward graph; no cache is asked or filled."""
+    with fresh_graphs(), mock.patch.object(GraphLowering, "run", side_effect=Stopped):
+        try:
+            yield
+        except Exception as error:
+            if not _is_of(Stopped, error):
+                raise
+        else:
+            raise AssertionError("nothing was compiled")
+
+
+def _is_of(kind: type[Exception], error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @contextmanager
