@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from inductor_passes.backend import moe_inductor
 from inductor_passes.base import Fusion, PassLog, Refused
 from inductor_passes.pipeline import MoEPasses
 from tests.forked import run_python
+from tests.generated import codes_of
 from tests.helpers import fresh_graphs, usually
 from tests.passes.capture import post_grad
 from tests.passes.moe import inputs, layer
@@ -66,8 +68,8 @@ def test_subgraphs_are_told_in_the_line_of_their_graph(lines):
     def branches(*given):
         return torch.cond(given[0].sum() > 0, layer, lambda *given: layer(*given) * 2, given)
 
-    with fresh_graphs():
-        found = lines(torch.compile(branches, options=inductor_passes.options()), *inputs())
+    compiled = torch.compile(branches, options=inductor_passes.options())
+    found = lines(codes_of, partial(compiled, *inputs()))
     hazard = "1 capture hazard: cond: the host reads its condition"
     assert found == [f"2 MoE layers (moe_0): 2 fused_moe; {hazard}"]
 

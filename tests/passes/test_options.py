@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from inductor_passes.cache_key import source_hash
 from inductor_passes.pipeline import PIPELINE, MoEPasses
 from inductor_passes.together import CompileTogether
 from inductor_passes.training import RaiseForTraining
-from tests.generated import passes_alone
+from tests.generated import codes_of, passes_alone
 from tests.helpers import fresh_graphs
 from tests.passes.moe import MANY_TOKENS, inputs, layer
 
@@ -190,13 +191,13 @@ def _run_passes(**how):
 def test_copied_and_fresh_options_share_a_compiled_graph():
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    with torch.no_grad(), fresh_graphs():
+    with torch.no_grad():
         for made in (
             inductor_passes.options(),
             copy.deepcopy(inductor_passes.options()),
             inductor_passes.options(),
         ):
-            torch.compile(layer, options=made)(*inputs())
+            codes_of(partial(torch.compile(layer, options=made), *inputs()))
     assert counters["stats"]["unique_graphs"] - before == 1
 
 
@@ -216,9 +217,9 @@ def test_a_global_pass_set_after_options_runs_once_after_ours(form):
 def test_a_global_pass_set_after_options_sees_the_backward_too():
     made, observer = inductor_passes.options(), Observer()
     torch._dynamo.reset()
-    with fresh_graphs(), inductor_config.patch({SLOT: observer}):
+    with inductor_config.patch({SLOT: observer}):
         given = [tensor.requires_grad_() for tensor in inputs()]
-        torch.compile(layer, options=made)(*given).sum().backward()
+        codes_of(partial(torch.compile(layer, options=made), *given))
     assert len(observer.seen) == 2 and "grouped_gemm_weight_backward" in observer.seen[1]
 
 
