@@ -210,9 +210,8 @@ def few_tokens(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, depth, (tokens, features) in itertools.product(size.floats, depths, sizes):
         args = DenseGemm(*_metas(dtype, (tokens, depth), (features, depth), (features,)), dtype)
         if dense.takes_product(args, gpu):
-            yield from _programs(
-                f"{dtype} {tokens} x {depth} x {features}", dtype, dense.dense_gemm_program(args, gpu)
-            )
+            name, program = f"{dtype} {tokens} x {depth} x {features}", dense.dense_gemm_program(args, gpu)
+            yield from _programs(name, dtype, program)
 
 
 def gradients(gpu: Gpu, size: Range) -> Iterator[Planned]:
@@ -242,12 +241,8 @@ def rows(gpu: Gpu, size: Range) -> Iterator[Planned]:
             inverse, weights = meta(64 * top_k, dtype=torch.int32), meta(64, top_k, dtype=torch.float32)
             out = meta(64 * top_k, columns, dtype=dtype)
             sums = program_of("combine", out, weights, inverse, tokens, meta(64, 1, dtype=dtype), tokens)
-            yield from _programs(
-                f"{name} K={top_k}",
-                dtype,
-                sums,
-                program_of("combine_backward", tokens, out, weights, inverse),
-            )
+            backward = program_of("combine_backward", tokens, out, weights, inverse)
+            yield from _programs(f"{name} K={top_k}", dtype, sums, backward)
         for act in acts:
             gate_up = meta(512, 2 * columns if act.is_gated else columns, dtype=dtype)
             forward = program_of("gated_activation", gate_up, act)
