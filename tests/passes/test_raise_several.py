@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from tests.helpers import assert_matches_oracle, mixed, relative_error
+from tests.helpers import assert_matches_oracle, relative_error
 from tests.passes import stock
 from tests.passes.capture import computed, rewrite
 from tests.passes.spellings import SPELLINGS
@@ -46,7 +46,8 @@ def inputs_of(depth, shared):
     return made[0]._replace(w13=w13, w2=w2)
 
 
-@pytest.mark.parametrize(("kind", "shared"), mixed(KINDS, [False, True]))
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_layer_is_raised(kind, shared):
     inputs, function = inputs_of(3, shared), several(KINDS[kind], 3, shared)
     result, out = computed(function, *inputs, passes=PIPELINE)
