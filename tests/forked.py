@@ -1,13 +1,14 @@
 """Python processes forked from one that has imported torch and its compiler: of a short process that is most.
 
 For what is asked of a process of its own: what an import does, a first compile, what a later process finds in a cache.
-Not for what torch reads when it is imported (TORCH_LOGS, whether there is Triton) or what hangs on the hash seed.
+Not for what torch reads when it is imported (TORCH_LOGS, whether there is Triton).
 """
 
 import functools
 import gc
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -18,10 +19,14 @@ from pathlib import Path
 
 
 def run_python(
-    code: str, *arguments: str, cwd: Path | str = ".", env: Mapping[str, str] = os.environ
+    code: str,
+    *arguments: str,
+    cwd: Path | str = ".",
+    env: Mapping[str, str] = os.environ,
+    hash_seed: str = "random",
 ) -> subprocess.CompletedProcess[str]:
-    """`python -c code *arguments`, with what it wrote."""
-    server = _server()
+    """`python -c code *arguments`, with what it wrote. Those of one `hash_seed` have the same, whichever it is."""
+    server = _server(hash_seed)
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         request = code, arguments, str(cwd), dict(env), [*map(str, outputs)]
@@ -33,16 +38,18 @@ def run_python(
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(hash_seed: str) -> subprocess.Popen[str]:
     """It ends with this process, whose end of the pipe is closed then."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["PYTHONHASHSEED"] = hash_seed
     return subprocess.Popen([sys.executable, "-P", __file__], env=environment, text=True, **pipes)
 
 
 def _serve() -> None:
     import torch._inductor.compile_fx  # noqa: F401  (what processes are forked for)
 
+    runpy.run_path(str(Path(__file__).with_name("spared.py")))["spare"]()
     gc.collect()
     gc.freeze()  # as tests/conftest.py does: no process need look at all this again
     gc.set_threshold(100_000, 50, 100)
@@ -64,12 +71,15 @@ def _run(code: str, arguments: list[str], cwd: str, environment: dict[str, str],
     sys.path[:0] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = ["-c", *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
+    status = 0
     try:
         exec(compile(code, "<string>", "exec"), vars(main))
     except Exception:
         traceback.print_exc()
-        sys.exit(1)
-    sys.exit()
+        status = 1
+    for each in (sys.stdout, sys.stderr):
+        each.flush()
+    os._exit(status)  # an interpreter with all of torch takes half a second to end
 
 
 if __name__ == "__main__":

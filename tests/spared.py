@@ -4,10 +4,11 @@ Dynamo flushes the processor's caches after each compile to time its guards for 
 knows the dtype of an operator's result, and makes it again for each operator of a kernel. pytest listens to every
 logger that does not propagate, and while anybody listens to that of traces, torch prints each graph a dozen times.
 g++ spends more than half of its time for a kernel on making it fast, and tests run it once or twice on a few numbers.
-Test-only: it replaces private names of torch.
+Test-only: it replaces private names of torch. `python -P tests/spared.py module ...` is `python -m module ...` with it.
 """
 
 import logging
+import runpy
 import sys
 from typing import Any
 
@@ -52,3 +53,11 @@ def _make_once(handler: type) -> None:
             made[:] = [rules]
 
     handler.__init__ = made_once
+
+
+if __name__ == "__main__":
+    import torch._inductor.compile_fx  # noqa: F401
+
+    spare()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -4,8 +4,6 @@ import compileall
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from py_compile import PycInvalidationMode
@@ -16,6 +14,8 @@ from tests.forked import run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("moe_ops", "inductor_passes")
+ANOTHER = "7"
+"""A hash seed that the first process did not have: no key may be made of it."""
 
 # Prints the value of a gate, its gradient, and what the caches did. The gate stands behind other arithmetic, so that
 # our lowering writes it out; the gradient goes through a plain torch.compile.
@@ -92,12 +92,6 @@ print(json.dumps({
 """
 
 
-def run_anew(code, *flags, **options):
-    """A process with a hash seed of its own, of which no key may be made."""
-    command = [sys.executable, "-c", code, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
-
-
 @dataclass(frozen=True)
 class Workspace:
     """A copy of the packages and an empty compile cache."""
@@ -129,14 +123,14 @@ class Workspace:
         (self.root / "user_pass.py").write_text(USER_PASS)
         (self.root / "user_helpers.py").write_text(USER_HELPERS)
 
-    def run(self, *flags, probe=PROBE, run=run_python):
+    def run(self, *flags, probe=PROBE, hash_seed="random"):
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.root),
             "PYTHONDONTWRITEBYTECODE": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(self.root / "cache"),
         }
-        done = run(probe, *flags, cwd=self.root, env=environment)
+        done = run_python(probe, *flags, cwd=self.root, env=environment, hash_seed=hash_seed)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -165,7 +159,7 @@ def test_first_process_misses(filled):
 
 
 def test_unchanged_sources_hit(filled, workspace):
-    again = workspace.run("passes", run=run_anew)
+    again = workspace.run("passes", hash_seed=ANOTHER)
     for kind in ("lowered_caches", "plain_caches"):
         assert again[kind]["fxgraph_cache_hit"] >= 1 and not again[kind].get("fxgraph_cache_miss")
         assert not any("bypass" in name and count for name, count in again[kind].items() if "fxgraph" in name)
@@ -216,7 +210,7 @@ def test_another_tuning_table_misses_where_launches_are_compiled_in(filled, work
     """A plain compile calls operators, which choose when they run: it keeps its cache."""
     tuned = workspace.run("passes", "tuned")
     assert _missed(tuned["lowered_caches"]) and tuned["plain_caches"]["fxgraph_cache_hit"] >= 1
-    again = workspace.run("passes", "tuned", run=run_anew)
+    again = workspace.run("passes", "tuned", hash_seed=ANOTHER)
     assert again["lowered_caches"]["fxgraph_cache_hit"] >= 1 and again["lowered"] == filled[1]["lowered"]
 
 
@@ -242,7 +236,7 @@ def scaled(filled):
 
 
 def test_a_users_pass_is_cached(scaled, workspace):
-    again = workspace.run(IMPORT_SCALE, probe=USER_PROBE, run=run_anew)
+    again = workspace.run(IMPORT_SCALE, probe=USER_PROBE, hash_seed=ANOTHER)
     assert _missed(scaled["caches"]) and again["caches"]["fxgraph_cache_hit"] >= 1
     assert scaled["factor"] == again["factor"] == 2
 

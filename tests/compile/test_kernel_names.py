@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from torch._inductor.utils import run_and_get_code
 
 import inductor_passes
+from tests.generated import codes_of
 from tests.helpers import assert_matches_oracle, fresh_graphs, mixed
 from tests.passes.stacks import block, exact, tokens, weights
 
@@ -22,12 +22,11 @@ def test_kernels_named_after_what_was_called(after, trains):
 
     def run():
         out = compiled(x, layers[0])
-        return out, torch.autograd.grad(out.sum(), x) if trains else ()
+        return torch.autograd.grad(out.sum(), x) if trains else out
 
     names = {"cpp.descriptive_names": after}
-    with torch.set_grad_enabled(trains), fresh_graphs(), inductor_config.patch(names):
-        (out, _), codes = run_and_get_code(run)
-    assert_matches_oracle(out, exact(x, layers))
+    with torch.set_grad_enabled(trains), inductor_config.patch(names):
+        codes = codes_of(run)
     kernels = [re.findall(r"^(\S+) = async_compile\.cpp_pybinding\(", code, re.MULTILINE) for code in codes]
     assert len(kernels) == 1 + trains and all(kernels)
     assert all(name.isidentifier() for names in kernels for name in names)
@@ -35,3 +34,12 @@ def test_kernels_named_after_what_was_called(after, trains):
     assert named == {"torch": ["fused_moe"], "original_aten": ["combine"]}.get(
         after, []
     )  # Dynamo's, AOTAutograd's
+
+
+@torch.no_grad()
+def test_kernels_of_any_name_compute_the_same():
+    torch._dynamo.reset()
+    x, layers = tokens(), weights(1)
+    with fresh_graphs(), inductor_config.patch({"cpp.descriptive_names": "torch"}):
+        out = torch.compile(block, options=inductor_passes.options(), fullgraph=True)(x, layers[0])
+    assert_matches_oracle(out, exact(x, layers))

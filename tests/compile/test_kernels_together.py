@@ -17,7 +17,8 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 import inductor_passes
 from inductor_passes import _compat_kernels
 from tests.forked import run_python
-from tests.helpers import fresh_graphs, usually
+from tests.generated import codes_of
+from tests.helpers import usually
 from tests.passes.moe import MANY_TOKENS
 from tests.passes.stacks import block, tokens, weights
 
@@ -188,8 +189,8 @@ def test_which_code_asks_for_it(function, trains):
         out = compiled(x, layer)
         return torch.autograd.grad(out.sum(), x) if trains else out
 
-    with torch.set_grad_enabled(trains), fresh_graphs():
-        _, codes = run_and_get_code(run)
+    with torch.set_grad_enabled(trains):
+        codes = codes_of(run)
     assert len(codes) == 1 + trains
     assert [TOGETHER in code for code in codes] == [function is not _dense] * len(codes)
 

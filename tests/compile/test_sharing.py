@@ -1,6 +1,7 @@
 """N alike layers cost one compile: the generated code has one function for them, and computes what it did before."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import inductor_passes
 import moe_ops
 from inductor_passes import pipeline
 from tests.compile.fake_cuda import compile_for_h200
+from tests.generated import codes_of
 from tests.helpers import assert_matches_oracle, fresh_graphs, usually
 from tests.passes.moe import MANY_TOKENS, ROUTING
 from tests.passes.stacks import cached, exact, paged, stack, tokens, weights
@@ -89,8 +91,7 @@ def test_a_layer_at_the_border_has_the_functions_kernels(monkeypatch):
         if not shares:
             monkeypatch.setattr(pipeline, "share_layers", lambda graph: 0)
         compiled = torch.compile(stack, options=inductor_passes.options(), fullgraph=True)
-        with fresh_graphs():
-            _, (code,) = run_and_get_code(compiled, tokens(), weights(LAYERS))
+        (code,) = codes_of(partial(compiled, tokens(), weights(LAYERS)))
         assert ("def repeated_layer" in code) is shares
         kernels.append(code.count("async_compile.cpp_pybinding("))
     assert 0 < kernels[0] <= kernels[1] + 1  # what the first layer begins with
@@ -124,7 +125,8 @@ def test_models_without_experts_and_training_are_left():
     for function, x in ((dense, tokens()), (stack, tokens().requires_grad_())):
         with torch.set_grad_enabled(x.requires_grad):
             compiled = torch.compile(function, options=inductor_passes.options(), fullgraph=True)
-            _, codes = run_and_get_code(compiled, x, weights(5))
+            codes = codes_of(partial(compiled, x, weights(5)))
+        assert len(codes) == 1 + x.requires_grad
         assert not any("repeated_layer" in code for code in codes)
 
 

@@ -68,7 +68,7 @@ def check(module, inputs, dtype):
 
 
 # The forward's test has all families.
-OFTEN = list(zip(("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"), 2 * CASES, strict=True))
+OFTEN = list(zip(("gpt_oss", "deepseek_v3"), CASES, strict=True))
 
 
 @pytest.mark.parametrize(("family", "case"), usually(itertools.product(FAMILIES, CASES), OFTEN), ids=str)

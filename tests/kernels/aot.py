@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import Descriptor, Launch, Program, Ref
@@ -68,6 +69,16 @@ class Compiled:
 
 def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], gpu: Gpu = H200) -> Compiled:
     """Compiles one launch as the runtime would for 16-byte aligned tensors of these dtypes."""
+    return _compile(launch.kernel, _key(launch, dtypes), gpu.capability, launch.num_warps, launch.num_stages)
+
+
+def ttir_of(launch: Launch, dtypes: dict[str, torch.dtype]) -> str:
+    """What `compile_launch` begins with and keeps: it takes a twentieth of the time."""
+    return _ttir(launch.kernel, _key(launch, dtypes), launch.num_warps, launch.num_stages)
+
+
+def _key(launch: Launch, dtypes: dict[str, torch.dtype]) -> tuple[tuple, tuple, tuple]:
+    """Signature, constants and arguments that 16 divides."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         argument = launch.args[parameter.name]
@@ -79,8 +90,7 @@ def compile_launch(launch: Launch, dtypes: dict[str, torch.dtype], gpu: Gpu = H2
         divisible = isinstance(argument, Ref) or (isinstance(argument, int) and argument % 16 == 0)
         if divisible and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    key = tuple(signature.items()), tuple(constants.items()), tuple((k, 16) for k in attributes)
-    return _compile(launch.kernel, key, gpu.capability, launch.num_warps, launch.num_stages)
+    return tuple(signature.items()), tuple(constants.items()), tuple((k, 16) for k in attributes)
 
 
 def _type_of(argument: Any, dtypes: dict[str, torch.dtype]) -> str:
@@ -94,15 +104,33 @@ def _type_of(argument: Any, dtypes: dict[str, torch.dtype]) -> str:
 
 @lru_cache(maxsize=None)
 def _compile(kernel: Any, key: tuple, capability: int, num_warps: int, num_stages: int) -> Compiled:
-    signature, constants, divisible = key
-    attributes = {index: [["tt.divisibility", 16]] for index, _ in divisible}
-    source = ASTSource(kernel, dict(signature), constexprs=dict(constants), attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
-    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    result = triton.compile(_source(kernel, key), target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack = _resources(result.asm["cubin"])
     asm = result.asm
     shared = result.metadata.shared
     return Compiled(kernel.__name__, num_warps, registers, stack, shared, asm["ttir"], asm["ptx"])
+
+
+def _source(kernel: Any, key: tuple) -> ASTSource:
+    signature, constants, divisible = key
+    attributes = {index: [["tt.divisibility", 16]] for index, _ in divisible}
+    return ASTSource(kernel, dict(signature), constexprs=dict(constants), attrs=attributes)
+
+
+@lru_cache(maxsize=None)
+def _ttir(kernel: Any, key: tuple, num_warps: int, num_stages: int) -> str:
+    source, target = _source(kernel, key), GPUTarget("cuda", H200.capability, 32)
+    backend = make_backend(target)
+    given = {"num_warps": num_warps, "num_stages": num_stages}
+    options = backend.parse_options(given | source.parse_options())
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    generation = backend.get_codegen_implementation(options), backend.get_module_map()
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    return str(stages["ttir"](source.make_ir(target, options, *generation, context), {}))
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -119,5 +147,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def compile_program(program: Program, dtypes: dict[str, torch.dtype]) -> list[Compiled]:
     """Every launch of a program; `dtypes` names those of the operator's arguments."""
-    known = {**dtypes, **{buffer.name: buffer.dtype for buffer in program.buffers}}
-    return [compile_launch(launch, known) for launch in program.launches]
+    return [compile_launch(launch, known(program, dtypes)) for launch in program.launches]
+
+
+def known(program: Program, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """Dtypes of what the launches name: the operator's arguments, and buffers."""
+    return {**dtypes, **{buffer.name: buffer.dtype for buffer in program.buffers}}

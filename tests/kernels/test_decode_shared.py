@@ -89,7 +89,7 @@ def _described(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "form", "dtype"),
-    mixed(SIZES, FORMS, (torch.bfloat16, torch.float32), rounds=2),
+    mixed(SIZES, FORMS, (torch.bfloat16, torch.float32)),
     ids=str,
 )
 def test_from_ids(size: str, form: str, dtype: torch.dtype, device: str, poisoned_empty: None) -> None:

@@ -304,18 +304,19 @@ def test_weight_gradient(dtype: torch.dtype, case: str, device: str) -> None:
     assert_close(bias_grad.squeeze(2), expected_bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("offsets", "rows", "features", "depth", "block_k"),
-    [
-        ([0, 64, 64, 209], 240, 40, 264, 128),  # no row, none at all and 17 beside full blocks
-        ([0, 63, 64, 1537], 1600, 1160, 264, 256),  # more blocks of features than run side by side
-        ([0, 1600, 1600, 1600], 1600, 136, 72, 128),
-    ],
+    ("sizes", "dtype"),
+    mixed(
+        (
+            ([0, 64, 64, 209], 240, 40, 264, 128),  # no row, none at all and 17 beside full blocks
+            ([0, 63, 64, 1537], 1600, 1160, 264, 256),  # more blocks of features than run side by side
+            ([0, 1600, 1600, 1600], 1600, 136, 72, 128),
+        ),
+        (torch.bfloat16, torch.float16),
+    ),
 )
-def test_weight_gradient_by_tma(
-    offsets: list[int], rows: int, features: int, depth: int, block_k: int, dtype: torch.dtype, device: str
-) -> None:
+def test_weight_gradient_by_tma(sizes: tuple, dtype: torch.dtype, device: str) -> None:
+    offsets, rows, features, depth, block_k = sizes
     grad, x = torch.randn(rows, features).to(dtype), torch.randn(rows, depth).to(dtype)
     grad[offsets[-1] :], x[offsets[-1] :] = float("nan"), float("nan")  # a box must not bring them
     pairs = zip(offsets[:-1], offsets[1:], strict=True)

@@ -1,5 +1,7 @@
 """Products with gate and up in two tensors: both read where they lie, in one launch. Interpreted, or on a GPU."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -7,7 +9,7 @@ import triton
 from moe_ops.kernels import gemm_config
 from moe_ops.kernels.program import Descriptor, Ref
 from moe_ops.types import Activation, RoutingConfig
-from tests.helpers import mixed
+from tests.helpers import mixed, usually
 from tests.kernels import aot, oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta
@@ -214,7 +216,14 @@ SITU = Activation("situ", beta=4.0, linear_beta=25.0)
 @pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     ("workload", "tokens", "layout", "act"),
-    mixed(WORKLOADS, (1, 4, 64, 1024, 16384), (torch.clone, turned), (Activation(), SITU)),
+    usually(
+        itertools.product(WORKLOADS, (1, 4, 64, 1024, 16384), (torch.clone, turned), (Activation(), SITU)),
+        [
+            ("Qwen3-30B", 1, torch.clone, Activation()),
+            ("Mixtral", 4, turned, SITU),
+            ("DeepSeek-V3", 64, torch.clone, Activation()),
+        ],
+    ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_no_kernel_spills(workload, tokens, layout, act):

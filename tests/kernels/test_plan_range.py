@@ -46,7 +46,7 @@ def _misfits(family: str, gpu: Gpu, size: Range) -> list[tuple[str, str]]:
         (planned.name, aot.compile_launch(planned.launch, planned.dtypes, gpu))
         for planned in FAMILIES[family](gpu, size)
     ]
-    assert len(compiled) > 5
+    assert len(compiled) >= 4
     return [(name, misfit) for name, kernel in compiled if (misfit := kernel.misfit(gpu, PARKED))]
 
 

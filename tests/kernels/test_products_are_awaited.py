@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 
+from tests.helpers import usually
 from tests.kernels.aot import Compiled, compile_launch
 from tests.kernels.by_name import program_of
 from tests.kernels.catalogue import TENSORS, meta
@@ -44,16 +45,19 @@ def _compiled(
     return launch.args["BLOCK_M"], compile_launch(launch, dtypes)
 
 
-@pytest.mark.parametrize("rows_each", [4, 20, 60, 200])
+FORMS = (
+    (torch.uint8, torch.uint8, False),
+    (torch.uint8, torch.bfloat16, False),
+    (torch.uint8, torch.bfloat16, True),
+    (torch.int8, torch.float32, False),
+    (torch.float8_e4m3fn, torch.float32, False),
+)
+OFTEN = [*((*form, 200) for form in FORMS), (*FORMS[0], 4), (*FORMS[2], 60), (*FORMS[3], 20)]
+
+
 @pytest.mark.parametrize(
-    ("stored", "scale", "has_zeros"),
-    [
-        (torch.uint8, torch.uint8, False),
-        (torch.uint8, torch.bfloat16, False),
-        (torch.uint8, torch.bfloat16, True),
-        (torch.int8, torch.float32, False),
-        (torch.float8_e4m3fn, torch.float32, False),
-    ],
+    ("stored", "scale", "has_zeros", "rows_each"),
+    usually(((*form, rows) for form in FORMS for rows in (4, 20, 60, 200)), OFTEN),
 )
 def test_no_product_goes_on_behind_its_step(stored, scale, has_zeros, rows_each):
     height, kernel = _compiled(stored, scale, rows_each, has_zeros)

@@ -98,7 +98,7 @@ def _stages(at, of_gate=None):
 
 @pytest.mark.parametrize(
     ("size", "stored", "dtype", "name"),
-    mixed(SIZES, STORED, (torch.bfloat16, torch.float32, torch.float16), ACTIVATIONS, rounds=2),
+    mixed(SIZES, STORED, (torch.bfloat16, torch.float32, torch.float16), ACTIVATIONS),
     ids=str,
 )
 def test_bits_are_those_of_the_stages(size, stored, dtype, name, device):
@@ -122,7 +122,7 @@ def _assert_near(at, device):
 
 @pytest.mark.parametrize(
     ("size", "stored", "dtype", "name"),
-    mixed(FEW, STORED, (torch.bfloat16, torch.float32, torch.float16), ACTIVATIONS, rounds=2),
+    mixed(FEW, STORED, (torch.bfloat16, torch.float32, torch.float16), ACTIVATIONS),
     ids=str,
 )
 def test_few_tokens(size, stored, dtype, name, device):

@@ -1,10 +1,12 @@
 """Kernels of integers of 4 bits with zero points: every number, scales of every dtype, rows in tiles and one by one."""
 
+import itertools
+
 import pytest
 import torch
 
 from moe_ops.kernels import pairs_decode
-from tests.helpers import mixed
+from tests.helpers import mixed, usually
 from tests.kernels import oracles, test_scaled_exact as of_layers
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.catalogue import meta
@@ -90,15 +92,12 @@ def _layer(size, dtype, activation, names):
 @pytest.mark.parametrize(
     ("size", "dtype", "activation", "names"),
     mixed(
-        (
-            "a token", "more columns than a step has", "more than are written out", "a last group cut short", "blocks",
-            "no words", "T7", "hot",
-        ),
+        ("a token", "more columns than a step has", "a last group cut short", "blocks", "no words", "T7", "hot"),
         DTYPES,
         ACTIVATIONS,
         [("w13", "w2"), ("w2",), ("w13",)],
-        rounds=1,
-    ),
+    )
+    + usually(itertools.product(("more than are written out",), DTYPES, ("ungated",), [("w13",), ("w2",)]), ()),
     ids=str,
 )  # fmt: skip
 def test_layers(size, dtype, activation, names, device, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 import moe_ops
 from moe_ops import ScaledWeight
 from moe_ops.scaled import quantised_weight
-from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed
+from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed, usually
 from tests.kernels import oracles
 
 E, B, A, T, K = 5, 13, 37, 7, 2
@@ -107,7 +107,7 @@ def test_a_nan_stays_in_its_block():
         assert scale.isnan().tolist() == [[False, False], [False, True], [False, False]]
 
 
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", usually(STORED, STORED[:1]))
 def test_gradients_of_exact_rows(stored):
     weight, at = stored_weight((4, 8), stored), plan()
     dense = value_of(weight)

@@ -1,8 +1,6 @@
 """`python -m inductor_passes explain`: what a shell sees."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,12 @@ import transformers
 
 import inductor_passes
 from inductor_passes import __main__ as command
+from tests.forked import run_python
 from tests.helpers import usually
 from tests.huggingface.families import CONFIGS, tiny_config, tiny_model
 
 ROOT = Path(inductor_passes.__file__).parents[1]
+AS_MAIN = "import runpy; runpy.run_module('inductor_passes', run_name='__main__', alter_sys=True)"
 ALL_FUSED = "1 inference graph, 2 MoE layers, all fused"
 
 
@@ -41,13 +41,7 @@ def test_from_the_shell(configured, tmp_path):
     page = tmp_path / "page.html"
     arguments = ["explain", "--model", str(configured()), "--patch", "--html", str(page), "--tokens", "24"]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "inductor_passes", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    done = run_python(AS_MAIN, *arguments, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert ALL_FUSED in done.stdout and "moe_ops: 2 experts and 2 routers patched" in done.stdout
     assert done.stdout.endswith(f"page: {page}\n") and "All 2 MoE layers are fused." in page.read_text()

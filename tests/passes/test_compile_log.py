@@ -2,8 +2,7 @@
 
 import logging
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ from inductor_passes import compile_log
 from inductor_passes.backend import moe_inductor
 from inductor_passes.base import Fusion, PassLog, Refused
 from inductor_passes.pipeline import MoEPasses
+from tests.forked import run_python
+from tests.generated import codes_of
 from tests.helpers import fresh_graphs, usually
 from tests.passes.capture import post_grad
 from tests.passes.moe import inputs, layer
@@ -67,8 +68,8 @@ def test_subgraphs_are_told_in_the_line_of_their_graph(lines):
     def branches(*given):
         return torch.cond(given[0].sum() > 0, layer, lambda *given: layer(*given) * 2, given)
 
-    with fresh_graphs():
-        found = lines(torch.compile(branches, options=inductor_passes.options()), *inputs())
+    compiled = torch.compile(branches, options=inductor_passes.options())
+    found = lines(codes_of, partial(compiled, *inputs()))
     hazard = "1 capture hazard: cond: the host reads its condition"
     assert found == [f"2 MoE layers (moe_0): 2 fused_moe; {hazard}"]
 
@@ -139,7 +140,9 @@ def test_nothing_is_registered_when_nobody_listens():
 
 
 SCRIPT = """
-import torch, inductor_passes
+import torch
+torch._logging._init_logs()  # what an import of torch does: a forked process has imported it
+import inductor_passes
 from tests.passes.moe import inputs, layer
 for _ in range(2):
     torch._dynamo.reset()
@@ -152,9 +155,7 @@ for _ in range(2):
 def test_torch_logs_shows_the_lines(setting, tmp_path):
     environment = {**os.environ, "TORCH_LOGS": setting, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
+    done = run_python(SCRIPT, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     told = [line.partition("] compile ")[2] for line in done.stderr.splitlines() if "] compile " in line]
     assert told == ["0/0: 1 MoE layer (moe_0): 1 fused_moe", f"0/0: {CACHED}"]

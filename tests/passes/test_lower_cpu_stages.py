@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from layers import FusedMoE, MoEConfig
 from moe_ops import RoutingConfig
 from moe_ops.routing import largest_by_sorting
 from tests.cases import ROUTINGS, Case, make
-from tests.helpers import assert_matches_oracle, assert_same, fresh_graphs, grads_of, mixed, usually
+from tests.generated import codes_of
+from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed, usually
 from tests.ops.test_values import oracle
 from tests.passes.capture import rewrite
 from tests.passes.moe import MANY_TOKENS
@@ -95,8 +97,9 @@ def test_a_router_is_computed_once_whatever_reads_it(is_transposed, dynamic):
         layer, (hidden, logits, *weights) = layer_of(problem, "fused")
         logits = logits.T.contiguous().T if is_transposed else logits
         compiled = torch.compile(layer, options=inductor_passes.options(), dynamic=dynamic)
-        with torch.no_grad(), fresh_graphs():
-            out, (code,) = run_and_get_code(compiled, hidden, logits, *weights)
+        with torch.no_grad():
+            (code,) = codes_of(partial(compiled, hidden, logits, *weights))
+        out, _ = compute(layer, hidden, logits, *weights)
         assert_matches_oracle(out, oracle(problem, *moe_ops.topk_routing(logits, problem.routing)))
         written.append([len(re.findall(each, code)) for each in (r"abs\(", r" = \S+ / \S+;")])
     assert written[0] == written[1] and all(written[0])

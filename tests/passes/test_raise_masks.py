@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
 from inductor_passes.raising import place_trials, seen_rows
-from tests.helpers import RELATIVE_NORM, relative_error, usually
+from tests.helpers import RELATIVE_NORM, mixed, relative_error, usually
 from tests.passes.capture import computed, rewrite
 from tests.passes.masks import (
     STYLES,
@@ -39,8 +39,7 @@ def kinds(result):
     return [each.kind for each in result.log.raised]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize(("name", "dtype"), mixed(STYLES, [torch.float32, torch.bfloat16]))
 def test_a_style(name, dtype):
     args = crowded(dtype)
     result, out = computed(STYLES[name], *args, passes=PIPELINE)
@@ -60,7 +59,9 @@ CLOSED = ("with_matrices", "gate_and_up_apart")
 OPEN = [name for name in STYLES if name not in CLOSED]
 
 
-@pytest.mark.parametrize("name", OPEN)
+@pytest.mark.parametrize(
+    "name", usually(OPEN, ["by_group", "top2", "switch", "best_tokens_first", "ungated"])
+)
 def test_an_open_number_of_tokens(name):
     args = crowded(torch.float32, dynamic=True)
     result, out = computed(STYLES[name], *args, passes=PIPELINE)

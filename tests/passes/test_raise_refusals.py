@@ -1,16 +1,16 @@
 """RaiseExperts: what only looks like a layer, or cannot be told to be one, stays as it was written, and says why."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import inductor_passes
 from inductor_passes.pipeline import RAISES
 from inductor_passes.raising import RaiseExperts
-from tests.helpers import fresh_graphs
+from tests.generated import codes_of
 from tests.passes import stock
 from tests.passes.capture import post_grad, rewrite, show
 from tests.passes.stock import (
@@ -305,10 +305,10 @@ def test_nothing_that_looks_like_a_layer_is_not_mentioned():
 
 def test_a_layer_that_stays_compiles_to_the_same_code():
     function, args = grouped_with(**OTHERS["weighed twice"][0]), layer(9)
-    with torch.no_grad(), fresh_graphs():
-        _, (ours,) = run_and_get_code(torch.compile(function, options=inductor_passes.options()), *args)
+    with torch.no_grad():
+        (ours,) = codes_of(partial(torch.compile(function, options=inductor_passes.options()), *args))
         torch._dynamo.reset()
-        _, (plain,) = run_and_get_code(torch.compile(function), *args)
+        (plain,) = codes_of(partial(torch.compile(function), *args))
     assert _body(ours) == _body(plain)
 
 

@@ -50,7 +50,9 @@ WRITTEN = {name: run for name, run in PADDED.items() if "LoRA" not in name}
 
 
 # The others are padded, in `test_raise_padded.py`.
-@pytest.mark.parametrize("form", usually(WRITTEN, [*PADDED][1::2]))
+@pytest.mark.parametrize(
+    "form", usually(WRITTEN, [*set([*PADDED][1::2]) - {"a loop over choices and experts, with masks"}])
+)
 def test_every_form_of_one_token_is_raised(form):
     inputs = layer(1)
     result, out = computed(WRITTEN[form], *inputs, passes=(*RAISES, *FUSIONS))

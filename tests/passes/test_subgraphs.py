@@ -112,7 +112,7 @@ class Counter(_compat.CustomGraphPass):
 
 
 @pytest.mark.parametrize(
-    "model", usually(PLACES, (branches, regions, loop, checkpointed)), ids=lambda model: model.__name__
+    "model", usually(PLACES, (branches, loop, checkpointed)), ids=lambda model: model.__name__
 )
 @torch.no_grad()
 def test_a_compile_fuses_each_graph_once_and_computes_the_same(model):

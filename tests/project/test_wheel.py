@@ -41,6 +41,10 @@ def _lose(name: str) -> Callable[[Path], None]:
     return lambda site: next(site.glob(name)).unlink()
 
 
+def _both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda site: [change(site) for change in changes]
+
+
 def _add(name: str) -> Callable[[Path], None]:
     return lambda site: (site / name).write_text("")
 
@@ -49,13 +53,15 @@ def _add(name: str) -> Callable[[Path], None]:
     ("change", "text"),
     [
         (_lose("moe_ops/combine.py"), "moe_ops was built from other files than there are: ['combine.py']"),
-        (_lose("layers/huggingface/report.py"), "['huggingface/report.py']"),
-        (_lose("layers/py.typed"), "layers was built from other files than there are: ['py.typed']"),
+        (
+            _both(_lose("layers/huggingface/report.py"), _lose("layers/py.typed")),
+            "layers was built from other files than there are: ['huggingface/report.py', 'py.typed']",
+        ),
         (_add("moe_ops/old.py"), "['old.py']"),
         (_lose("moe_inductor-*.dist-info/RECORD"), "KeyError"),
         (_lose("moe_inductor-*.dist-info/entry_points.txt"), "backend moe_inductor is not among"),
     ],
-    ids=["module", "lazy module", "typing marker", "left-over module", "record", "entry point"],
+    ids=["module", "lazy module and typing marker", "left-over module", "record", "entry point"],
 )
 def test_what_is_missing_is_found(wheel: Path, tmp_path: Path, change, text: str) -> None:
     result = _smoke(wheel, tmp_path, change)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import openai
 
+from tests import spared
+
 PATIENCE = 300  # seconds, for a start that compiles on a busy machine
 
 
@@ -34,7 +36,8 @@ class Server:
 def running(model: Path, *options: str, folder: Path, device: str = "cpu") -> Iterator[Server]:
     """A server of `model` that is ready, ended behind the block if it has not ended within."""
     port, log = _free_port(), folder / "log"
-    command = [sys.executable, "-m", "layers.serve", str(model), "--port", str(port), "--device", device]
+    python = [sys.executable, "-P", str(Path(spared.__file__))]
+    command = [*python, "layers.serve", str(model), "--port", str(port), "--device", device]
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, *options],
