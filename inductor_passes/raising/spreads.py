@@ -89,7 +89,11 @@ def spreads(graph: Graph) -> dict[Node, Spread]:
 
 
 def inside_of(activated: Node, second: Spread, known: Mapping[Node, Spread]) -> Inside:
-    """What stands before a second product, back to the first ones: none where it is one itself."""
+    """What stands before a second product, back to the first ones: none where it is one itself.
+
+    `activated` may be a first product with nothing between, as in LoRA: then it is what that gives, as it is seen.
+    """
+    activated = next((each.node for each in known.values() if each.product is activated), activated)
     gate = cut([activated], lambda node: node in known or not is_in_gate(node))
     firsts = tuple(known[leaf] for leaf in gate.leaves if leaf in known)
     return Inside(() if second in firsts else firsts, second, gate, activated)
