@@ -13,7 +13,6 @@ from inductor_passes.raising.views_of_rows import (
     aten,
     indexed,
     is_cast,
-    is_one,
     is_view,
     operand,
     rank,
@@ -42,13 +41,9 @@ def weights_beside(product: Node, rows: Node, order: Order, indices: Indices) ->
 
 
 def _is_column(weights: Node, rows: Node) -> bool:
-    """Whether `weights` has a number for each row, [S, 1] for rows [S, H], [S, 1, 1] for [S, H, 1]; a size has none."""
-    shape = list(rows.meta["val"].shape)
-    columns = next((dim for dim in reversed(range(len(shape))) if not is_one(shape[dim])), -1)
-    if rank(weights) < 1 or not shape:
-        return False
-    shape[columns] = 1
-    return same_shape(weights.meta["val"].shape, shape)
+    """Whether `weights` has a number for each row, [S, 1] for rows [S, H]; a size has none."""
+    are_tensors = rank(weights) > 0 and rank(rows) > 0
+    return are_tensors and same_shape(weights.meta["val"].shape, (*rows.meta["val"].shape[:-1], 1))
 
 
 def _inwards(node: Node, indices: Indices) -> Iterator[Node]:

@@ -112,6 +112,12 @@ def test_gradients(what):
 OTHERS = {
     "parts of others": flat(lambda w13, w2: sliced(w13, w2, (1, 0, 2, 3, 4, 5))),
     "a part of the experts": flat(lambda w13, w2: sliced(w13, w2, range(EXPERTS - 1))),
+    "a part that begins later": flat(
+        lambda w13, w2: [
+            (w13[e * 64 + (e == 1) : (e + 1) * 64 + (e == 1)], w2[e * 32 : (e + 1) * 32])
+            for e in range(EXPERTS)
+        ]
+    ),
     "parts that overlap": flat(
         lambda w13, w2: [(w13[e * 32 : e * 32 + 64], w2[e * 32 : e * 32 + 32]) for e in range(EXPERTS)]
     ),
@@ -137,6 +143,48 @@ def test_parts_in_no_layer_are_what_they_were():
     assert result.after == result.before
 
 
+def in_autocast(function):
+    def run(*inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return function(*inputs)
+
+    return run
+
+
+def gate_and_up(others=lambda x: x):
+    """At once, gate and up of weights that lie as they are multiplied."""
+
+    def run(x, router, w13, w2):
+        weights, ids = softmax_router(F.linear(x, router))
+        dense = torch.zeros(len(x), EXPERTS).scatter(1, ids, weights)
+        gate = torch.einsum("th,eih->tei", x, w13[:, :INTERMEDIATE])
+        up = torch.einsum("th,ehi->tei", others(x), w13.mT[:, :, INTERMEDIATE:])
+        out = torch.einsum("tei,ehi->teh", F.silu(gate) * up, w2)
+        return torch.einsum("teh,te->th", out, dense.to(out.dtype))
+
+    return run
+
+
+@pytest.mark.parametrize("function", [gate_and_up(), adapters()], ids=["gate and up", "adapters"])
+def test_einsums_under_autocast(function):
+    """They cast what they have made matrices of."""
+    inputs = layer(7, torch.float32)
+    result, out = computed(in_autocast(function), *inputs, passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
+    rounded = [each.bfloat16().double() for each in inputs]
+    assert_matches_oracle(out.bfloat16(), function(*rounded))
+
+
+@pytest.mark.parametrize("others", [lambda x: x.flip(0), lambda x: x.float() * 2, torch.detach])
+def test_tokens_that_differ_under_autocast_are_no_one_input(others):
+    function, run = in_autocast(gate_and_up(others)), Run()
+    inputs = layer(EXPERTS, torch.float32)
+    stock = grads(function, inputs)
+    for ours, expected in zip(grads(run.compile(function), inputs), stock, strict=True):
+        assert relative_error(ours, expected.double()) <= ALLOWED
+    assert not run.raised and any("different inputs" in each for each in run.refused)
+
+
 def of_a_row(x, row):
     return torch.einsum("th,h->t", x.tanh(), row)
 
@@ -150,9 +198,7 @@ def test_a_product_with_a_row_is_none_of_an_expert():
     assert not check(of_a_row, inputs).raised
 
 
-def by_batch(x, router, w13, w2):
-    """Sizes are asked of what experts give."""
-    x = x.unflatten(1, (2, HIDDEN))
+def at_once(x, router, w13, w2):
     weights, ids = softmax_router(F.linear(x, router))
     dense = torch.zeros(*x.shape[:-1], EXPERTS).scatter(-1, ids, weights).to(x.dtype)
     out = torch.einsum("bsei,ehi->bseh", swiglu(torch.einsum("bsh,eih->bsei", x, w13)), w2)
@@ -160,7 +206,7 @@ def by_batch(x, router, w13, w2):
 
 
 def by_mask(x, router, w13, w2):
-    """And for zeros of as many rows."""
+    """With zeros of as many rows as an expert gives."""
     weights, ids = softmax_router(F.linear(x, router))
     total = torch.zeros_like(x)
     for expert in range(EXPERTS):
@@ -170,11 +216,18 @@ def by_mask(x, router, w13, w2):
     return total
 
 
-@pytest.mark.parametrize("function", [by_batch, by_mask])
+@pytest.mark.parametrize("function", [at_once, by_mask])
 def test_sizes_of_what_experts_give_are_no_readers_of_it(function):
-    run, (x, *weights) = Run(), float32(8)
-    inputs = [torch.cat([x, x.flip(0)], 1) if function is by_batch else x, *weights]
+    """Sequences of any length."""
+    run, (x, *weights) = Run(), float32(12)
+    inputs = [x.view(2, 6, HIDDEN), *weights]
+
+    def of_any_length(x, *weights):
+        torch._dynamo.mark_dynamic(x, 1)
+        return compiled(x, *weights)
+
+    compiled = run.compile(function)
     exact = grads(function, [each.double() for each in inputs])
-    for ours, expected in zip(grads(run.compile(function), inputs, True), exact, strict=True):
+    for ours, expected in zip(grads(of_any_length, inputs), exact, strict=True):
         assert relative_error(ours, expected) <= ALLOWED
     assert run.raised == RAISED and not run.refused
