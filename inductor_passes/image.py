@@ -108,9 +108,7 @@ class _Tracing:
         """The image, once it is traced."""
         has_gradient = with_gradients(self.graph, self.same)
         stopping = {node for node in self.graph.nodes if _stops_gradients(node, has_gradient)}
-        same = _without_repeated_views(
-            graph, {found for found, node in self.sources.items() if node in stopping}
-        )
+        same = _once(graph, {found for found, node in self.sources.items() if node in stopping})
         final = {node: same.get(found, found) for node, found in self.last.items()}
         reads = {read: same.get(found, found) for read, found in self.reads.items()}
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
@@ -128,19 +126,29 @@ def _images(values: dict[Node, Any]) -> dict[Node, Node]:
     return {node: image for node, image in found if image is not None}
 
 
-def _without_repeated_views(graph: Graph, stopping: set[Node]) -> dict[Node, Node]:
-    """Shows a tensor in one way once: functional code shows it anew whenever it may have changed in place."""
+def _once(graph: Graph, stopping: set[Node]) -> dict[Node, Node]:
+    """Shows a tensor in one way once: functional code shows it anew whenever it may have changed in place.
+
+    A size is asked for once: code asks it of any tensor that has it, of what experts give, too.
+    """
     seen: dict[Any, Node] = {}
     same: dict[Node, Node] = {}
     for node in graph.nodes:
-        if node.target in _VIEWS:
-            key = (node.target, str(node.args), str(node.kwargs), node in stopping)
-            first = seen.setdefault(key, node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                same[node] = first
+        key = _key(node, stopping)
+        first = node if key is None else seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            same[node] = first
     graph.eliminate_dead_code()
     return same
+
+
+def _key(node: Node, stopping: set[Node]) -> Any:
+    """What is the same for two nodes that give the same view, or the same size; None for others."""
+    if node.target in _VIEWS:
+        return node.target, str(node.args), str(node.kwargs), node in stopping
+    value = node.meta.get("val")
+    return str(value) if isinstance(value, torch.SymInt) else None
 
 
 _VIEWS = frozenset((*VIEWS, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.alias.default))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -38,6 +39,7 @@ from inductor_passes.raising.views_of_rows import (
     args,
     aten,
     has_layout,
+    is_cast,
     is_one,
     is_shown,
     rank,
@@ -126,9 +128,14 @@ def _experts(layer: Everyone) -> Experts:
 def _tokens_of_all(layer: Everyone, indices: Indices) -> Node:
     inside = layer.inside
     tokens = [_tokens(each, indices) for each in inside.firsts]
-    if any(each is not tokens[0] for each in tokens):
+    if len({_before_cast(each, indices) for each in tokens}) > 1:
         raise Refusal(inside.second.product, "the products before the gate have different inputs")
     return tokens[0]
+
+
+def _before_cast(tokens: Node, indices: Indices) -> tuple[Node, torch.dtype]:
+    """What tokens are, and in which dtype: autocast rounds them for each product anew."""
+    return flat(args(tokens)[0], indices) if is_cast(tokens) else tokens, tokens.meta["val"].dtype
 
 
 def _weighed_before(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch.fx import Graph
 
 from inductor_passes.raising.best_of_row import best_kept
+from inductor_passes.raising.cut_apart import selected_parts
 from inductor_passes.raising.gathered import gathered_by_index
 from inductor_passes.raising.glu import multiplied_glu
 from inductor_passes.raising.merged import summed_by_expert
@@ -32,5 +33,6 @@ def as_written(graph: Graph) -> Iterator[None]:
         multiplied_glu(graph),
         best_kept(graph),
         turned_once(graph),
+        selected_parts(graph),
     ):
         yield

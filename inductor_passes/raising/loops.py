@@ -159,14 +159,16 @@ def _multiplied(product: Node) -> Multiplied | None:
 
 
 def _matrix(factor: Node) -> tuple[Node, bool]:
-    """The matrix that `factor` shows as a batch of one, and whether it does so transposed; else `factor` itself."""
+    """The matrix that `factor` shows, as a batch of one perhaps, and whether it does so transposed; else itself."""
     matrix = unseen(factor)
-    shown = seen_from(matrix, factor) if (rank(factor), rank(matrix)) == (3, 2) else None
-    rows, columns = (int(concrete(each) or 0) for each in matrix.meta["val"].shape[-2:])
-    if shown is not None and has_layout(shown, (1, rows, columns), (0, columns, 1)):
-        return matrix, False
-    if shown is not None and has_layout(shown, (1, columns, rows), (0, 1, columns)):
-        return matrix, True
+    shown = seen_from(matrix, factor) if rank(matrix) == 2 else None
+    if shown is not None:
+        rows, columns = (int(concrete(each) or 0) for each in matrix.meta["val"].shape)
+        shown = shown.view(shown.shape[-2:]) if is_one(shown.shape[0]) and shown.dim() == 3 else shown
+        if has_layout(shown, (rows, columns), (columns, 1)):
+            return matrix, False
+        if has_layout(shown, (columns, rows), (1, columns)):
+            return matrix, True
     return factor, False
 
 
@@ -217,7 +219,7 @@ def _bias(each: Multiplied, num_experts: int) -> Stack | None:
         return expert == each.expert and same_shape([size(stack, 0)], [num_experts])
 
     found = of_expert(each.bias, is_choice)
-    columns = (num_experts, size(each.product, 1))
+    columns = (num_experts, size(each.product, -1))
     if found is None or not same_shape(found[0].value.shape, columns):
         raise Refusal(
             each.product, f"{describe(each.bias)} is no bias of expert {each.expert} out of one tensor"

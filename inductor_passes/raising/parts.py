@@ -93,11 +93,12 @@ def _shows_rows(node: Node, product: Product, indices: Indices) -> bool:
     shape, of_ids = node.meta["val"].shape, indices.ids.meta["val"].shape
     if len(shape) == 3 and is_one(shape[1]) and not is_one(shape[2]):
         return _compat.statically_known_true(shape[0] == product.num_slots)
+    columns = product.weight.value.shape[1]
     if are_columns(node.meta["val"]) and len(shape) == 3:
-        return same_shape(shape[:2], (product.num_slots, product.weight.value.shape[1]))
+        return same_shape(shape[:2], (product.num_slots, columns))
     if len(of_ids) > 2 and same_shape(shape[: len(of_ids)], of_ids):
         shape = shape[len(of_ids) - 2 :]
-    return len(shape) == 3 or (len(shape) == 4 and is_one(shape[2]))
+    return len(shape) == 3 or (len(shape) == 4 and is_one(shape[2]) and same_shape(shape[3:], [columns]))
 
 
 def _expect_order(product: Product, order: Order, indices: Indices) -> None:

@@ -16,7 +16,7 @@ from inductor_passes.raising.finders import is_found_in_rows, num_found_among
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.seen_rows import Sizes, seen_rows, shows_rows
 from inductor_passes.raising.spreads import Inside
-from inductor_passes.raising.views_of_rows import args, aten, only_user
+from inductor_passes.raising.views_of_rows import SHOWN, args, aten, is_one, only_user, rank, same_shape
 
 
 class Mask(NamedTuple):
@@ -26,9 +26,12 @@ class Mask(NamedTuple):
     """[B, S, P], where B batches have S tokens and P places, or [S, P]."""
     is_turned: bool
     """Whether it is [B, P, S]."""
+    is_by_expert: bool = False
+    """Whether it is [E, C, S]: each expert's places are multiplied with all tokens."""
 
     def by_token(self, value: Tensor) -> Tensor:
         """[B, S, P]."""
+        value = value.flatten(0, 1) if self.is_by_expert else value
         value = value if value.dim() == 3 else value.unsqueeze(0)
         return value.mT if self.is_turned else value
 
@@ -36,7 +39,7 @@ class Mask(NamedTuple):
     def num_tokens(self) -> int | torch.SymInt:
         """T."""
         *batches, x, y = self.node.meta["val"].shape
-        return math.prod([*batches, y if self.is_turned else x])
+        return math.prod([*([] if self.is_by_expert else batches), y if self.is_turned else x])
 
 
 class Moved(NamedTuple):
@@ -142,8 +145,18 @@ def _moves(product: Node) -> Iterator[Moved]:
     """How a product may move rows: either factor may be the mask."""
     if product.target in (aten.bmm.default, aten.mm.default) and not product.kwargs:
         left, right = args(product)
-        yield Moved(product, right, Mask(left, True))
+        tokens = _tokens_of_all(right)
+        yield Moved(product, tokens or right, Mask(left, True, tokens is not None))
         yield Moved(product, left, Mask(right, False))
+
+
+def _tokens_of_all(rows: Node) -> Node | None:
+    """[S, H] of which `rows` [E, S, H] shows each expert the same."""
+    shape = rows.meta["val"].shape
+    while rows.target in SHOWN and same_shape(args(rows)[0].meta["val"].shape, shape):
+        rows = args(rows)[0]
+    is_repeated = rows.target is aten.expand.default and rank(args(rows)[0]) == 2 and not is_one(shape[0])
+    return args(rows)[0] if is_repeated else None
 
 
 def _combine(outs: Node) -> Moved | None:

@@ -31,12 +31,15 @@ from inductor_passes.raising.views_of_rows import (
     is_view,
     only_user,
     operand,
+    prims,
     rank,
     same_shape,
     seen_from,
     size,
     unseen,
 )
+
+_CASTS = (prims.convert_element_type.default,)
 
 Strides = tuple[int, int]
 """How far apart two tokens are in a tensor, and two experts."""
@@ -89,7 +92,11 @@ def spreads(graph: Graph) -> dict[Node, Spread]:
 
 
 def inside_of(activated: Node, second: Spread, known: Mapping[Node, Spread]) -> Inside:
-    """What stands before a second product, back to the first ones: none where it is one itself."""
+    """What stands before a second product, back to the first ones: none where it is one itself.
+
+    `activated` may be a first product with nothing between, as in LoRA: then it is what that gives, as it is seen.
+    """
+    activated = next((each.node for each in known.values() if each.product is activated), activated)
     gate = cut([activated], lambda node: node in known or not is_in_gate(node))
     firsts = tuple(known[leaf] for leaf in gate.leaves if leaf in known)
     return Inside(() if second in firsts else firsts, second, gate, activated)
@@ -100,14 +107,15 @@ def _spread(product: Node) -> Spread | None:
     if product.target not in (aten.bmm.default, aten.baddbmm.default, aten.mm.default) or product.kwargs:
         return None
     *_, rows, factor = args(product)
-    source = unseen(factor)
+    weight = _weight(factor)
+    source = weight.source
     if (
         rank(source) != 3
         or _is_gathered(source)
         or not all(isinstance(each, int) for each in source.meta["val"].shape)
     ):
         return None
-    shown, (num_experts, x, y) = seen_from(source, factor), source.meta["val"].shape
+    shown, (num_experts, x, y) = seen_from(source, factor, _CASTS), source.meta["val"].shape
     tokens = concrete(size(rows, -2))
     if tokens is None or num_experts < 2:
         return None
@@ -115,17 +123,26 @@ def _spread(product: Node) -> Spread | None:
         is_flat = rank(rows) == 2 or is_one(size(rows, 0))
         if not is_flat or not _are_beside(source, factor):
             return None
-        beside = Spread(product, rows, Stack(source).transposed(), product, None, 0)
+        beside = Spread(product, rows, weight.transposed(), product, None, 0)
         return _followed(beside, (num_experts * y, y))
     if has_layout(shown, (num_experts, x, y), (x * y, y, 1)):
-        return _followed(Spread(product, rows, Stack(source).transposed(), product, None, 0), (y, tokens * y))
+        return _followed(Spread(product, rows, weight.transposed(), product, None, 0), (y, tokens * y))
     if has_layout(shown, (num_experts, y, x), (x * y, 1, y)):
-        return _followed(Spread(product, rows, Stack(source), product, None, 0), (x, tokens * x))
+        return _followed(Spread(product, rows, weight, product, None, 0), (x, tokens * x))
     if has_layout(
         shown.view(shown.shape[-2:]) if shown.shape[0] == 1 else shown, (y, num_experts * x), (1, y)
     ):
-        return _followed(Spread(product, rows, Stack(source), product, None, 0), (num_experts * x, x))
+        return _followed(Spread(product, rows, weight, product, None, 0), (num_experts * x, x))
     return None
+
+
+def _weight(factor: Node) -> Stack:
+    """What `factor` shows. Under autocast an einsum casts it as it shows it, which may be no [E, A, B]."""
+    source = unseen(factor)
+    inner = unseen(args(source)[0]) if changes_dtype(source) else source
+    if not changes_dtype(source) or inner is args(source)[0]:
+        return Stack(source)
+    return Stack(inner, ((*_CASTS, args(source)[1:]),))
 
 
 def _is_gathered(source: Node) -> bool:
@@ -139,9 +156,9 @@ def _are_beside(source: Node, factor: Node) -> bool:
     No view of `source` is: strides end at the copy, behind which only dimensions are merged.
     """
     (num_experts, x, y), merged = source.meta["val"].shape, factor
-    while is_view(merged) and merged.target is not aten.permute.default:
+    while changes_dtype(merged) or (is_view(merged) and merged.target is not aten.permute.default):
         merged = args(merged)[0]
-    shown = seen_from(source, merged)
+    shown = seen_from(source, merged, _CASTS)
     is_turned = shown is not None and has_layout(shown.squeeze(), (x, num_experts, y), (y, x * y, 1))
     return is_turned and same_shape(factor.meta["val"].shape[-2:], (x, num_experts * y))
 

@@ -56,14 +56,14 @@ def of_expert(node: Node, is_choice: Callable[[Node, int], bool]) -> tuple[Stack
     """
     outer: list[Step] = []
     while (chosen := selected(node)) is None or chosen[1] != 0 or not is_choice(chosen[0], chosen[2]):
-        found = _step(node, 1)
+        found = one_step(node, 1)
         if found is None:
             return None
         node, step = found
         outer.append(step)
     stack, _, expert = chosen
     inner: list[Step] = []
-    while selected(stack) is None and (found := _step(stack, 0)) is not None:
+    while selected(stack) is None and (found := one_step(stack, 0)) is not None:
         stack, step = found
         inner.append(step)
     return Stack(stack, _without_turns((*reversed(inner), *reversed(outer)))), expert
@@ -80,7 +80,7 @@ def selected(node: Node) -> tuple[Node, int, int] | None:
     return None
 
 
-def _step(node: Node, more: int) -> tuple[Node, Step] | None:
+def one_step(node: Node, more: int) -> tuple[Node, Step] | None:
     """What `node` shows a part of or turns, and how that is done to a tensor with so `more` dimensions in front.
 
     None where a size or a place is not known.

@@ -18,6 +18,7 @@ from inductor_passes.graph_tools import describe
 from inductor_passes.raising.choices import is_of_router
 from inductor_passes.raising.elsewhere import is_zero_elsewhere, of_sizes, ways_of_all
 from inductor_passes.raising.evaluation import VIEWS, Cut, cut, is_size
+from inductor_passes.raising.gates import are_columns
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Score, WeightedSum, as_they_are
 from inductor_passes.raising.row_trials import (
@@ -178,7 +179,9 @@ def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
 
 
 def _columns(parts: Iterable[Node]) -> Any:
-    return size(next(iter(parts)), -1)
+    """How many columns rows have, which one token's product with a matrix gives as [S, H, 1]."""
+    rows = next(iter(parts))
+    return size(rows, -2 if are_columns(rows.meta["val"]) else -1)
 
 
 def _is_understood(node: Node, columns: Any) -> bool:

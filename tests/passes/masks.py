@@ -200,6 +200,21 @@ def first_choices_first(x, router, w13, w2, top_k=3):
     return through(x, mask, mask * of_all.unsqueeze(-1), w13, w2)
 
 
+def for_each_expert(x, router, w13, w2, top_k=2):
+    """nanoMoE's: a product of each expert's places with all tokens; who is dropped stands at one, without a weight."""
+    logits = F.linear(x, router).to(torch.promote_types(x.dtype, torch.float32))
+    best, ids = logits.topk(top_k)
+    gates = torch.full_like(logits, float("-inf")).scatter(-1, ids, best).softmax(-1)
+    capacity = capacity_of(len(x), top_k)
+    chosen = F.one_hot(ids, EXPERTS).movedim(1, 0)
+    place = (chosen.reshape(-1, EXPERTS).cumsum(0) - 1).view(top_k, -1, EXPERTS)
+    chosen = chosen * (place < capacity)
+    where = F.one_hot((chosen * place).sum(-1), capacity)
+    weights = ((chosen * gates).unsqueeze(3) * where.unsqueeze(2)).sum(0)
+    rows = weights.bool().permute(1, 2, 0).to(x.dtype) @ x
+    return weights.flatten(1).to(x.dtype) @ experts(rows, w13, w2).flatten(0, 1)
+
+
 STYLES = {
     each.__name__: each
     for each in (
@@ -213,5 +228,6 @@ STYLES = {
         ungated,
         gate_and_up_apart,
         first_choices_first,
+        for_each_expert,
     )
 } | {"top2": top2()}
