@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from layers.router import RouterOutput
 from moe_ops import build_dispatch, combine, gated_activation, grouped_gemm, permute
+from moe_ops._library import autocast
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import expect_routed
@@ -91,7 +92,8 @@ def run_with_norm(args: FusedExperts, weight: Tensor, eps: float) -> Tensor:
         gated_activation(gate_up, args.activation), w2.weight, plan.expert_offsets, w2.bias
     )
     normed = F.rms_norm(expert_out, weight.shape, weight, eps)
-    return combine(normed, args.topk_weights, plan.inverse, args.shared)
+    rows, shared = autocast((normed, args.shared))
+    return combine(rows, args.topk_weights, plan.inverse, shared)
 
 
 def scaled(weights: Tensor, ids: Tensor, expert_scale: Tensor) -> Tensor:

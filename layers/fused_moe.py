@@ -322,7 +322,8 @@ class FusedMoE(ExpertParameters):
         eps = self._post_norm_eps
         if self.post_norm_weight is not None and eps is not None:
             rows = F.rms_norm(rows, self.post_norm_weight.shape, self.post_norm_weight, eps)
-        return combine(rows, args.topk_weights, plan.inverse, args.shared)
+        rows, shared = autocast((rows, args.shared))  # as the products did
+        return combine(rows, args.topk_weights, plan.inverse, shared)
 
 
 def _routing(config: MoEConfig) -> RoutingConfig:

@@ -33,8 +33,19 @@ class SingleLevelFunction(_SingleLevelFunction):
 _functorch: Any = torch._C._functorch  # type: ignore[attr-defined]  # pybind, without stubs
 _profiler_enabled: Any = torch._C._autograd._profiler_enabled  # type: ignore[attr-defined]
 _guards: Any = torch._C._dynamo.guards  # type: ignore[attr-defined]  # likewise
+_eval_frame: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]  # likewise
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _LEVEL = 0  # torch supports one level of dual numbers; torch.func nests them in wrappers
+
+
+def never_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which Dynamo leaves alone with all that it calls, also below code that a graph could not hold.
+
+    Set on its code, that of all closures of one `def`, it costs a call nothing, unlike `torch.compiler.disable`.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 @contextmanager

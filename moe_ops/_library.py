@@ -99,7 +99,7 @@ def _checked(build: Op, check: Op, implementation: Op) -> Op:
         check(arguments)
         return implementation(arguments)
 
-    return checked
+    return _compat.never_traced(checked)
 
 
 def _launching(record: type, checked: Op) -> Op:
@@ -109,7 +109,7 @@ def _launching(record: type, checked: Op) -> Op:
         outputs = _plans().launch_known(record, leaves)
         return checked(*leaves) if outputs is None else outputs
 
-    return launching
+    return _compat.never_traced(launching)
 
 
 _LOADED: list[Any] = []

@@ -20,8 +20,10 @@ from layers.parallel.portions import ALL_ROWS, WHOLE, Portions, Rows
 from layers.parallel.sharding import adapter_splits
 from layers.parallel.sizes import expect_at_most, most_tokens
 from layers.weigh_and_reduce import TopKWeightAndReduceNoOp
+from moe_ops._checks import expect_tensor
 from moe_ops._library import autocast
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear
+from moe_ops.combine import check_shared
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed
 
@@ -64,13 +66,14 @@ class RankExperts:
         local = _checked(args._replace(experts=self.local_weights(args.experts)))
         tokens = args.hidden_states, args.topk_weights, args.topk_ids
         given = Prepared(*tokens, extra_tensors=tuple(extra_tensors))
+        later = None if shared is None else lambda: _checked_shared(shared(), args.hidden_states)
         if self.portions.chunk_tokens is None:
-            return self._run(given, local, num_experts, run, shared)
-        num_rows, later = self._most_tokens(given), shared
+            return self._run(given, local, num_experts, run, later)
+        num_rows = self._most_tokens(given)
         if local.shared is not None:
             local = local._replace(shared=of_rows(local.shared, num_rows))
-        shared = None if later is None else lambda: of_rows(later(), num_rows)
-        output = self._run(_filled_up(given, num_rows), local, num_experts, run, shared)
+        filled = None if later is None else lambda: of_rows(later(), num_rows)
+        output = self._run(_filled_up(given, num_rows), local, num_experts, run, filled)
         return output[: args.hidden_states.shape[0]]
 
     def _run(
@@ -193,6 +196,14 @@ def _checked(args: FusedExperts) -> FusedExperts:
     hidden, shared = autocast((args.hidden_states, args.shared))
     check_routed(args._replace(hidden_states=hidden, shared=shared))
     return args._replace(shared=shared)
+
+
+def _checked_shared(shared: Any, tokens: Tensor) -> Tensor:
+    """With the cast and the checks of one that is there already: a portion would be cut of any rows."""
+    expect_tensor("shared", shared)
+    hidden, addend = autocast((tokens, shared))
+    check_shared(addend, hidden.shape[0], hidden.shape[1], "hidden_states", hidden)
+    return addend
 
 
 def _filled_up(given: Prepared, num_rows: int) -> Prepared:

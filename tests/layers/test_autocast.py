@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from layers import ExpertsConfig, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
+from layers import ExpertLora, ExpertsConfig, FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
 from layers.router import Router
 from moe_ops import RoutingConfig
 
@@ -90,6 +90,23 @@ def test_shared_experts_join_an_output_that_is_changed_before(options):
     hidden, cast = torch.randn(9, H), copy.deepcopy(block).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(block(hidden), cast(hidden.bfloat16()))
+
+
+@pytest.mark.parametrize("num_adapters", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [5, 0])
+def test_what_joins_experts_with_adapters_or_a_norm_is_cast_as_with_others(tokens, num_adapters):
+    """`shared` of a layer, in the dtype that tokens have."""
+    torch.manual_seed(1)
+    experts = ExpertsConfig(post_norm_eps=1e-5 if num_adapters != 1 else None)
+    layer = FusedMoE(MoEConfig(E, K, H, I, experts=experts))
+    if num_adapters:
+        layer.lora = ExpertLora(layer, num_adapters, 2, torch.zeros(8, dtype=torch.int32))
+        torch.nn.init.normal_(layer.lora.b2)
+    hidden, logits, shared = torch.randn(tokens, H), torch.randn(tokens, E), torch.randn(tokens, H)
+    cast = copy.deepcopy(layer).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = layer(hidden, logits, shared)
+    assert torch.equal(output, cast(hidden.bfloat16(), logits, shared.bfloat16()))
 
 
 @pytest.mark.parametrize("tokens", [5, 0])

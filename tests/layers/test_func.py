@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 
-from layers import FusedMoE, MoEConfig, RouterConfig
+from layers import FusedMoE, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
 from moe_ops import RoutingConfig
 
 H, I, E, K, B, T = 12, 8, 6, 2, 3, 5
@@ -112,3 +112,13 @@ def test_batched_weights(module, run):
         parameters = {name: value[member] for name, value in stacked.items()}
         expected = functional_call(module, parameters, (hidden[0], logits[0]))
         torch.testing.assert_close(actual[member], expected)
+
+
+def test_operators_below_what_no_graph_holds_are_not_traced():
+    """`vmap` asks a module of modules for its name, which Dynamo cannot follow: it goes on with what that calls."""
+    torch.manual_seed(0)
+    config = MoEConfig(E, K, 64, 32, shared_experts=SharedExpertConfig(16))
+    block, hidden = MoEBlock(config), torch.randn(B, 7, 64)
+    expected = torch.stack([block(tokens) for tokens in hidden])
+    mapped = torch.compile(vmap(block), backend="aot_eager")
+    torch.testing.assert_close(mapped(hidden), expected)

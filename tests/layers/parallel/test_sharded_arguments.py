@@ -130,6 +130,38 @@ def test_shared_that_is_computed_on_the_way_has_the_tokens_dtype(style):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(
+    "style", [STYLES["alltoall"], STYLES["chunks"], ExpertParallel("alltoall", max_tokens=6, batches=2)]
+)
+@pytest.mark.parametrize("rows", [1, T - 1, T + 1])
+def test_shared_that_is_computed_on_the_way_has_a_row_for_each_token(style, rows):
+    """Portions of it would be cut of any rows, and chunks filled up."""
+    sharded = parallelize_module(FusedMoE(MoEConfig(E, K, H, I)), mesh_of_all(), style)
+    with pytest.raises(ValueError, match=rf"shared has shape \[{rows}, {H}\]: expected \[{T}, {H}\]"):
+        sharded(torch.randn(T, H), torch.randn(T, E), lambda: torch.randn(rows, H))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["alltoall", "chunks"])
+def test_shared_that_is_computed_on_the_way_is_a_tensor(style):
+    sharded = parallelize_module(FusedMoE(MoEConfig(E, K, H, I)), mesh_of_all(), STYLES[style])
+    with pytest.raises(TypeError, match=r"shared=None: expected a torch\.Tensor"):
+        sharded(torch.randn(T, H), torch.randn(T, E), lambda: None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("style", ["alltoall_static", "chunks", "allreduce"])
+def test_shared_that_is_computed_on_the_way_is_cast_by_autocast(style):
+    layer = FusedMoE(MoEConfig(E, K, H, I))
+    sharded = parallelize_module(copy.deepcopy(layer), mesh_of_all(), STYLES[style])
+    hidden, logits, shared = torch.randn(T, H), torch.randn(T, E), torch.randn(T, H)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        out, expected = sharded(hidden, logits, lambda: shared), layer(hidden, logits, shared)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("style", ["allgather", "alltoall", "allreduce"])
 def test_autocast_casts_as_on_one_device(style):
     layer = FusedMoE(MoEConfig(E, K, H, I))
