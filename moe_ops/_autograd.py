@@ -54,7 +54,7 @@ def define_gradient(arguments: type, save: Save, backward: Backward, tangent: Ta
         with _compat.below_autograd():
             return operator.overload(*leaves)
 
-    LIBRARY.impl(operator.name, autograd_kernel, "Autograd")
+    LIBRARY.impl(operator.name, _compat.never_traced(autograd_kernel), "Autograd")
 
 
 def define_gradient_as(arguments: type, like: type) -> None:
@@ -175,7 +175,7 @@ def define_constant(arguments: type) -> None:
         with _compat.below_autograd():
             return operator.overload(*leaves)
 
-    LIBRARY.impl(operator.name, autograd_kernel, "Autograd")
+    LIBRARY.impl(operator.name, _compat.never_traced(autograd_kernel), "Autograd")
 
 
 def define_gradient_of_formula(arguments: type, formula: Op) -> None:
