@@ -203,7 +203,9 @@ def _halves_few_tiles(gemm: Gemm) -> bool:
     rows, tiles, some = gemm.rows_per_expert, _tiles_of_an_expert_each(gemm), gemm.gpu.multiprocessors
     few = some < 2 * tiles <= 2 * _FEW_TILES * some and _narrowest(gemm) >= _MIXED_FEATURES
     measured = not (_is_before_others(gemm) or gemm.gpu.has_slow_memory)
-    return 64 < rows <= 160 and few and measured and _can_halve_tiles(gemm)
+    return (
+        few and measured and _can_halve_tiles(gemm) and 64 < rows <= 160
+    )  # last: a plan is for counts alike in it
 
 
 def _is_before_others(gemm: Gemm) -> bool:

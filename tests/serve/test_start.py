@@ -49,6 +49,16 @@ def test_what_is_loaded_is_not_collected_while_requests_are_answered(monkeypatch
     assert len(frozen) == 1 and frozen[0] > 10000 and gc.get_freeze_count() == 0
 
 
+def test_so_many_requests_are_answered_at_once(monkeypatch):
+    server, admitted = pytest.importorskip("layers.serve.server"), mock.Mock()
+    for name in ("PatchedModels", "Batches", "expect_free", "_run"):
+        monkeypatch.setattr(server, name, mock.Mock())
+    monkeypatch.setattr(server, "_application", lambda *_: "application")
+    monkeypatch.setattr(server, "Admission", admitted)
+    server.serve(ServeOptions("model", max_requests=7))
+    admitted.assert_called_once_with("application", 7)
+
+
 @pytest.mark.parametrize("name", ["port", "max_requests", "max_batch_tokens", "num_blocks", "page_size"])
 def test_numbers_are_at_least_one(name, monkeypatch, capsys):
     with pytest.raises(ValueError, match=f"{name}=0"):
