@@ -9,7 +9,7 @@ from moe_ops.kernels.program import describe
 from moe_ops.scaled_arguments import ScaledFusedExperts
 from moe_ops.types import Activation
 from moe_ops.values import ScaledLinear
-from tests.helpers import mixed
+from tests.helpers import mixed, usually
 from tests.kernels import test_scaled
 from tests.kernels.by_name import launch, program_of, record
 from tests.kernels.catalogue import meta
@@ -37,6 +37,7 @@ SIZES = {
     "T33": (33, 13, 4, 64, 33, (64, 64), (7, 5)),
     "hot": (90, 3, 2, 128, 160, (128, 128), (128, 128)),
 }
+UNUSUAL = ("rows that are not finite", "columns apart")
 ACTIVATIONS = {
     "silu": Activation("silu"),
     "clamped": Activation("swiglu_oai", interleaved=True),
@@ -129,7 +130,9 @@ def test_few_tokens(size, stored, dtype, name, device):
     _assert_near(_layer(size, stored, dtype, ACTIVATIONS[name]), device)
 
 
-@pytest.mark.parametrize("size", [*FEW, "rows that are not finite", "columns apart"])
+@pytest.mark.parametrize(
+    "size", usually([*FEW, *UNUSUAL], ["T4", "one scale over steps", "groups", *UNUSUAL])
+)
 def test_rows_that_a_program_quantises_have_the_bits_of_those_of_a_launch(size, device, monkeypatch):
     at = _layer(
         size if size in FEW else "one scale over steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"]
