@@ -1,5 +1,6 @@
 """explain() on modules written by hand: layers that train have one name each, and what is refused is not nothing."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -74,16 +75,20 @@ def test_what_is_refused_is_not_called_nothing():
     assert report.refused and not report.layers and not report.remarks
 
 
-def test_weights_that_are_gathered_and_cast_are_not_taken_for_all_experts():
+@pytest.mark.parametrize("cast", ["by autocast", "by hand"])
+def test_weights_that_are_gathered_and_cast_are_not_taken_for_all_experts(cast):
+    def half(tensor):
+        return tensor.bfloat16() if cast == "by hand" else tensor
+
     def two_layers(x, router, w13, w2):
         for _ in range(2):
             weights, ids = softmax_router(F.linear(x, router))
-            hidden = swiglu(torch.einsum("th,tkih->tki", x, w13[ids]))
-            out = torch.einsum("tki,tkhi->tkh", hidden, w2[ids])
+            hidden = swiglu(torch.einsum("th,tkih->tki", half(x), half(w13[ids])))
+            out = torch.einsum("tki,tkhi->tkh", hidden, half(w2[ids]))
             x = x + (out * weights.unsqueeze(-1)).sum(1)
         return x
 
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast == "by autocast"):
         report = inductor_passes.explain(two_layers, *stock.layer(7, torch.float32))
     told = {each.reason.partition(",")[0] for each in report.refused}
     assert told == {"rows are multiplied with weight[ids]"}
