@@ -155,8 +155,8 @@ def _tokens_of_all(rows: Node) -> Node | None:
     shape = rows.meta["val"].shape
     while rows.target in SHOWN and same_shape(args(rows)[0].meta["val"].shape, shape):
         rows = args(rows)[0]
-    is_repeated = rows.target is aten.expand.default and rank(args(rows)[0]) == 2 and not is_one(shape[0])
-    return args(rows)[0] if is_repeated else None
+    is_repeated = rows.target is aten.expand.default and (rank(rows), rank(args(rows)[0])) == (3, 2)
+    return args(rows)[0] if is_repeated and not is_one(shape[0]) else None
 
 
 def _combine(outs: Node) -> Moved | None:

@@ -203,9 +203,8 @@ def _halves_few_tiles(gemm: Gemm) -> bool:
     rows, tiles, some = gemm.rows_per_expert, _tiles_of_an_expert_each(gemm), gemm.gpu.multiprocessors
     few = some < 2 * tiles <= 2 * _FEW_TILES * some and _narrowest(gemm) >= _MIXED_FEATURES
     measured = not (_is_before_others(gemm) or gemm.gpu.has_slow_memory)
-    return (
-        few and measured and _can_halve_tiles(gemm) and 64 < rows <= 160
-    )  # last: a plan is for counts alike in it
+    # Rows come last: a plan is for all counts that are alike in what it asked of them.
+    return few and measured and _can_halve_tiles(gemm) and 64 < rows <= 160
 
 
 def _is_before_others(gemm: Gemm) -> bool:

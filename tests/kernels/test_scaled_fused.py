@@ -37,7 +37,8 @@ SIZES = {
     "T33": (33, 13, 4, 64, 33, (64, 64), (7, 5)),
     "hot": (90, 3, 2, 128, 160, (128, 128), (128, 128)),
 }
-UNUSUAL = ("rows that are not finite", "columns apart")
+UNUSUAL = ("rows that are not finite", "columns apart", "rows apart")
+LIKE = dict.fromkeys(UNUSUAL, "one scale over steps") | {"rows apart": "T2"}
 ACTIVATIONS = {
     "silu": Activation("silu"),
     "clamped": Activation("swiglu_oai", interleaved=True),
@@ -134,13 +135,13 @@ def test_few_tokens(size, stored, dtype, name, device):
     "size", usually([*FEW, *UNUSUAL], ["T4", "one scale over steps", "groups", *UNUSUAL])
 )
 def test_rows_that_a_program_quantises_have_the_bits_of_those_of_a_launch(size, device, monkeypatch):
-    at = _layer(
-        size if size in FEW else "one scale over steps", STORED[0], torch.bfloat16, ACTIVATIONS["silu"]
-    )
+    at = _layer(LIKE.get(size, size), STORED[0], torch.bfloat16, ACTIVATIONS["silu"])
     if size == "rows that are not finite":
         at["hidden_states"][0, 1027], at["hidden_states"][0, 700] = float("nan"), float("inf")
     if size == "columns apart":
         at["hidden_states"] = torch.randn(1, 2 * 1100).bfloat16()[:, ::2]
+    if size == "rows apart":
+        at["hidden_states"] = torch.randn(2, 48 + 16).bfloat16()[:, :48]
     at = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in at.items()}
     found = launch("scaled_fused_experts", **at)
     monkeypatch.setattr(scaled_decode, "_MOST_OF_TOKEN", 0)
