@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,24 +19,28 @@ from benchmarks.arguments import number, to_write, whole
 from benchmarks.report import machine, table
 from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
-from moe_ops import RoutingConfig, ScaledWeight
+from moe_ops import InputScales, RoutingConfig, ScaledWeight
 from moe_ops.int4 import INTEGERS
 from moe_ops.scaled import quantised_weight
 from moe_ops.scaled_experts import Rows
 
 
 class Way(NamedTuple):
-    """How experts are quantised. `block`: None for one scale for each row. `bound`: of the relative error."""
+    """How experts are quantised. `block`: None for one scale for each row. `bound`: of the relative error.
+
+    rows: "given" are quantised ones whose scales are known before.
+    """
 
     dtype: torch.dtype
     block: tuple[int, int] | None
-    rows: Rows
+    rows: Literal["quantised", "given", "exact"]
     bound: float
 
 
 WAYS = {
     "float8 blocks": Way(torch.float8_e4m3fn, (128, 128), "quantised", 0.08),
     "float8 rows": Way(torch.float8_e4m3fn, None, "quantised", 0.08),
+    "float8 rows, given": Way(torch.float8_e4m3fn, None, "given", 0.08),
     "int8 rows": Way(torch.int8, None, "quantised", 0.04),
     "float8 rows, exact": Way(torch.float8_e4m3fn, None, "exact", 0.06),
     "MXFP4": Way(torch.uint8, (1, 32), "exact", 0.22),
@@ -102,8 +106,10 @@ def main(arguments: argparse.Namespace) -> int:
 def layers_of(workload: Workload, device: str) -> dict[str, Layer]:
     """The layer in bfloat16, then one for each of `WAYS`."""
     weights = make_weights(workload, 0, device)
-    quantised = {way: (_quantised(weights, *way[:2]), way.rows) for way in WAYS.values()}
-    ours = {name: partial(_scaled, *quantised[way]) for name, way in WAYS.items()}
+    made = {way[:2]: _quantised(weights, *way[:2]) for way in WAYS.values()}
+    scale = torch.tensor([1 / 64], device=device)  # of float8 it only has to be about right
+    rows: dict[str, Rows] = {"quantised": "quantised", "exact": "exact", "given": InputScales(scale, scale)}
+    ours = {name: partial(_scaled, made[way[:2]], rows[way.rows]) for name, way in WAYS.items()}
     return {"bfloat16": partial(_usual, weights), **ours}
 
 

@@ -6,25 +6,25 @@ from torch import Tensor
 
 from layers.lora import Product
 from layers.weights.expert_loader import part_here
-from layers.weights.scales import Blocks, WeightScale, blocks_of_kind
+from layers.weights.scales import INPUT_SCALES, Blocks, WeightScale, blocks_of_kind
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.pairs import numbers_in
-from moe_ops.scaled_experts import Rows, expert_rows, product, run as run_scaled
-from moe_ops.types import DispatchPlan
+from moe_ops.scaled_experts import Rows, expert_rows, products as scaled_products, run as run_scaled
+from moe_ops.types import DispatchPlan, InputScales
 from moe_ops.values import ScaledLinear
 
 
 def run_quantised(module: Any, args: FusedExperts) -> Tensor:
     """The experts of a `FusedMoE` that has scales, for tokens and routing in `args`. Raises as `quantise_experts`."""
     expect_supported(module)
-    return run_scaled(args, *scaled_linears(module, args.experts), module.quantisation.rows)
+    return run_scaled(args, *scaled_linears(module, args.experts), _rows_of(module))
 
 
 def quantised_rows(module: Any, args: FusedExperts) -> tuple[Tensor, DispatchPlan]:
     """Before they are weighed and summed: what its experts return [S, H], and where it belongs."""
     expect_supported(module)
-    return expert_rows(args, *scaled_linears(module, args.experts), module.quantisation.rows)
+    return expert_rows(args, *scaled_linears(module, args.experts), _rows_of(module))
 
 
 def products(module: Any, experts: ExpertWeights) -> tuple[Product, Product] | None:
@@ -32,16 +32,13 @@ def products(module: Any, experts: ExpertWeights) -> tuple[Product, Product] | N
     if module.quantisation is None:
         return None
     expect_supported(module)
-    return scaled_products(scaled_linears(module, experts), module.quantisation.rows)
+    return scaled_products(*scaled_linears(module, experts), _rows_of(module))
 
 
-def scaled_products(linears: tuple[ScaledLinear, ScaledLinear], rows: Rows) -> tuple[Product, Product]:
-    """With w13 and w2."""
-    up, down = linears
-    return (
-        lambda x, offsets: product(x, up, offsets, rows),
-        lambda x, offsets: product(x, down, offsets, rows),
-    )
+def _rows_of(module: Any) -> Rows:
+    if module.quantisation.rows == "static":
+        return InputScales(*(getattr(module, name).flatten() for name in INPUT_SCALES))
+    return module.quantisation.rows
 
 
 def expect_supported(module: Any) -> None:

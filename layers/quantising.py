@@ -7,10 +7,12 @@ from layers._checks import expect_type
 from layers.fused_moe import FusedMoE
 from layers.quantised import blocks_of, down_sizes, expect_supported, scaled_linears
 from layers.weights.scales import (
+    INPUT_SCALES,
     SCALES,
     WEIGHTS,
     ZERO_POINTS,
     Quantisation,
+    Rows,
     WeightScale,
     expect_block,
     expect_even,
@@ -22,7 +24,7 @@ from moe_ops.int4 import INTEGERS, ZERO
 from moe_ops.mxfp4 import ONE
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import STORED, quantised_weight
-from moe_ops.scaled_experts import Rows, rows_for
+from moe_ops.scaled_experts import rows_for
 
 
 def add_weight_scales(
@@ -127,7 +129,9 @@ def quantise_experts(
         kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns, or of integers CHANNEL.
         dtype: torch.float8_e4m3fn or torch.int8, torch.uint8 for MXFP4, or torch.uint4 for integers of 4 bits: both are
             stored as torch.uint8, two numbers in each.
-        rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`.
+        rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`. "static": with scales that a
+            checkpoint brings, parameters `w13_input_scale` [E, 2] ([E, 1] ungated) and `w2_input_scale` [E], float32,
+            ones at first. All rows of a product are divided by the largest of them; ranks have all of them.
         zero_points: of torch.uint4, whether what shares a scale has a zero point of its own: a scale is a fifteenth of
             what lies between the least and the largest, of which one is 0 at least. `w13_weight_zero_point` and
             `w2_weight_zero_point` are registered beside the scales, torch.uint8 of their shapes, codes from 0 to 15.
@@ -149,6 +153,10 @@ def quantise_experts(
     if zero_points:
         shapes = (getattr(module, name).shape for name in SCALES)
         _register(module, dict(zip(ZERO_POINTS, shapes, strict=True)), PAIRS, ZERO)
+    if rows == "static":
+        of_matrices, count = _shapes(module, WeightScale.TENSOR, *block), module.config.num_experts
+        shapes = ((count, *shape[1:]) for shape in of_matrices)
+        _register(module, dict(zip(INPUT_SCALES, shapes, strict=True)), torch.float32, 1)
     with torch.no_grad():
         for index, name in enumerate(WEIGHTS):
             _quantise(module, index, name, dtype)

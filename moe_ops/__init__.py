@@ -34,13 +34,14 @@ from moe_ops.scaled import scaled_grouped_gemm
 from moe_ops.scaled_experts import scaled_fused_experts
 from moe_ops.shared import fused_experts_with_shared
 from moe_ops.tuning import Tuning, tuning_key, use_tuning
-from moe_ops.types import Activation, DispatchPlan, RoutingConfig, ScaledWeight
+from moe_ops.types import Activation, DispatchPlan, InputScales, RoutingConfig, ScaledWeight
 from moe_ops.warmup import warmup
 from moe_ops.warmup_step import warmup_step
 
 __all__ = [
     "Activation",
     "DispatchPlan",
+    "InputScales",
     "RoutingConfig",
     "ScaledWeight",
     "Tuning",

@@ -4,10 +4,14 @@
     scale[t, b]   = largest[t, b] / most                            (1 where largest < 2**-118: rows are 0)
     rows[t, c]    = round(x[t, c] * (most / largest[t, c // columns]))
 
+or, where the scale is given: that of each block is max |input_scale| (1 where it is < 2**-118), and
+
+    rows[t, c]    = round(clamp(x[t, c] * (1 / scale), -most, most))
+
 T rows, A columns; `most` is 448 for float8_e4m3fn and 127 for int8, all in float32, and rounding is to the nearest, to
 even between two. That is the dynamic quantisation of DeepSeek-V3's activations with blocks of 128 columns (arXiv
-2412.19437, section 3.3), and with one block that of vLLM per token. Consumed by `scaled_grouped_gemm`. Static shapes,
-no host sync on CUDA.
+2412.19437, section 3.3), and with one block that of vLLM per token; a scale that is given is its static one. Consumed
+by `scaled_grouped_gemm`. Static shapes, no host sync on CUDA.
 """
 
 import torch
@@ -22,13 +26,17 @@ from moe_ops.types import LEAST_LARGEST, largest_of
 DTYPES = (torch.float8_e4m3fn, torch.int8)
 
 
-def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def quantise_rows(
+    x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m3fn, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Rows in 8 bits and the scales of their blocks.
 
     Args:
         x: [T, A], any floating dtype.
         columns: of a block, at least 1; the last block of a row has those that are left.
         dtype: torch.float8_e4m3fn or torch.int8.
+        input_scale: [N], N at least 1, any floating dtype: the largest of them is the scale of every block, and what is
+            too large for it becomes the largest number of `dtype`. None: each block has its own.
 
     Returns:
         rows [T, A] in `dtype`, scale [T, ceil(A / columns)] float32. A NaN stays in its block.
@@ -43,7 +51,7 @@ def quantise_rows(x: Tensor, columns: int, dtype: torch.dtype = torch.float8_e4m
     """
     _checks.expect_int("columns", columns)
     expect_dtype("dtype", dtype)
-    return _library.call(QuantiseRows(x, columns, dtype))
+    return _library.call(QuantiseRows(x, columns, dtype, input_scale))
 
 
 def blocks_of(size: int, block: int) -> int:
@@ -59,8 +67,19 @@ def quantised(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tu
     quotient = torch.full_like(largest, most) / largest  # of a number torch would take the reciprocal
     factor = torch.where(is_zero, 1, quotient)
     multiplied = values * spread(factor, matrix.shape, rows, columns)
-    rounded = multiplied if dtype.is_floating_point else multiplied.round()
-    return rounded.clamp(-most, most).to(dtype), torch.where(is_zero, 1, largest / most)
+    return _rounded(multiplied, dtype), torch.where(is_zero, 1, largest / most)
+
+
+def _rounded(multiplied: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded, most = multiplied if dtype.is_floating_point else multiplied.round(), largest_of(dtype)
+    return rounded.clamp(-most, most).to(dtype)
+
+
+def _with_scale(x: Tensor, columns: int, dtype: torch.dtype, input_scale: Tensor) -> tuple[Tensor, Tensor]:
+    values, scale = x.float(), input_scale.float().abs().amax()
+    scale = torch.where(scale < LEAST_LARGEST, 1, scale)
+    has_nan = maxima(values.abs(), 1, columns).isnan()  # which integers cannot hold
+    return _rounded(values * scale.reciprocal(), dtype), torch.where(has_nan, torch.nan, scale)
 
 
 def maxima(magnitudes: Tensor, rows: int, columns: int) -> Tensor:
@@ -84,6 +103,18 @@ def _check(args: QuantiseRows) -> None:
     if args.columns < 1:
         value_error("columns={}: expected at least 1", args.columns)
     expect_dtype("dtype", args.dtype)
+    check_input_scale("input_scale", args.input_scale, "x", args.x)
+
+
+def check_input_scale(name: str, scale: Tensor | None, reference: str, like: Tensor) -> None:
+    """Raises TypeError, ValueError unless it is None or [N] on the device of the argument called `reference`."""
+    if scale is None:
+        return
+    _checks.expect_floating(name, scale)
+    _checks.expect_shape(name, scale, ("N",))
+    if scale.shape[0] < 1:
+        value_error("{} has shape {}: expected at least one scale", name, list(scale.shape))
+    _checks.expect_same_device(like.device, reference, **{name: scale})
 
 
 def expect_dtype(name: str, dtype: torch.dtype) -> None:
@@ -93,7 +124,12 @@ def expect_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _reference(args: QuantiseRows) -> tuple[Tensor, Tensor]:
-    return quantised(args.x, 1, args.columns, args.dtype)
+    x, columns, dtype, input_scale = args
+    return (
+        quantised(x, 1, columns, dtype)
+        if input_scale is None
+        else _with_scale(x, columns, dtype, input_scale)
+    )
 
 
 def _cuda(args: QuantiseRows) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ class QuantiseRows(NamedTuple):
     x: Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
     columns: int
     dtype: torch.dtype
+    input_scale: Annotated[Tensor | None, Role.CONSTANT] = None
 
 
 class DequantiseWeight(NamedTuple):
@@ -56,7 +57,7 @@ class ScaledGroupedGemm(NamedTuple):
 
 
 class ScaledFusedExperts(NamedTuple):
-    """Of `scaled_fused_experts`, with "quantised" or "exact" rows."""
+    """Of `scaled_fused_experts`, with "quantised" or "exact" rows; the scales of quantised ones may be given."""
 
     hidden_states: Annotated[Tensor, Role.PER_TOKEN, Role.CONSTANT]
     w13: ScaledLinear
@@ -68,6 +69,8 @@ class ScaledFusedExperts(NamedTuple):
     activation: str
     epilogue: Epilogue = Epilogue()
     rows: str = "quantised"
+    w13_input_scale: Annotated[Tensor | None, Role.CONSTANT] = None
+    w2_input_scale: Annotated[Tensor | None, Role.CONSTANT] = None
 
     @property
     def experts(self) -> ExpertWeights:

@@ -22,14 +22,16 @@ from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed, expect_routed, fake, weigh_input
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
+from moe_ops.quantise_rows import check_input_scale
 from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
 from moe_ops.scaled_arguments import QuantiseRows, ScaledFusedExperts, ScaledGroupedGemm, without_scales
 from moe_ops.slabs import halves_in
-from moe_ops.types import Activation, DispatchPlan, ScaledWeight, is_gated_spec
+from moe_ops.types import Activation, DispatchPlan, InputScales, ScaledWeight, is_gated_spec
 from moe_ops.values import Epilogue, GroupedLinear, PairedLinear, Placement, ScaledLinear
 from moe_ops.weight_copies import by_slabs
 
-Rows = Literal["quantised", "exact"]
+RowKind = Literal["quantised", "exact"]
+Rows = RowKind | InputScales
 
 
 def scaled_fused_experts(
@@ -62,8 +64,8 @@ def scaled_fused_experts(
         w13_bias: [E, 2I], w2_bias: [E, H], dtype of hidden_states.
         rows: what is multiplied with weights: "quantised" rows, of the weights' dtype, with a scale for each block of
             the weights' columns, or "exact" ones, of the dtype of hidden_states. Exact rows are for accuracy and few
-            tokens; on tensor cores weights then have to be converted. None: "exact" with weights of 4 bits, which know
-            nothing else, and "quantised" with ones of 8.
+            tokens; on tensor cores weights then have to be converted. `InputScales`: quantised ones whose scales are
+            given. None: "exact" with weights of 4 bits, which know nothing else, and "quantised" with ones of 8.
 
     Returns:
         [T, H], dtype of hidden_states.
@@ -88,7 +90,7 @@ def scaled_fused_experts(
     return run(weigh_input(args) if apply_router_weight_on_input else args, up, down, rows)
 
 
-def rows_for(stored: torch.dtype) -> Rows:
+def rows_for(stored: torch.dtype) -> RowKind:
     """What is multiplied with weights of a dtype where nothing is said."""
     return "exact" if stored in (PAIRS, INTEGERS) else "quantised"
 
@@ -96,7 +98,7 @@ def rows_for(stored: torch.dtype) -> Rows:
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:
     """`scaled_fused_experts` of its arguments as values; these weights stand in the place of those of `args`."""
     layer = _checked(args, w13, w2, rows)
-    if rows == "quantised" or not _has_gradients(layer):
+    if layer.rows == "quantised" or not _has_gradients(layer):
         return _library.call(layer)
     return run_stages(layer)
 
@@ -125,11 +127,14 @@ def _checked(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows
 def _cast(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> ScaledFusedExperts:
     x, _, weights, ids, placement, shared, activation, epilogue = args
     x, up_bias, down_bias, shared = _library.autocast((x, w13.bias, w2.bias, shared))
-    _expect_rows(rows, w13, w2)
-    if rows == "quantised":
+    kind, scales = _kind_of(rows)
+    _expect_kind(kind, w13, w2)
+    if kind == "quantised":
         _expect_no_gradients(hidden_states=x, w13_bias=up_bias)
     up, down = w13._replace(bias=up_bias), w2._replace(bias=down_bias)
-    return ScaledFusedExperts(x, up, down, weights, ids, placement, shared, activation, epilogue, rows)
+    return ScaledFusedExperts(
+        x, up, down, weights, ids, placement, shared, activation, epilogue, kind, *scales
+    )
 
 
 def _has_gradients(args: ScaledFusedExperts) -> bool:
@@ -144,34 +149,64 @@ def _gate(args: ScaledFusedExperts) -> Callable[[Tensor], Tensor]:
 
 
 def _rows_of(activate: Callable[[Tensor], Tensor], args: ScaledFusedExperts) -> tuple[Tensor, DispatchPlan]:
-    x, up, down, rows = *args[:3], args.rows
+    x, up, down, kind = *args[:3], args.rows
     plan = build_dispatch(args.topk_ids, up.weight.shape[0], args.placement.expert_map)
-    gate_up = _product(x, up, plan.expert_offsets, plan.sorted_slots, rows)
-    return _product(activate(gate_up), down, plan.expert_offsets, None, rows), plan
+    slots, _, offsets = plan
+    gate_up = _product(_rows(x, up, kind, args.w13_input_scale), up, offsets, slots, x.dtype)
+    activated = _rows(activate(gate_up), down, kind, args.w2_input_scale)
+    return _product(activated, down, offsets, None, x.dtype), plan
 
 
 def _summed(args: ScaledFusedExperts, expert_out: Tensor, plan: DispatchPlan) -> Tensor:
     return combine(expert_out, args.topk_weights, plan.inverse, args.shared, *args.epilogue)
 
 
-def product(x: Tensor, linear: ScaledLinear, offsets: Tensor, rows: Rows) -> Tensor:
-    """One product of the layer by itself, of rows [S, A] in expert order."""
+def _kind_of(rows: Rows) -> tuple[RowKind, InputScales]:
+    return ("quantised", rows) if isinstance(rows, InputScales) else (rows, InputScales())
+
+
+_Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def products(w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> tuple[_Product, _Product]:
+    """Both products of the layer by themselves, each of rows [S, A] in expert order and the experts' offsets."""
+    kind, scales = _kind_of(rows)
+    return (
+        lambda x, offsets: _alone(x, w13, offsets, kind, scales.w13),
+        lambda x, offsets: _alone(x, w2, offsets, kind, scales.w2),
+    )
+
+
+def _alone(x: Tensor, linear: ScaledLinear, offsets: Tensor, kind: str, input_scale: Tensor | None) -> Tensor:
     x, bias = _library.autocast((x, linear.bias))
-    if rows == "quantised":
+    if kind == "quantised":
         _expect_no_gradients(**{"tokens, biases or adapters": x})
-    return _product(x, linear._replace(bias=bias), offsets, None, rows)
+    rows = _rows(x, linear, kind, input_scale)
+    return _product(rows, linear._replace(bias=bias), offsets, None, x.dtype)
 
 
-def _product(x: Tensor, linear: ScaledLinear, offsets: Tensor, slots: Tensor | None, rows: str) -> Tensor:
-    if rows == "exact":
-        return _library.call(ScaledGroupedGemm(x, None, linear, offsets, slots, x.dtype))
-    stored, scale = _library.call(QuantiseRows(x, linear.block_columns, linear.weight.dtype))
-    return _library.call(ScaledGroupedGemm(stored, scale, linear, offsets, slots, x.dtype))
+def _rows(
+    x: Tensor, linear: ScaledLinear, kind: str, input_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """What is multiplied with the weight, and its scales."""
+    if kind == "exact":
+        return x, None
+    return _library.call(QuantiseRows(x, linear.block_columns, linear.weight.dtype, input_scale))
 
 
-def _expect_rows(rows: str, w13: ScaledLinear, w2: ScaledLinear) -> None:
-    if rows not in get_args(Rows):
-        value_error("rows={!r}: expected 'quantised' or 'exact'", rows)
+def _product(
+    rows: tuple[Tensor, Tensor | None],
+    linear: ScaledLinear,
+    offsets: Tensor,
+    slots: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _library.call(ScaledGroupedGemm(*rows, linear, offsets, slots, dtype))
+
+
+def _expect_kind(rows: str, w13: ScaledLinear, w2: ScaledLinear) -> None:
+    if rows not in get_args(RowKind):
+        value_error("rows={!r}: expected 'quantised', 'exact' or InputScales", rows)
     if rows == "quantised" and PAIRS in (w13.weight.dtype, w2.weight.dtype):
         value_error("rows='quantised' with weights of 4 bits: expected 'exact'")
 
@@ -220,10 +255,19 @@ def _check_sizes(args: FusedExperts | ScaledFusedExperts, w13: ScaledLinear, w2:
 def _check(args: ScaledFusedExperts) -> None:
     for name, linear in (("w13", args.w13), ("w2", args.w2)):
         check_scaled(name, linear, "hidden_states", args.hidden_states)
-    _expect_rows(args.rows, args.w13, args.w2)
+    _expect_kind(args.rows, args.w13, args.w2)
+    _check_input_scales(args)
     out_features(args.w13.weight.shape[1], Activation.from_spec(args.activation), "w13")
     _check_sizes(args, args.w13, args.w2)
     check_routed(args)
+
+
+def _check_input_scales(args: ScaledFusedExperts) -> None:
+    for name in ("w13_input_scale", "w2_input_scale"):
+        scale = getattr(args, name)
+        check_input_scale(name, scale, "hidden_states", args.hidden_states)
+        if scale is not None and args.rows == "exact":
+            value_error("{} with rows='exact': expected None", name)
 
 
 def run_stages(args: ScaledFusedExperts) -> Tensor:

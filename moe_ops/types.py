@@ -77,6 +77,19 @@ class ScaledWeight:
     zero: torch.Tensor | None = None
 
 
+class InputScales(NamedTuple):
+    """Scales of quantised rows that are known before: "static" ones, such as a calibration of a checkpoint finds.
+
+    A product's rows are divided by the largest of its numbers, as vLLM does where each expert has one; what is larger
+    than 448 or 127 times it becomes that. All below 2 ** -118 count as 1.
+    """
+
+    w13: torch.Tensor | None = None
+    """[N], any floating dtype, of tokens; None: each row has scales of its own."""
+    w2: torch.Tensor | None = None
+    """[N], of the rows between the products; None likewise."""
+
+
 LEAST_LARGEST = 2.0**-118
 """A block whose magnitudes are all below counts as zeros: 448 over one of less may be infinite in float32."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from layers.config import Emit, SaveForBackward
     from layers.lora import ExpertLora
     from layers.weights.scales import WeightScale
-    from moe_ops.scaled_experts import Rows
+    from moe_ops.scaled_experts import RowKind
 
 __all__ = ["PatchReport", "add_adapters", "patch", "quantise_experts", "register", "tp_plan", "unpatch"]
 
@@ -144,7 +144,7 @@ def quantise_experts(
     block: tuple[int, int] = (128, 128),
     *,
     dtype: "torch.dtype",
-    rows: "Rows | None" = None,
+    rows: "RowKind | None" = None,
     zero_points: bool = False,
 ) -> tuple[str, ...]:
     """Turns the experts of a patched model into ones of 8 or 4 bits, in place; the rest of the model stays.

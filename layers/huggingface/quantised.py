@@ -13,14 +13,19 @@ from torch import Tensor, nn
 
 from layers.huggingface import gates
 from layers.lora import ExpertLora, Product
-from layers.quantised import scaled_products
 from layers.weights.expert_loader import part_here
 from layers.weights.scales import Blocks
 from moe_ops.arguments import FusedExperts
 from moe_ops.errors import type_error
 from moe_ops.pairs import numbers_in
 from moe_ops.quantise_rows import blocks_of
-from moe_ops.scaled_experts import Rows, is_differentiated, run as run_scaled, run_around
+from moe_ops.scaled_experts import (
+    RowKind,
+    is_differentiated,
+    products as scaled_products,
+    run as run_scaled,
+    run_around,
+)
 from moe_ops.values import ScaledLinear
 
 SCALE = "_scale_inv"  # a factor, whatever its name says
@@ -32,7 +37,7 @@ _STORED = torch.float8_e4m3fn
 class Format:
     """How `quantise_experts` made an experts module, as its attribute `moe_ops_format`."""
 
-    rows: Rows
+    rows: RowKind
     blocks: Blocks
     scale: torch.dtype
     zero_points: bool = False
@@ -77,7 +82,7 @@ def products(experts: Any, args: FusedExperts, lora: ExpertLora) -> tuple[Produc
     """Those that adapters change; None where weights are not quantised."""
     if not has_scales(experts):
         return None
-    return scaled_products(_linears(experts, args), _rows(experts, args, *lora.parameters()))
+    return scaled_products(*_linears(experts, args), _rows(experts, args, *lora.parameters()))
 
 
 def _linears(experts: Any, args: FusedExperts) -> tuple[ScaledLinear, ScaledLinear]:
@@ -88,7 +93,7 @@ def _linears(experts: Any, args: FusedExperts) -> tuple[ScaledLinear, ScaledLine
     return w13, w2
 
 
-def _rows(experts: Any, args: FusedExperts, *adapters: Tensor) -> Rows:
+def _rows(experts: Any, args: FusedExperts, *adapters: Tensor) -> RowKind:
     """What is multiplied: exact rows where what comes into them has a gradient."""
     made: Format | None = getattr(experts, "moe_ops_format", None)
     before = args.hidden_states, args.experts.w13.bias, *adapters

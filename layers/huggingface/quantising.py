@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from layers._checks import expect_type
+from layers._checks import expect_choice, expect_type
 from layers.huggingface import experts, quantised
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.quantised import SCALE, ZERO_POINT, Format
@@ -19,7 +19,7 @@ from layers.weights.scales import WeightScale, blocks_of_kind, expect_even, expe
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import quantised_weight
-from moe_ops.scaled_experts import Rows, rows_for
+from moe_ops.scaled_experts import RowKind, rows_for
 
 
 def quantise_experts(
@@ -27,13 +27,14 @@ def quantise_experts(
     kind: WeightScale,
     block: tuple[int, int],
     dtype: torch.dtype,
-    rows: Rows | None,
+    rows: RowKind | None,
     zero_points: bool,
 ) -> tuple[str, ...]:
     """See `layers.huggingface.quantise_experts`."""
     expect_type("model", model, nn.Module)
     expect_type("kind", kind, WeightScale)
     rows = rows_for(dtype) if rows is None else rows
+    expect_choice("rows", rows, RowKind)
     expect_format(kind, block, dtype, rows)
     expect_zero_points(zero_points, dtype)
     found: dict[str, Any] = {n: m for n, m in model.named_modules() if "moe_ops_options" in vars(m)}
@@ -76,7 +77,7 @@ def _blocks(module: Any, kind: WeightScale, block: tuple[int, int], dtype: torch
 
 @torch.no_grad()
 def _quantise(
-    module: Any, rows: Rows, blocks: quantised.Blocks, dtype: torch.dtype, zero_points: bool
+    module: Any, rows: RowKind, blocks: quantised.Blocks, dtype: torch.dtype, zero_points: bool
 ) -> None:
     """One weight after the other, and nothing here keeps what it was."""
     for index, (name, block) in enumerate(zip(quantised.names(module), blocks, strict=True)):

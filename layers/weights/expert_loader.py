@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layers._checks import expect_choice, expect_positive, expect_type
 from layers.balancing import experts_at
-from layers.weights.scales import WeightScale
+from layers.weights.scales import INPUT_SCALES, WeightScale
 from moe_ops._checks import expect_dense
 
 ShardId = Literal["w1", "w2", "w3"]
@@ -99,6 +99,8 @@ def _expert_pairs(
     module: Any, param: Tensor, loaded: Tensor, kind: str, expert_id: int
 ) -> list[tuple[Tensor, Tensor]]:
     """(the expert's part of the parameter, its weight): one pair, or all experts of a fused checkpoint."""
+    if kind == "single" and _is_one_of(module, param, INPUT_SCALES):
+        return [(param.data[_logical(module, expert_id)], loaded)]
     local_of, here = module.expert_map, _memory_of(module, param, kind)
     if here.shape[0] != module.num_local_experts:
         raise ValueError(
@@ -107,8 +109,7 @@ def _expert_pairs(
     is_fused = loaded.dim() == _DIMS_OF_ALL.get(kind)
     if not is_fused:
         known = param.shape[0] if local_of is None else local_of.shape[0]
-        if not isinstance(expert_id, int) or isinstance(expert_id, bool) or not 0 <= expert_id < known:
-            raise ValueError(f"expert_id={expert_id!r}: expected an expert in [0, {known})")
+        _expect_expert(expert_id, known)
         local = expert_id if local_of is None else int(local_of[expert_id])
         return [] if local < 0 else [(here[local], loaded)]
     places = range(param.shape[0]) if local_of is None else local_of.tolist()
@@ -117,6 +118,21 @@ def _expert_pairs(
         raise ValueError(f"loaded_weight has shape {tuple(loaded.shape)}: expected {num_experts} experts")
     weights = (loaded[expert] for expert in experts_at(module.balancing, len(places), loaded.shape[0]))
     return [(here[local], weight) for local, weight in zip(places, weights, strict=True) if local >= 0]
+
+
+def _is_one_of(module: Any, param: Tensor, names: tuple[str, ...]) -> bool:
+    return any(module._parameters.get(name) is param for name in names)
+
+
+def _logical(module: Any, expert_id: int) -> int:
+    """Of what ranks have of all experts: that of a replica is its expert's."""
+    _expect_expert(expert_id, module.config.num_physical_experts)
+    return expert_id % module.config.num_experts
+
+
+def _expect_expert(expert_id: int, known: int) -> None:
+    if not isinstance(expert_id, int) or isinstance(expert_id, bool) or not 0 <= expert_id < known:
+        raise ValueError(f"expert_id={expert_id!r}: expected an expert in [0, {known})")
 
 
 def _memory_of(module: Any, param: Any, kind: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from moe_ops.errors import value_error
 from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import GROUP, PAIRS
 from moe_ops.quantise_rows import expect_dtype
-from moe_ops.scaled_experts import Rows
+from moe_ops.scaled_experts import RowKind
 
 
 class WeightScale(Enum):
@@ -49,6 +49,11 @@ class WeightScale(Enum):
 WEIGHTS = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale", "w2_weight_scale")
 ZERO_POINTS = ("w13_weight_zero_point", "w2_weight_zero_point")
+INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
+
+Rows = RowKind | Literal["static"]
+"""What is multiplied with weights; "static": rows that are quantised with the layer's input scales."""
+ROWS: tuple[str, ...] = (*get_args(RowKind), "static")
 
 
 Blocks = tuple[tuple[int, int], tuple[int, int]]
@@ -68,16 +73,21 @@ class Quantisation:
     zero_points: bool = False
 
     @property
+    def all_parameters(self) -> tuple[str, ...]:
+        """Names of those that keep their dtypes where a model is cast."""
+        return (*self.parameters, *(INPUT_SCALES if self.rows == "static" else ()))
+
+    @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of those that a layer has beside its weights."""
+        """Names of those that a layer has beside its weights, each expert its own."""
         return (*SCALES, *ZERO_POINTS) if self.zero_points else SCALES
 
 
 def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
     """Raises TypeError, ValueError for rows, block and dtype that are none, and what is not for weights of 4 bits."""
     expect_block(block)
-    if rows not in get_args(Rows):
-        raise ValueError(f"rows={rows!r}: expected 'quantised' or 'exact'")
+    if rows not in ROWS:
+        raise ValueError(f"rows={rows!r}: expected one of {', '.join(map(repr, ROWS))}")
     if dtype not in (PAIRS, INTEGERS):
         expect_dtype("dtype", dtype)
     elif not _is_of_pairs(kind, block[1], dtype):

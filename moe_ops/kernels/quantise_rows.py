@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 from moe_ops.kernels.activation import NO_GATE, gate_up_columns
 from moe_ops.kernels.common import INTERPRETED, apply_activation, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
-from moe_ops.kernels.program import Buffer, Launch, Program, Ref
+from moe_ops.kernels.program import Buffer, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.tiles import expert_args, has_expert
 from moe_ops.types import LEAST_LARGEST, largest_of
 
@@ -68,33 +68,53 @@ def _quotient(dividend, divisor, is_zero):
 
 
 @triton.jit
-def quantised(value, largest, DTYPE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """Blocks [N, COLUMNS] in DTYPE, of which each is divided by its scale."""
-    factor = _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest, largest < LEAST)
+def quantised(value, factor, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    """Blocks [N, COLUMNS] in DTYPE, each times its factor [N]."""
     multiplied = _rounded(value * factor[:, None], tl.int8 == DTYPE)
     return tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST).to(DTYPE)
 
 
 @triton.jit
+def factor_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
+    """One over the scale of each block [N]."""
+    return _quotient(tl.full(largest.shape, LARGEST, tl.float32), largest, largest < LEAST)
+
+
+@triton.jit
 def scale_of(largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """What each block [N] was divided by."""
+    """What each block [N] is divided by."""
     return _quotient(largest, tl.full(largest.shape, LARGEST, tl.float32), largest < LEAST)
 
 
 @triton.jit
-def _store(rows_ptr, value, places, inside, largest, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    rows = quantised(value, largest, rows_ptr.dtype.element_ty, LARGEST, LEAST)
+def given_scale(scale_ptr, count, stride, LEAST: tl.constexpr, COUNT: tl.constexpr):
+    """The largest of `count` scales [1], and one over it."""
+    places = tl.arange(0, COUNT)
+    scales = tl.load(scale_ptr + offset(places, stride), mask=places < count, other=0.0).to(tl.float32)
+    scale = with_largest(tl.zeros((1,), tl.float32), scales[None, :])
+    scale = tl.where(scale < LEAST, 1.0, scale)
+    return scale, tl.div_rn(tl.full((1,), 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _store(rows_ptr, value, places, inside, factor, LARGEST: tl.constexpr):
+    rows = quantised(value, factor, rows_ptr.dtype.element_ty, LARGEST)
     tl.store(rows_ptr + offset(places, 1), rows, mask=inside)
 
 
 @triton.jit
 def quantise_rows_kernel(
-    x_ptr, offsets_ptr, rows_ptr, scale_ptr, num_experts, columns, depth, num_blocks, x_stride_t, x_stride_k,
+    x_ptr, input_scale_ptr, offsets_ptr, rows_ptr, scale_ptr,
+    num_experts, columns, depth, num_blocks, num_scales, x_stride_t, x_stride_k, input_scale_stride,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, ONCE: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block."""
+    """BLOCKS blocks of a row; grid (T * programs of a row). ONCE: COLUMNS are all of a block.
+
+    What has a scale before is read once, and then it is known whether a block has a NaN.
+    """
     programs = tl.cdiv(num_blocks, BLOCKS)
     row = tl.program_id(0) // programs
     if has_expert(row, offsets_ptr, num_experts):
@@ -103,13 +123,24 @@ def quantise_rows_kernel(
         scale_ptrs, known = scale_ptr + offset(row, num_blocks) + blocks, blocks < num_blocks
         inner = tl.arange(0, COLUMNS)
         largest = tl.zeros((BLOCKS,), tl.float32)
-        if ONCE:
+        if input_scale_ptr is not None:
+            given, factor = given_scale(input_scale_ptr, num_scales, input_scale_stride, LEAST, SCALES)
+            for start in range(0, columns, COLUMNS):
+                value, places, inside = _values(
+                    x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                    NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
+                )  # fmt: skip
+                largest = with_largest(largest, value)
+                _store(row_ptr, value, places, inside, factor, LARGEST)
+            scale = tl.where(largest != largest, float("nan"), given)
+        elif ONCE:
             value, places, inside = _values(
                 x_row_ptr, blocks, inner, columns, depth, x_stride_k,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
             largest = with_largest(largest, value)
-            _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
+            _store(row_ptr, value, places, inside, factor_of(largest, LARGEST, LEAST), LARGEST)
+            scale = scale_of(largest, LARGEST, LEAST)
         else:
             for start in range(0, columns, COLUMNS):
                 value, places, inside = _values(
@@ -117,13 +148,15 @@ def quantise_rows_kernel(
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
                 largest = with_largest(largest, value)
+            factor = factor_of(largest, LARGEST, LEAST)
             for start in range(0, columns, COLUMNS):
                 value, places, inside = _values(
                     x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
-                _store(row_ptr, value, places, inside, largest, LARGEST, LEAST)
-        tl.store(scale_ptrs, scale_of(largest, LARGEST, LEAST), mask=known)
+                _store(row_ptr, value, places, inside, factor, LARGEST)
+            scale = scale_of(largest, LARGEST, LEAST)
+        tl.store(scale_ptrs, scale, mask=known)
 
 
 def quantise_rows_program(args: Any, gpu: Gpu) -> Program:
@@ -144,6 +177,7 @@ def rows_program(args: Any, depth: int, gate: dict[str, Any], num_experts: int |
     scale = Buffer("row_scale", (num_tokens, num_blocks), torch.float32)
     given = {
         "x_ptr": Ref("x"),
+        **input_scale_args(args.input_scale, "input_scale"),
         **expert_args(num_experts),
         "rows_ptr": Ref(rows.name),
         "scale_ptr": Ref(scale.name),
@@ -162,3 +196,14 @@ def rows_program(args: Any, depth: int, gate: dict[str, Any], num_experts: int |
     warps = min(max(width * blocks // _LEAST, 1), 8)
     launch = Launch(quantise_rows_kernel, (num_tokens * cdiv(num_blocks, blocks),), given, warps, 1)
     return Program((rows, scale), (launch,), (rows.name, scale.name))
+
+
+def input_scale_args(scale: TensorMeta | None, name: str) -> dict[str, Any]:
+    """Arguments of kernels that take scales of rows which are known before, called `name`, or take none."""
+    count = 1 if scale is None else scale.shape[0]
+    return {
+        "input_scale_ptr": None if scale is None else Ref(name),
+        "num_scales": count,
+        "input_scale_stride": 0 if scale is None else scale.strides[0],
+        "SCALES": next_power_of_2(count),
+    }

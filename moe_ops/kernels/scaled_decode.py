@@ -17,7 +17,14 @@ from moe_ops.kernels.common import apply_activation, cdiv, local_expert, next_po
 from moe_ops.kernels.decode_args import route_args
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
-from moe_ops.kernels.quantise_rows import quantised, scale_of, with_largest
+from moe_ops.kernels.quantise_rows import (
+    factor_of,
+    given_scale,
+    input_scale_args,
+    quantised,
+    scale_of,
+    with_largest,
+)
 from moe_ops.kernels.scaled import stride_args
 from moe_ops.types import LEAST_LARGEST, largest_of
 
@@ -49,8 +56,15 @@ def _as_quantised(
     blocks, largest = tl.reshape(x, (COUNT, x.shape[0] // COUNT)), row_largest
     if not ONE_BLOCK:
         largest = with_largest(tl.zeros((COUNT,), tl.float32), blocks)
-    rounded = quantised(blocks, largest, DTYPE, LARGEST, LEAST).to(tl.float32)
+    rounded = quantised(blocks, factor_of(largest, LARGEST, LEAST), DTYPE, LARGEST).to(tl.float32)
     return tl.reshape(rounded * scale_of(largest, LARGEST, LEAST)[:, None], x.shape)
+
+
+@triton.jit
+def _with_scale(x, scale, factor, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    """The same with a scale [1] that is known before; a NaN stays one."""
+    rounded = quantised(x[None, :], factor, DTYPE, LARGEST).to(tl.float32) * scale[:, None]
+    return tl.where(x != x, x, tl.reshape(rounded, x.shape))
 
 
 @triton.jit
@@ -93,14 +107,15 @@ def _finished(
 
 @triton.jit
 def scaled_gemv_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
-    top_k, slots_of_row, num_ids, num_experts, features, block_rows, x_blocks,
+    x_ptr, x_scale_ptr, input_scale_ptr, weight_ptr, scale_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
+    top_k, slots_of_row, num_ids, num_experts, features, block_rows, x_blocks, num_scales, input_scale_stride,
     x_stride_m, x_stride_k, ids_stride_t, ids_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, bias_stride_e, bias_stride_n,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr,
     ONE_BLOCK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = gate(weight[expert of slot] @ x[slot // slots_of_row]), or without a gate.
 
@@ -128,7 +143,9 @@ def scaled_gemv_kernel(
         gate_scale_ptr = expert_scale_ptr + offset(gate_block // block_rows, scale_stride_n)
         up_scale_ptr = expert_scale_ptr + offset(up_block // block_rows, scale_stride_n)
         row_largest = tl.zeros((1,), tl.float32)
-        if x_scale_ptr is None and ONE_BLOCK:
+        if input_scale_ptr is not None:
+            given, factor = given_scale(input_scale_ptr, num_scales, input_scale_stride, LEAST, SCALES)
+        elif x_scale_ptr is None and ONE_BLOCK:
             row_largest = _largest_of_row(x_row_ptr, x_stride_k, DEPTH, BLOCK_K)
         gate, up = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
         for start in tl.static_range(0, DEPTH, BLOCK_K):
@@ -139,7 +156,9 @@ def scaled_gemv_kernel(
             if GATED:
                 up_weight = tl.load(up_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=live, other=0.0).to(tl.float32)
-            if x_scale_ptr is None:
+            if input_scale_ptr is not None:
+                x = _with_scale(x, given, factor, DTYPE, LARGEST)
+            elif x_scale_ptr is None:
                 x = _as_quantised(x, row_largest, DTYPE, LARGEST, LEAST, ONE_BLOCK, COUNT)
             else:
                 x_scale_row_ptr = x_scale_ptr + offset(slot // slots_of_row, x_blocks)
@@ -182,6 +201,8 @@ def quantises_rows(args: Any, name: str) -> bool:
     """Whether the kernel itself quantises the rows that the weight of that name is multiplied with."""
     linear = getattr(args, name)
     depth = linear.weight.shape[2]
+    if getattr(args, f"{name}_input_scale") is not None:
+        return True
     if name == "w13":
         return depth <= _MOST_OF_TOKEN and _is_one_block(linear)
     return depth <= _MOST_OF_SLOT and _scales_of_step(linear) < _step(linear)
@@ -202,6 +223,7 @@ def scaled_gemv_launch(
         **route_args(args),
         **bias_args(None if bias is None else Operand(f"{name}_bias", bias)),
         **_block_args(linear),
+        **input_scale_args(getattr(args, f"{name}_input_scale"), f"{name}_input_scale"),
         **gate,
         "x_ptr": Ref(x),
         "x_scale_ptr": None if quantises_rows(args, name) else Ref(f"{x}_scale"),

@@ -114,14 +114,15 @@ def _sorted(args: Any, gpu: Gpu) -> Program:
     x, w13, w2 = args.hidden_states, args.w13, args.w2
     sorting, sorts = dispatch_launches(args.topk_ids, args.placement, w13.weight.shape[0])
     slots, _, offsets = (buffer.meta for buffer in sorting[:3])
-    tokens = quantise_rows_program(QuantiseRows(x, w13.block_columns, w13.weight.dtype), gpu)
+    of_x = QuantiseRows(x, w13.block_columns, w13.weight.dtype, args.w13_input_scale)
+    tokens = quantise_rows_program(of_x, gpu)
     up = _product(args, ScaledGroupedGemm(*_metas(tokens), w13, offsets, slots, x.dtype), gpu)
-    rows = _gated(up.buffers[-1].meta, w2, args.activation)
+    rows = _gated(up.buffers[-1].meta, args)
     down = _product(args, ScaledGroupedGemm(*_metas(rows), w2, offsets, None, x.dtype), gpu)
     parts = (
-        _named(tokens, x="hidden_states", rows="token_rows", row_scale="token_scale"),
+        _named(tokens, **_rows_of("w13", "token"), x="hidden_states"),
         _named(up, **_operands("w13", "token"), product="gate_up"),
-        _named(rows, x="gate_up", rows="slot_rows", row_scale="slot_scale"),
+        _named(rows, **_rows_of("w2", "slot"), x="gate_up"),
         _named(down, **_operands("w2", "slot"), product="expert_out"),
     )
     return _in_turn(args, sorting, sorts, parts)
@@ -149,11 +150,17 @@ def _product(args: Any, product: ScaledGroupedGemm, gpu: Gpu) -> Program:
     return scaled_grouped_gemm_program(product, gpu, num_ids, tail=False)
 
 
-def _gated(gate_up: TensorMeta, linear: Any, activation: str) -> Program:
-    """What `linear` is given: rows of the gate."""
-    rows = QuantiseRows(gate_up, linear.block_columns, linear.weight.dtype)  # type: ignore[arg-type]  # metadata
-    gate = activation_args(Activation.from_spec(activation))
-    return rows_program(rows, linear.weight.shape[2], gate, linear.weight.shape[0])
+def _gated(gate_up: TensorMeta, args: Any) -> Program:
+    """What `w2` is multiplied with: rows of the gate."""
+    weight, columns = args.w2.weight, args.w2.block_columns
+    rows = QuantiseRows(gate_up, columns, weight.dtype, args.w2_input_scale)  # type: ignore[arg-type]  # metadata
+    gate = activation_args(Activation.from_spec(args.activation))
+    return rows_program(rows, weight.shape[2], gate, weight.shape[0])
+
+
+def _rows_of(name: str, rows: str) -> dict[str, str]:
+    """What tensors of the rows are called that the weight `name` is multiplied with."""
+    return {"rows": f"{rows}_rows", "row_scale": f"{rows}_scale", "input_scale": f"{name}_input_scale"}
 
 
 def _operands(name: str, rows: str) -> dict[str, str]:

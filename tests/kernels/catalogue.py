@@ -188,7 +188,7 @@ def _scaled_rows(block: tuple[int, int]) -> Program:
     )
 
 
-def _scaled_token() -> Program:
+def _scaled_token(**given: torch.Tensor) -> Program:
     """A token's layer in float8."""
     named = {
         "hidden_states": _strided(1, 64),
@@ -200,7 +200,7 @@ def _scaled_token() -> Program:
         scale = _strided(8, rows // 8, columns // 32, dtype=torch.float32)
         named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": _strided(8, rows)}
         named |= {f"{name}_block_rows": 8, f"{name}_block_columns": 32}
-    return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named)
+    return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named, **given)
 
 
 def _token_in_pairs(scale_dtype: torch.dtype, has_zeros: bool) -> Program:
@@ -312,8 +312,9 @@ def programs() -> list[Program]:
             "grouped_gemm_weight_backward", meta(1024, 136)[:, :128], meta(1024, 72)[:, :64], _index(9)
         ),
         program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
-        program_of("quantise_rows", _strided(512, 64), 24, torch.int8),
-        program_of("quantise_rows", _strided(8, 9000), 9000, torch.int8),
+        program_of("quantise_rows", _strided(512, 64), None, 24, torch.int8),
+        program_of("quantise_rows", _strided(8, 9000), None, 9000, torch.int8),
+        program_of("quantise_rows", _strided(8, 96), _strided(16, dtype=torch.float32), 32, torch.int8),
         program_of(
             "dequantise_weight",
             _strided(8, 128, 64, dtype=torch.int8),
@@ -328,6 +329,9 @@ def programs() -> list[Program]:
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
         _scaled_token(),
+        _scaled_token(
+            **dict.fromkeys(("w13_input_scale", "w2_input_scale"), _strided(8, dtype=torch.float32))
+        ),
         program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),

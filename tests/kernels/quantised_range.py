@@ -29,8 +29,10 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
             if wide or (dtype, x_dtype) not in _LIGHTER:
                 yield from _quantised(gpu, dtype, x_dtype, block, 8 * rows)
     for dtype, columns in itertools.product(stored, (5, 128, 2048, 16384) if wide else (128, 16384)):
-        program = program_of("quantise_rows", meta(8, max(columns, 512)), columns, dtype, gpu=gpu)
-        yield from _programs(f"{dtype} rows of {columns}", torch.bfloat16, program)
+        for given in (None, meta(200, dtype=torch.float32)):
+            program = program_of("quantise_rows", meta(8, max(columns, 512)), given, columns, dtype, gpu=gpu)
+            for each in _programs(f"{dtype} rows of {columns}, {given is None}", torch.bfloat16, program):
+                yield replace(each, dtypes=each.dtypes | {"input_scale": torch.float32})
     forms, odd = (*((each, False) for each in stored), *FORMATS), ((7, 96),) if wide else ()
     for (of, zeros), dtype, block in itertools.product(
         forms, (torch.bfloat16, torch.float16), ((1, 128), *odd)
@@ -40,6 +42,7 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             yield from _layer(gpu, dtype, tokens, act)
+        yield from _layer(gpu, dtype, 1, act, meta(200, dtype=torch.float32))
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     usual = [
         *itertools.product(SCALES[:1], (4, 50, 200, 2880, 7168)),
@@ -112,7 +115,7 @@ def _in_pairs(gpu, dtype, form, depth, columns, slots) -> Iterator[Planned]:
         yield replace(each, dtypes=each.dtypes | stored)
 
 
-def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:
+def _layer(gpu, stored, tokens, act, input_scale=None) -> Iterator[Planned]:
     ids, weights = meta(tokens, 8, dtype=torch.int32), meta(tokens, 8, dtype=torch.float32)
     named = {
         "hidden_states": meta(tokens, 2048),
@@ -125,9 +128,11 @@ def _layer(gpu, stored, tokens, act) -> Iterator[Planned]:
         scale = meta(16, rows // 128, columns // 128, dtype=torch.float32)
         named |= {name: meta(16, rows, columns, dtype=stored), f"{name}_scale": scale}
         named |= {f"{name}_block_rows": 128, f"{name}_block_columns": 128}
-    program = program_of("scaled_fused_experts", gpu=gpu, **named)
+    scales = dict.fromkeys(("w13_input_scale", "w2_input_scale"), input_scale)
+    program = program_of("scaled_fused_experts", gpu=gpu, **named, **scales)
+    dtypes = {"w13": stored, "w2": stored} | dict.fromkeys(scales, torch.float32)
     for each in _programs(f"{stored} layer of {tokens}, {act.spec}", torch.bfloat16, program):
-        yield replace(each, dtypes=each.dtypes | {"w13": stored, "w2": stored})
+        yield replace(each, dtypes=each.dtypes | dtypes)
 
 
 def _quantised(gpu, stored, x_dtype, block, slots) -> Iterator[Planned]:

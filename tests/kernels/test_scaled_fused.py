@@ -87,7 +87,7 @@ def _stages(at, of_gate=None):
 
     def product(x, name, index, dtype):
         block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
-        rows, scale = launch("quantise_rows", x, block[1], at[name].dtype)
+        rows, scale = launch("quantise_rows", x, at.get(f"{name}_input_scale"), block[1], at[name].dtype)
         stored = at[name], at[f"{name}_scale"]
         given = rows, *stored, offsets, scale, at[f"{name}_bias"], None, index, *block, dtype
         return launch("scaled_grouped_gemm", *given)

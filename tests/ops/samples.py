@@ -109,7 +109,11 @@ def samples():
             (t(3, 2, 4), t(3, 5, 4), COUNTS, t(3, 5)),
             (t(3, 2, 4), t(3, 4, 5).transpose(1, 2), COUNTS, None),
         ],
-        "quantise_rows": [(t(3, 4), 3, torch.int8), (t(3, 4), 4, torch.float8_e4m3fn)],
+        "quantise_rows": [
+            (t(3, 4), None, 3, torch.int8),
+            (t(3, 4), None, 4, torch.float8_e4m3fn),
+            (t(3, 4), torch.rand(2), 3, torch.float8_e4m3fn),
+        ],
         "dequantise_weight": [
             (whole(3, 5, 4), torch.rand(3, 3, 2), None, 2, 3, torch.float32),
             (PAIRS, EXPONENTS, None, 1, 32, torch.bfloat16),
@@ -138,9 +142,11 @@ def samples():
         ],
         "scaled_fused_experts": [
             (t(3, 4), whole(3, 8, 4), torch.rand(3, 4, 2), whole(3, 4, 4), torch.rand(3, 1, 2), t(3, 2), IDS)
-            + (t(3, 8), None, t(3, 4), None, None, *joined, 2, 3, 4, 2, "silu", "quantised"),
+            + (t(3, 8), None, t(3, 4), None, None, *joined, None, None, 2, 3, 4, 2, "silu", "quantised"),
             (t(3, 4), whole(3, 4, 4), torch.rand(3, 4, 1), whole(3, 4, 4), torch.rand(3, 4, 1), t(3, 2), IDS)
-            + (*(None,) * 8, 1, 4, 1, 4, "relu2", "exact"),
+            + (*(None,) * 8, torch.rand(3), torch.rand(1), 1, 4, 1, 4, "relu2", "quantised"),
+            (t(3, 4), whole(3, 4, 4), torch.rand(3, 4, 1), whole(3, 4, 4), torch.rand(3, 4, 1), t(3, 2), IDS)
+            + (*(None,) * 10, 1, 4, 1, 4, "relu2", "exact"),
             (
                 t(3, 8),
                 PAIRS[:, :4],
@@ -149,7 +155,7 @@ def samples():
                 torch.rand(3, 8, 1),
                 t(3, 2),
             )
-            + (IDS, None, ZEROS[:, :4], None, ZEROS.repeat(1, 2, 1)[:, :8], *(None,) * 4)
+            + (IDS, None, ZEROS[:, :4], None, ZEROS.repeat(1, 2, 1)[:, :8], *(None,) * 6)
             + (1, 8, 1, 4, "relu2", "exact"),
         ],
         "dense_gemm": [
@@ -260,7 +266,7 @@ def empty_samples():
         "grouped_gemm": (none, w13, offsets, t(3, 8), None, None),
         "grouped_gemm_weight_backward": (t(0, 5), none, offsets),
         "batched_gemm": (t(3, 0, 4), w13, torch.zeros(3, dtype=torch.int32), t(3, 8)),
-        "quantise_rows": (none, 3, torch.int8),
+        "quantise_rows": (none, None, 3, torch.int8),
         "dequantise_weight": (whole(0, 5, 4), torch.rand(0, 3, 2), None, 2, 3, torch.float32),
         "scaled_grouped_gemm": (none, whole(3, 5, 4), torch.rand(3, 5, 1), offsets, None, t(3, 5), None, None)
         + (1, 4, torch.float32),
@@ -271,7 +277,7 @@ def empty_samples():
             whole(3, 4, 4),
             torch.rand(3, 4, 1),
         )
-        + (weights, ids, *(None,) * 8, 1, 4, 1, 4, "silu", "quantised"),
+        + (weights, ids, *(None,) * 10, 1, 4, 1, 4, "silu", "quantised"),
         "dense_gemm": (none, matrix(5, 4), matrix(5), torch.float32),
         "gated_activation": (t(0, 8), "silu"),
         "gated_activation_backward": (none, t(0, 8), "gelu"),

@@ -32,6 +32,8 @@ FREE_SIZES = {
     ("batched_gemm", "x", 1),
     ("dense_gemm", "x", 0),
     *itertools.product(("quantise_rows",), ("x",), (0, 1)),
+    ("quantise_rows", "input_scale", 0),
+    *itertools.product(("scaled_fused_experts",), ("w13_input_scale", "w2_input_scale"), (0,)),
     *itertools.product(("dequantise_weight",), ("weight",), (1, 2)),  # with as many blocks
     *itertools.product(("plan_exchange",), ("topk_ids",), (0, 1)),
     ("plan_exchange", "owners", 0),
@@ -48,7 +50,7 @@ FREE_SIZES = {
 }
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
 FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights", "scale", "x_scale"}
-FREE_DTYPES |= {"w13_scale", "w2_scale"}
+FREE_DTYPES |= {"w13_scale", "w2_scale", "input_scale", "w13_input_scale", "w2_input_scale"}
 FREE_DTYPES |= {f"operand{index}" for index in range(4)}
 FREE_FLOATS = {("scaled_fused_experts", "w13_bias"), ("scaled_fused_experts", "w2_bias")}
 ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones too

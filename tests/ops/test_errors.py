@@ -83,7 +83,13 @@ def test_calls(name):
 
 def test_every_public_function_is_called_with_something_bad():
     called = {name for call, *_ in BAD_INPUTS.values() for name in call.__code__.co_names}
-    assert set(moe_ops.__all__) - called == {"DispatchPlan", "source_hash", "tuning_key", "warmup"}
+    assert set(moe_ops.__all__) - called == {
+        "DispatchPlan",
+        "InputScales",
+        "source_hash",
+        "tuning_key",
+        "warmup",
+    }
     assert len(BAD_INPUTS) == len(BAD_LAYERS) + len(BAD_CALLS) + len(BAD_VALUES) + len(BAD_MODULES) >= 40
 
 

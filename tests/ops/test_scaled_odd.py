@@ -69,7 +69,7 @@ OTHERS = {
     "columns": (lambda: moe_ops.quantise_rows(torch.randn(2, 3), "2"), "columns='2': expected an int"),
     "no dtype": (lambda: moe_ops.quantise_rows(torch.randn(2, 3), 2, None), "dtype=None: expected torch.float8_e4m3fn"),
     "another dtype": (
-        lambda: torch.ops.moe.quantise_rows(torch.randn(2, 3), 2, torch.uint8), "dtype=torch.uint8: expected",
+        lambda: torch.ops.moe.quantise_rows(torch.randn(2, 3), None, 2, torch.uint8), "dtype=torch.uint8: expected",
     ),
 }  # fmt: skip
 

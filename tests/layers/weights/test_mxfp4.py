@@ -146,7 +146,7 @@ REFUSED = {
     ),
     "no block": ((WeightScale.GROUP, None), {}, r"block=None: expected \(rows, columns\)"),
     "rows alone": ((WeightScale.GROUP, (1,)), {}, r"block=\(1,\): expected \(rows, columns\)"),
-    "empty rows": (GROUP, {"rows": ""}, "rows='': expected 'quantised' or 'exact'"),
+    "empty rows": (GROUP, {"rows": ""}, "rows='': expected one of 'quantised', 'exact', 'static'"),
 }
 
 

@@ -199,7 +199,7 @@ def test_what_quantised_experts_refuse():
         experts.reset_parameters()
     with pytest.raises(TypeError, match=r"dtype=torch.float16: expected torch.float8_e4m3fn or torch.int8"):
         quantise_experts(quantisable(), WeightScale.CHANNEL, dtype=torch.float16)
-    with pytest.raises(ValueError, match="rows='some': expected 'quantised' or 'exact'"):
+    with pytest.raises(ValueError, match="rows='some': expected one of 'quantised', 'exact', 'static'"):
         quantise_experts(quantisable(), WeightScale.CHANNEL, rows="some")
     with pytest.raises(ValueError, match="emit='fused' with quantised experts: expected 'auto' or 'stages'"):
         quantise_experts(quantisable(emit="fused"), WeightScale.CHANNEL)
