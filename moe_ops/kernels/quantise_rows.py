@@ -69,9 +69,10 @@ def _quotient(dividend, divisor, is_zero):
 
 @triton.jit
 def quantised(value, factor, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """Blocks [N, COLUMNS] in DTYPE, each times its factor [N]."""
+    """Blocks [N, COLUMNS] in DTYPE, each times its factor [N]. In float8 a NaN stays one, but interpreted."""
     multiplied = _rounded(value * factor[:, None], tl.int8 == DTYPE)
-    return tl.minimum(tl.maximum(multiplied, -LARGEST), LARGEST).to(DTYPE)
+    at_least = tl.maximum(multiplied, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(at_least, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from moe_ops.kernels.activation import gate_up_columns
-from moe_ops.kernels.common import apply_activation, cdiv, local_expert, next_power_of_2, offset
+from moe_ops.kernels.common import INTERPRETED, apply_activation, cdiv, local_expert, next_power_of_2, offset
 from moe_ops.kernels.decode_args import route_args
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
@@ -48,23 +48,24 @@ def _largest_of_row(x_row_ptr, x_stride_k, DEPTH: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def _as_quantised(
-    x, row_largest, DTYPE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """What the row is once it has been quantised, in COUNT blocks or all of it in one."""
-    blocks, largest = tl.reshape(x, (COUNT, x.shape[0] // COUNT)), row_largest
-    if not ONE_BLOCK:
-        largest = with_largest(tl.zeros((COUNT,), tl.float32), blocks)
-    rounded = quantised(blocks, factor_of(largest, LARGEST, LEAST), DTYPE, LARGEST).to(tl.float32)
-    return tl.reshape(rounded * scale_of(largest, LARGEST, LEAST)[:, None], x.shape)
+def _as_quantised(x, scale, factor, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    """What the row is once it has been quantised, with its scale [1] and one over it; a NaN stays one."""
+    blocks = tl.reshape(x, (1, x.shape[0]))
+    rounded = quantised(blocks, factor, DTYPE, LARGEST).to(tl.float32) * scale[:, None]
+    if INTERPRETED:  # whose float8 has none; a GPU would wait for it
+        rounded = tl.where(blocks != blocks, blocks, rounded)
+    return tl.reshape(rounded, x.shape)
 
 
 @triton.jit
-def _with_scale(x, scale, factor, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
-    """The same with a scale [1] that is known before; a NaN stays one."""
-    rounded = quantised(x[None, :], factor, DTYPE, LARGEST).to(tl.float32) * scale[:, None]
-    return tl.where(x != x, x, tl.reshape(rounded, x.shape))
+def _as_quantised_by_blocks(
+    x, DTYPE: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, COUNT: tl.constexpr
+):
+    """The same of COUNT blocks that have each their scale."""
+    blocks = tl.reshape(x, (COUNT, x.shape[0] // COUNT))
+    largest = with_largest(tl.zeros((COUNT,), tl.float32), blocks)
+    rounded = quantised(blocks, factor_of(largest, LARGEST, LEAST), DTYPE, LARGEST).to(tl.float32)
+    return tl.reshape(rounded * scale_of(largest, LARGEST, LEAST)[:, None], x.shape)
 
 
 @triton.jit
@@ -142,11 +143,14 @@ def scaled_gemv_kernel(
         up_ptr = expert_ptr + offset(up_rows, weight_stride_n)[:, None]
         gate_scale_ptr = expert_scale_ptr + offset(gate_block // block_rows, scale_stride_n)
         up_scale_ptr = expert_scale_ptr + offset(up_block // block_rows, scale_stride_n)
-        row_largest = tl.zeros((1,), tl.float32)
+        ONE_SCALE: tl.constexpr = x_scale_ptr is None and (ONE_BLOCK or input_scale_ptr is not None)
         if input_scale_ptr is not None:
-            given, factor = given_scale(input_scale_ptr, num_scales, input_scale_stride, LEAST, SCALES)
-        elif x_scale_ptr is None and ONE_BLOCK:
-            row_largest = _largest_of_row(x_row_ptr, x_stride_k, DEPTH, BLOCK_K)
+            row_scale, row_factor = given_scale(
+                input_scale_ptr, num_scales, input_scale_stride, LEAST, SCALES
+            )
+        elif ONE_SCALE:
+            largest = _largest_of_row(x_row_ptr, x_stride_k, DEPTH, BLOCK_K)
+            row_scale, row_factor = scale_of(largest, LARGEST, LEAST), factor_of(largest, LARGEST, LEAST)
         gate, up = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
         for start in tl.static_range(0, DEPTH, BLOCK_K):
             inner = start + tl.arange(0, BLOCK_K)
@@ -156,10 +160,10 @@ def scaled_gemv_kernel(
             if GATED:
                 up_weight = tl.load(up_ptr + places, mask=mask, other=0.0, eviction_policy="evict_first")
             x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=live, other=0.0).to(tl.float32)
-            if input_scale_ptr is not None:
-                x = _with_scale(x, given, factor, DTYPE, LARGEST)
+            if ONE_SCALE:
+                x = _as_quantised(x, row_scale, row_factor, DTYPE, LARGEST)
             elif x_scale_ptr is None:
-                x = _as_quantised(x, row_largest, DTYPE, LARGEST, LEAST, ONE_BLOCK, COUNT)
+                x = _as_quantised_by_blocks(x, DTYPE, LARGEST, LEAST, COUNT)
             else:
                 x_scale_row_ptr = x_scale_ptr + offset(slot // slots_of_row, x_blocks)
                 x = _times_scales(x, x_scale_row_ptr, start, 1, DEPTH, COLUMNS, COUNT)
@@ -199,13 +203,11 @@ def multiplies_rows(args: Any) -> bool:
 
 def quantises_rows(args: Any, name: str) -> bool:
     """Whether the kernel itself quantises the rows that the weight of that name is multiplied with."""
-    linear = getattr(args, name)
+    linear, is_given = getattr(args, name), getattr(args, f"{name}_input_scale") is not None
     depth = linear.weight.shape[2]
-    if getattr(args, f"{name}_input_scale") is not None:
-        return True
     if name == "w13":
-        return depth <= _MOST_OF_TOKEN and _is_one_block(linear)
-    return depth <= _MOST_OF_SLOT and _scales_of_step(linear) < _step(linear)
+        return depth <= _MOST_OF_TOKEN and (is_given or _is_one_block(linear))
+    return depth <= _MOST_OF_SLOT and (is_given or _scales_of_step(linear) < _step(linear))
 
 
 def scaled_gemv_launch(
@@ -218,15 +220,16 @@ def scaled_gemv_launch(
     (num_tokens, top_k), linear, (x, x_meta) = args.topk_ids.shape, getattr(args, name), rows
     weight, bias, features = linear.weight, linear.bias, out.shape[1]
     block_n = _features(linear, features, gate)
-    from_tokens = name == "w13"
+    from_tokens, is_stored = name == "w13", not quantises_rows(args, name)
+    input_scale = None if is_stored else getattr(args, f"{name}_input_scale")
     given = {
         **route_args(args),
         **bias_args(None if bias is None else Operand(f"{name}_bias", bias)),
         **_block_args(linear),
-        **input_scale_args(getattr(args, f"{name}_input_scale"), f"{name}_input_scale"),
+        **input_scale_args(input_scale, f"{name}_input_scale"),
         **gate,
         "x_ptr": Ref(x),
-        "x_scale_ptr": None if quantises_rows(args, name) else Ref(f"{x}_scale"),
+        "x_scale_ptr": Ref(f"{x}_scale") if is_stored else None,
         **stride_args("x_stride", x_meta.strides, "mk"),
         "weight_ptr": Ref(name),
         "scale_ptr": Ref(f"{name}_scale"),

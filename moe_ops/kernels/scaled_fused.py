@@ -104,9 +104,13 @@ def _rows_of_few(
     linear = getattr(args, name)
     if quantises_rows(args, name):
         return Program((), (), ()), (of, x)
-    program = quantise_rows_program(QuantiseRows(x, linear.block_columns, linear.weight.dtype), gpu)
+    input_scale = getattr(args, f"{name}_input_scale")
+    program = quantise_rows_program(
+        QuantiseRows(x, linear.block_columns, linear.weight.dtype, input_scale), gpu
+    )
     rows = f"{of}_rows"
-    named = _named(program, x=of, rows=rows, row_scale=f"{rows}_scale")
+    scales = {"row_scale": f"{rows}_scale", "input_scale": f"{name}_input_scale"}
+    named = _named(program, x=of, rows=rows, **scales)
     return named, (rows, named.buffers[0].meta)
 
 
