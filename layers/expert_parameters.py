@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from layers.parallel.rank_experts import RankExperts
 
 
+WHOLE_ON_RANKS = ("expert_scale", *INPUT_SCALES, "post_norm_weight")
+"""Parameters of logical experts, or of all: no part of them moves with an expert."""
+
+
 class ExpertParameters(nn.Module):
     """Parameters and buffers of `FusedMoE`, which documents them."""
 

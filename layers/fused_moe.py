@@ -20,13 +20,12 @@ from layers.attached import expect_attached
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, emitted
 from layers.expert_options import expect_none, expect_overlap, in_chunks, run_with_norm, scaled, zero_experts
-from layers.expert_parameters import ExpertParameters, expect_movable
+from layers.expert_parameters import WHOLE_ON_RANKS, ExpertParameters, expect_movable
 from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
 from layers.quantised import products, run_quantised
 from layers.routed_experts import RoutedExpertsCapture
 from layers.router import RouterOutput
-from layers.weights.scales import INPUT_SCALES
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops import RoutingConfig, topk_routing
 from moe_ops._library import autocast
@@ -137,7 +136,7 @@ class FusedMoE(ExpertParameters):
             TypeError, ValueError: a parameter is a DTensor of nobody's here, as `fully_shard` makes, or not contiguous.
         """
         parameters: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
-        for name in ("expert_scale", *INPUT_SCALES, "post_norm_weight"):  # of logical experts, and of all
+        for name in WHOLE_ON_RANKS:
             parameters.pop(name, None)
         if self.lora is not None:
             parameters |= {f"lora.{name}": each for name, each in self.lora.named_parameters()}

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layers.expert_parameters import WHOLE_ON_RANKS
 from layers.fused_moe import FusedMoE
 from layers.huggingface.quantised import SCALE, ZERO_POINT, blocks, has_scales
 from layers.quantised import blocks_of
-from layers.weights.scales import INPUT_SCALES, Blocks
+from layers.weights.scales import Blocks
 from layers.weights.shard import TensorShard
 from moe_ops.pairs import numbers_in
 
@@ -130,7 +131,7 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         of_scales, unit = _of_scales(found, rows, module.w2_weight)
         layouts |= zip(module.quantisation.parameters, of_scales * 2)
     for name, _ in module.named_parameters(recurse=False):
-        if name not in layouts and name not in ("expert_scale", *INPUT_SCALES):
+        if name not in layouts and name not in WHOLE_ON_RANKS:
             raise ValueError(f"module has {name}: expected no scales of weights among ranks")
     present = {name: layout for name, layout in layouts.items() if getattr(module, name) is not None}
     sizes = config.num_physical_experts, config.top_k, config.hidden_size, config.intermediate_size

@@ -86,6 +86,7 @@ TENSORS = {
     **dict.fromkeys(("shared_w13", "shared_up", "shared_w2"), torch.bfloat16),
     "shared_weights": torch.float32,
     **dict.fromkeys(("topk_weights", "grad_weights", "correction_bias", "scale", "x_scale"), torch.float32),
+    **dict.fromkeys(("input_scale", "w13_input_scale", "w2_input_scale"), torch.float32),
     **dict.fromkeys(("w13_scale", "w2_scale"), torch.float32),
     **dict.fromkeys(
         ("topk_ids", "expert_map", "expert_offsets", "sorted_slots", "inverse", "counts"), torch.int32

@@ -304,10 +304,7 @@ def _layer(**changed):
 def test_what_a_layer_refuses():
     down = stored_weight((1, 5), torch.int8, (3, 6, 5))
     for changed, message in (
-        *(
-            ({"rows": rows}, f"rows='{rows}': expected 'quantised', 'exact' or InputScales")
-            for rows in ("some", "")
-        ),
+        *(({"rows": rows}, f"rows='{rows}': expected 'quantised', 'exact' or") for rows in ("some", "")),
         ({"hidden_states": torch.randn(4, 5)}, r"w13 has shape \[3, 8, 6\]: expected \[E, 2I, 5\]"),
         ({"w2": down}, r"w2 has shape \[3, 6, 5\]: expected \[3, 6, 4\]"),
         (
