@@ -220,16 +220,15 @@ def scaled_gemv_launch(
     (num_tokens, top_k), linear, (x, x_meta) = args.topk_ids.shape, getattr(args, name), rows
     weight, bias, features = linear.weight, linear.bias, out.shape[1]
     block_n = _features(linear, features, gate)
-    from_tokens, is_stored = name == "w13", not quantises_rows(args, name)
-    input_scale = None if is_stored else getattr(args, f"{name}_input_scale")
+    from_tokens, input_scale = name == "w13", f"{name}_input_scale"
     given = {
         **route_args(args),
         **bias_args(None if bias is None else Operand(f"{name}_bias", bias)),
         **_block_args(linear),
-        **input_scale_args(input_scale, f"{name}_input_scale"),
+        **input_scale_args(getattr(args, input_scale), input_scale),
         **gate,
         "x_ptr": Ref(x),
-        "x_scale_ptr": Ref(f"{x}_scale") if is_stored else None,
+        "x_scale_ptr": None if quantises_rows(args, name) else Ref(f"{x}_scale"),
         **stride_args("x_stride", x_meta.strides, "mk"),
         "weight_ptr": Ref(name),
         "scale_ptr": Ref(f"{name}_scale"),
