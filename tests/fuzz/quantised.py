@@ -156,6 +156,8 @@ class Quantised:
 def scaled_fused_experts(make: Maker) -> Problem:
     case, quantised, expert_map = make.case, Quantised(make), make.expert_map()
     scaled, routing, ids = quantised.scaled, make.topk_weights(), make.topk_ids()
+    given = [torch.tensor([each / 3, -each, 0.0], device=make.device) for each in scaled.given]
+    rows = moe_ops.InputScales(*given) if given else scaled.rows
     expert = levels.local_experts(make, ids, expert_map)
     unused = quantised.unused(expert)
     w13 = quantised.weight(case.w13_layout, scaled.w13_block, case.columns, case.hidden, unused)
@@ -169,10 +171,17 @@ def scaled_fused_experts(make: Maker) -> Problem:
         rest = {name: t.get(name) for name in ("w13_bias", "w2_bias", "shared")}
         return moe_ops.scaled_fused_experts(
             t["hidden_states"], w13.given, w2.given, t["topk_weights"], ids, case.activation, **rest,
-            expert_map=expert_map, apply_router_weight_on_input=case.weight_on_input, rows=scaled.rows,
+            expert_map=expert_map, apply_router_weight_on_input=case.weight_on_input, rows=rows,
         )  # fmt: skip
 
-    weights = rounding.Weights(w13.dense(), w2.dense(), w13.block[1], w2.block[1], quantised.dtype)
+    weights = rounding.Weights(
+        w13.dense(),
+        w2.dense(),
+        w13.block[1],
+        w2.block[1],
+        quantised.dtype,
+        tuple(each.abs().max().item() for each in given),
+    )
     of_layer = OfLayer(quantised, weights, expert, lambda t: rounding.exact(t["topk_weights"]))
     return of_layer.problem(tensors, run, layer_bound(case))
 

@@ -45,6 +45,7 @@ class Scaled:
     strange: bool  # weights and scales of experts that nobody chose are NaN
     compiled: str  # "", or the backend
     zero_points: bool = False  # of integers of 4 bits
+    given: tuple[float, ...] = ()  # scales of rows, of both products
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -83,8 +84,15 @@ def draw(case: "Case") -> Scaled:
     stored = random.choices(("", *IN_4_BITS), (60, 20, 20))[0]
     has_zeros = random.random() < 0.5 and stored == "int4"
     if not stored or not _goes_in_pairs(case):
-        return scaled
+        return replace(scaled, given=_given(random, case, rows))
     return replace(_in_pairs(scaled, stored, is_layer), zero_points=has_zeros)
+
+
+def _given(random: Random, case: "Case", rows: str) -> tuple[float, ...]:
+    """From such as leave few numbers apart to such as cut most of them off."""
+    if case.level != "scaled_fused_experts" or rows == "exact" or random.random() < 0.6:
+        return ()
+    return 2 ** random.uniform(-11, -4), 2 ** random.uniform(-11, -4)
 
 
 def _in_pairs(scaled: Scaled, stored: str, is_layer: bool) -> Scaled:

@@ -118,19 +118,34 @@ def quantised(x: Known, columns: int, dtype: torch.dtype) -> Known:
     return Known(row * scale, error)
 
 
+def with_scale(x: Known, scale: float, dtype: torch.dtype) -> Known:
+    """The same with one scale that is known before."""
+    divided, reach = x.value / scale, x.error / scale + (x.value.abs() + x.error) / scale * 4 * SINGLE
+    row = rounded(divided, dtype)
+    apart = torch.maximum(*((rounded(divided + way * reach, dtype) - row).abs() for way in (-1, 1)))
+    return Known(row * scale, apart * scale)
+
+
 def _largest(size: Tensor, columns: int) -> Tensor:
     padded = F.pad(size, (0, -size.shape[1] % columns))
     return padded.unflatten(1, (-1, columns)).amax(2)
 
 
 class Weights(NamedTuple):
-    """What the weights of a layer stand for, float64, and the columns that share a scale."""
+    """What the weights of a layer stand for, float64, columns that share a scale, and what scales of rows are given."""
 
     w13: Tensor
     w2: Tensor
     w13_columns: int
     w2_columns: int
     dtype: torch.dtype
+    given: tuple[float, ...] = ()
+
+    def rows(self, x: Known, index: int) -> Known:
+        """What w13 (index 0) or w2 is multiplied with."""
+        if self.given:
+            return with_scale(x, self.given[index], self.dtype)
+        return quantised(x, (self.w13_columns, self.w2_columns)[index], self.dtype)
 
 
 class Layer(NamedTuple):
@@ -151,12 +166,12 @@ def layer(
 ) -> Layer:
     """Tokens [T, H], weights of their choices [T, K], and the local expert of every slot, -1 where it is dropped."""
     top_k = routing.value.shape[1]
-    tokens = quantised(x, weights.w13_columns, weights.dtype)
+    tokens = weights.rows(x, 0)
     slots = Known(*(each.repeat_interleave(top_k, 0) for each in tokens))
     store = arithmetic.stored
     gate_up = store(arithmetic.linear(slots, weights.w13, rest.get("w13_bias"), expert))
     activated = store(arithmetic.activated(gate_up, activation))
-    rows = Known(*(each.detach() for each in quantised(activated, weights.w2_columns, weights.dtype)))
+    rows = Known(*(each.detach() for each in weights.rows(activated, 1)))
     down = store(arithmetic.linear(rows, weights.w2, rest.get("w2_bias"), expert))
     return Layer(store(_weighed(arithmetic, down, routing, expert, rest.get("shared"))), down)
 
