@@ -100,6 +100,16 @@ def test_zero_points_of_a_layer_pass_and_are_found_where_they_are_lost():
         check(case, "cpu")
 
 
+def test_given_scales_pass_and_are_found_where_they_are_others():
+    found = [case for case in cases("scaled_fused_experts", 40, rows="quantised") if case.scaled.given]
+    assert len(found) >= 6 and not any(check(case, "cpu").wrong for case in found)
+    module = sys.modules["moe_ops.quantise_rows"]  # the package has a function of this name
+    known = module._with_scale
+    others = mock.patch.object(module, "_with_scale", lambda *args: known(*args[:3], 1.5 * args[3]))
+    with others:
+        assert sum(bool(check(case, "cpu").wrong) for case in found) >= 4
+
+
 EVEN = {"skew": "even", "dropped": False, "backward": False, "poisoned": False}
 
 
