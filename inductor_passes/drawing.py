@@ -19,7 +19,10 @@ _LINE, _CHARACTER, _SMALL = 16, 7.3, 6.7
 _OURS = {
     **dict.fromkeys(("routing_dispatch", "gather_gemm_act", "gather_gemm_formula", "gemm_combine"), "fused"),
     **dict.fromkeys(("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"), "fused"),
-    **dict.fromkeys(("gather_gemm", "act_gemm_combine", "batch_invariant_experts"), "fused"),
+    "fused_experts_with_shared": "fused",
+    **dict.fromkeys(
+        ("gather_gemm", "act_gemm_combine", "batch_invariant_experts", "scaled_fused_experts"), "fused"
+    ),
     **dict.fromkeys(("topk_routing", "build_dispatch", "map_replicas", "map_and_record"), "routing"),
     "batch_invariant_routing": "routing",
     "batch_invariant_gemm": "product",

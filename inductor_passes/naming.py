@@ -12,15 +12,17 @@ from inductor_passes.graph_tools import arguments, find, getitem_source, is_moe_
 from inductor_passes.raising.as_written import as_written
 from inductor_passes.raising.experts import layers_of_all, product_layers
 
-_WHOLE_LAYERS = (
+WHOLE_LAYERS = (
     "fused_experts",
     "fused_experts_formula",
     "fused_moe",
     "fused_moe_formula",
     "batch_invariant_experts",
+    "scaled_fused_experts",
+    "fused_experts_with_shared",
 )
 _DISPATCHES = ("build_dispatch", "routing_dispatch")
-_LAST_STAGES = ("combine", "gemm_combine", "act_gemm_combine", *_WHOLE_LAYERS)
+_LAST_STAGES = ("combine", "gemm_combine", "act_gemm_combine", *WHOLE_LAYERS)
 
 
 @dataclass
@@ -34,7 +36,7 @@ class LayerNames:
         stay. `where` names a subgraph.
         """
         groups = [_stages_of(dispatch) for dispatch in find(graph, *_DISPATCHES)]
-        groups += [_with_router(node) for node in find(graph, *_WHOLE_LAYERS)]
+        groups += [_with_router(node) for node in find(graph, *WHOLE_LAYERS)]
         with as_written(graph):
             groups += [[product.node for product in layer] for layer in product_layers(graph)]
             groups += [[*layer.nodes] for layer in layers_of_all(graph)]

@@ -7,7 +7,7 @@ from enum import Enum
 
 from inductor_passes.base import Fusion, Refused
 from inductor_passes.hazards import Hazard
-from inductor_passes.naming import is_within, path_of
+from inductor_passes.naming import WHOLE_LAYERS, is_within, path_of
 from inductor_passes.ranges import starred, unnumbered
 from inductor_passes.records import Break, Entry, Exchange, GraphView, LayerGraph, NodeView, Unfused
 
@@ -43,13 +43,17 @@ class Story:
 
     @property
     def verdict(self) -> Verdict:
-        """Fused wholly when something was fused and nothing refused."""
+        """Fused wholly when something was fused and nothing refused, or one operator is all of it from the start."""
         actions = {entry.action for entry in self.entries}
         if self.kind:
             return Verdict.STOCK if self.size.before else Verdict.UNSEEN
-        if "fused" not in actions:
+        if "fused" not in actions and not self._is_one_operator:
             return Verdict.NONE
         return Verdict.PART if "refused" in actions else Verdict.FUSED
+
+    @property
+    def _is_one_operator(self) -> bool:
+        return any(node.label.rpartition(".")[2] in WHOLE_LAYERS for node in self.after if node.layer)
 
     @property
     def key(self) -> object:
