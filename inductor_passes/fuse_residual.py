@@ -46,10 +46,13 @@ _Addend = tuple[Node, Node | None]
 
 
 class FuseResidual:
-    """combine -> add becomes combine with `shared`, `shared_gate` and `residual`, on devices of one type."""
+    """combine -> add becomes combine with `shared`, `shared_gate` and `residual`, on devices of one type.
+
+    A quantised layer is one operator, of which the sum is a part.
+    """
 
     name = "fuse_residual"
-    requires: tuple[str, ...] = ("combine", "act_gemm_combine")
+    requires: tuple[str, ...] = ("combine", "act_gemm_combine", "scaled_fused_experts")
     inference_only = False
 
     def __init__(self, device: str = "cuda") -> None:
@@ -89,10 +92,14 @@ def _with_addend(graph: Graph, total: Node, log: PassLog) -> Node | None:
     if add is None or is_end:
         return None
     expect_only_user(shown, add, "the sum over experts")
-    args, addend = arguments(total), _addend(total, shown, add)
+    addend = _addend(total, shown, add)
     with graph.inserting_before(add):
+        weights = arguments(total).topk_weights
         if scale != 1:
-            args = args._replace(topk_weights=_scaled(graph, args, scale, total))
+            weights = _scaled(graph, weights, scale, total)
+        args = arguments(total)._replace(
+            topk_weights=weights
+        )  # read again: ids may be those of another router now
         fused = _joined(graph, args, addend, total)
         result = _shown_alike(graph, shown, total, fused)
     log.fuse(
@@ -126,9 +133,8 @@ def _rows(graph: Graph, node: Node, columns: int, like: Node) -> Node:
     return write_out(graph, lambda value: value.reshape(-1, columns), [node], like)[0]
 
 
-def _scaled(graph: Graph, args: Any, scale: float, total: Node) -> Node:
-    """`topk_weights * scale`: by the router, where only this layer reads its weights."""
-    weights = args.topk_weights
+def _scaled(graph: Graph, weights: Node, scale: float, total: Node) -> Node:
+    """`weights * scale`: by the router, where only this layer reads its weights."""
     source = getitem_source(weights)
     if source is None or not is_op(source[0], "topk_routing") or {*weights.users} != {total}:
         return write_out(graph, lambda value: value * scale, [weights], total)[0]
