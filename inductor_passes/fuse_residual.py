@@ -97,9 +97,7 @@ def _with_addend(graph: Graph, total: Node, log: PassLog) -> Node | None:
         weights = arguments(total).topk_weights
         if scale != 1:
             weights = _scaled(graph, weights, scale, total)
-        args = arguments(total)._replace(
-            topk_weights=weights
-        )  # read again: ids may be those of another router now
+        args = arguments(total)._replace(topk_weights=weights)  # its ids may be another router's now
         fused = _joined(graph, args, addend, total)
         result = _shown_alike(graph, shown, total, fused)
     log.fuse(
