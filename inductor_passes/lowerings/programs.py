@@ -27,9 +27,10 @@ _FUSED = (
     *("gather_gemm_act", "gather_gemm_formula", "gemm_combine"),
     *("fused_experts", "fused_experts_formula", "fused_moe", "fused_moe_formula"),
     *("gather_gemm", "act_gemm_combine", "dense_gemm"),
+    *("scaled_fused_experts", "quantise_rows", "scaled_grouped_gemm"),
 )
 _OF_TRAINING = (
-    *("grouped_gemm", "grouped_gemm_weight_backward", "weighted_activation_backward"),
+    *("grouped_gemm", "grouped_gemm_weight_backward", "weighted_activation_backward", "dequantise_weight"),
     *("permute", "permute_backward", "topk_routing_backward"),
 )
 

@@ -22,14 +22,22 @@ _LEAST = 1024  # elements of a program
 
 
 @triton.jit
+def _places(blocks, inside_block, columns, depth):
+    """Columns [BLOCKS, COLUMNS] of a row, and whether a block has them.
+
+    Torch takes what comes out of a helper for an address in whatever went into it: so no pointer does here.
+    """
+    places = offset(blocks[:, None], columns) + inside_block[None, :]
+    return places, (inside_block[None, :] < columns) & (places < depth)
+
+
+@triton.jit
 def _values(
-    row_ptr, blocks, inside_block, columns, depth, x_stride_k,
+    row_ptr, places, inside, depth, x_stride_k,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """float32 [BLOCKS, COLUMNS], zeros where a block has no column; what a gate makes is rounded to its dtype first."""
-    places = offset(blocks[:, None], columns) + inside_block[None, :]
-    inside = (inside_block[None, :] < columns) & (places < depth)
     if NAME is None:
         value = tl.load(row_ptr + offset(places, x_stride_k), mask=inside, other=0.0)
     else:
@@ -39,7 +47,7 @@ def _values(
         value = apply_activation(
             gate.to(tl.float32), up.to(tl.float32), NAME, GATED, ALPHA, BETA, LINEAR_BETA, LIMIT
         ).to(gate.dtype)
-    return value.to(tl.float32), places, inside
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -127,16 +135,18 @@ def quantise_rows_kernel(
         if input_scale_ptr is not None:
             given, factor = given_scale(input_scale_ptr, num_scales, input_scale_stride, LEAST, SCALES)
             for start in range(0, columns, COLUMNS):
-                value, places, inside = _values(
-                    x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                places, inside = _places(blocks, start + inner, columns, depth)
+                value = _values(
+                    x_row_ptr, places, inside, depth, x_stride_k,
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
                 largest = with_largest(largest, value)
                 _store(row_ptr, value, places, inside, factor, LARGEST)
             scale = tl.where(largest != largest, float("nan"), given)
         elif ONCE:
-            value, places, inside = _values(
-                x_row_ptr, blocks, inner, columns, depth, x_stride_k,
+            places, inside = _places(blocks, inner, columns, depth)
+            value = _values(
+                x_row_ptr, places, inside, depth, x_stride_k,
                 NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
             )  # fmt: skip
             largest = with_largest(largest, value)
@@ -144,15 +154,17 @@ def quantise_rows_kernel(
             scale = scale_of(largest, LARGEST, LEAST)
         else:
             for start in range(0, columns, COLUMNS):
-                value, places, inside = _values(
-                    x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                places, inside = _places(blocks, start + inner, columns, depth)
+                value = _values(
+                    x_row_ptr, places, inside, depth, x_stride_k,
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
                 largest = with_largest(largest, value)
             factor = factor_of(largest, LARGEST, LEAST)
             for start in range(0, columns, COLUMNS):
-                value, places, inside = _values(
-                    x_row_ptr, blocks, start + inner, columns, depth, x_stride_k,
+                places, inside = _places(blocks, start + inner, columns, depth)
+                value = _values(
+                    x_row_ptr, places, inside, depth, x_stride_k,
                     NAME, GATED, INTERLEAVED, ALPHA, BETA, LINEAR_BETA, LIMIT,
                 )  # fmt: skip
                 _store(row_ptr, value, places, inside, factor, LARGEST)
