@@ -19,8 +19,8 @@ _LARGEST = tl.constexpr(191)  # exponent
 
 
 def _ptx(lines: list[str], registers: str, outputs: int) -> str:
-    """A block, with a word, `word`, of what is behind its outputs."""
-    return "\n".join(["{", f".reg .b32 word, {registers};", f"mov.b32 word, ${outputs};", *lines, "}"])
+    """A block, with a word, `word`, of what is behind its outputs. In a line, as torch writes it into code."""
+    return " ".join(["{", f".reg .b32 word, {registers};", f"mov.b32 word, ${outputs};", *lines, "}"])
 
 
 def _of_mxfp4(outputs: list[tuple[str, str]]) -> list[str]:
@@ -70,13 +70,7 @@ BFLOAT16_OF_BYTES_AND_ZEROS = tl.constexpr(_of_integers(**_BFLOAT16, less="$2", 
 BFLOAT16_OF_WORDS_AND_ZEROS = tl.constexpr(_of_integers(**_BFLOAT16, less="$5", outputs=4))
 FLOAT16_OF_BYTES_AND_ZEROS = tl.constexpr(_of_integers(**_FLOAT16, less="$2", outputs=1))
 FLOAT16_OF_WORDS_AND_ZEROS = tl.constexpr(_of_integers(**_FLOAT16, less="$5", outputs=4))
-_PRODUCT = """
-{{
-.reg .b32 none;
-mov.b32 none, 0x80008000;
-fma.rn.{kind} $0, $1, $2, none;
-}}
-"""
+_PRODUCT = "{{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.{kind} $0, $1, $2, none; }}"
 PRODUCT_OF_BFLOAT16 = tl.constexpr(_PRODUCT.format(kind="bf16x2"))
 PRODUCT_OF_FLOAT16 = tl.constexpr(_PRODUCT.format(kind="f16x2"))
 
