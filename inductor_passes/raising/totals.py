@@ -227,11 +227,12 @@ def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[t
 def _agrees(steps: Steps, numbers: Node, score: Score, given: Given, sample: tuple[Few, int, Tensor]) -> bool:
     """Whether the sum is ours for ids [T, K]: of numbers large, small and negative.
 
-    With ids out of range it is ours, or these are none that PyTorch takes.
+    With ids out of range it is ours, or these are none that PyTorch takes. Each sample has numbers of its own: of few
+    tokens those of one may all lie on one side of a limit.
     """
     few, place, ids = sample
     indices = few.indices
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(place)
     weights = _numbers(of_sizes(ids.shape, 2, generator), ids, score, indices)
     rows = torch.randn(len(ids), given.number, COLUMNS, generator=generator, dtype=torch.float64)
     in_range = (ids >= 0) & (ids < indices.num_experts)
