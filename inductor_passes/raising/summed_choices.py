@@ -39,25 +39,42 @@ class _Summed(NamedTuple):
     """[..., K, A, B]."""
     is_turned: bool
     """Whether that is [..., K, B, A]."""
+    is_by_choice: bool
+    """Whether all that is summed of one choice comes before the next one's."""
 
 
 @contextmanager
 def multiplied_by_choice(graph: Graph) -> Iterator[None]:
     """Every such product is a sum over products of each choice, until the end."""
-    before: dict[Node, tuple[Any, Any]] = {}
+    before: dict[Node, tuple[_Summed, Any, Any]] = {}
     for node in list(graph.nodes):
         if (found := _summed(node)) is not None:
-            before[node] = node.target, node.args
+            before[node] = found, node.target, node.args
             product = _by_choice(graph, node, found)
             node.target, node.args = aten.sum.dim_IntList, (product, [1], rank(node) == 3)
     try:
         yield
     finally:
-        for node, (target, factors) in before.items():
+        for node, (found, target, factors) in before.items():
             if not node._erased:
-                product = args(node)[0]
-                node.target, node.args = target, factors
+                product, (rows, factor) = args(node)[0], factors
+                node.target, node.args = target, (rows, _factor(graph, node, found, factor))
                 erase_unread(graph, product)
+
+
+def _factor(graph: Graph, node: Node, found: _Summed, factor: Node) -> Node:
+    """The second factor, once more where it went with a layer of the same weights: nobody read it meanwhile."""
+    if not factor._erased:
+        return factor
+
+    def below(gathered: Tensor) -> Tensor:
+        matrices = gathered.mT if found.is_turned else gathered
+        matrices = matrices if found.is_by_choice else matrices.transpose(-3, -2)
+        matrix = matrices.flatten(-3, -2)
+        return matrix.flatten(0, -3) if rank(node) == 3 else matrix.flatten(0, -2)
+
+    with graph.inserting_before(node):
+        return write_out(graph, below, (found.gathered,), node)[0]
 
 
 def _by_choice(graph: Graph, node: Node, found: _Summed) -> Node:
@@ -81,9 +98,11 @@ def _summed(product: Node) -> _Summed | None:
     *leading, x, y = gathered.meta["val"].shape
     for is_turned, (summed, columns) in ((False, (x, y)), (True, (y, x))):
         is_whole = same_shape(right.meta["val"].shape[-2:], (leading[-1] * summed, columns))
-        are_rows = same_shape([rows.meta["val"].numel()], [math.prod(leading) * summed])
-        if is_whole and are_rows and _is_in_order(_Summed(rows, gathered, is_turned), left, right):
-            return _Summed(rows, gathered, is_turned)
+        if is_whole and same_shape([rows.meta["val"].numel()], [math.prod(leading) * summed]):
+            ways = (_Summed(rows, gathered, is_turned, is_by_choice) for is_by_choice in (True, False))
+            found = next((each for each in ways if _is_in_order(each, left, right)), None)
+            if found is not None:
+                return found
     return None
 
 
@@ -96,12 +115,11 @@ def _are_of_choices(gathered: Node) -> bool:
 
 
 def _is_in_order(found: _Summed, left: Node, right: Node) -> bool:
-    """Whether both factors have what is summed, choices and columns of these, in one order."""
+    """Whether both factors have what is summed, choices and columns of these, in this order."""
     *leading, x, y = (concrete(each) or 0 for each in found.gathered.meta["val"].shape)
-    of_weights, summed = (math.prod(leading[:-1]), leading[-1], x, y), y if found.is_turned else x
+    tokens, number, summed = math.prod(leading[:-1]), leading[-1], y if found.is_turned else x
     place, last = (3, 2) if found.is_turned else (2, 3)
-    for order in ((1, place), (place, 1)):
-        of_rows = (0, 1, 2) if order[0] == 1 else (0, 2, 1)
-        if is_copy(found.rows, left, (*of_weights[:2], summed), of_rows):
-            return is_copy(found.gathered, right, of_weights, (0, *order, last))
-    return False
+    of_rows, of_weights = ((0, 1, 2), (1, place)) if found.is_by_choice else ((0, 2, 1), (place, 1))
+    return is_copy(found.rows, left, (tokens, number, summed), of_rows) and is_copy(
+        found.gathered, right, (tokens, number, x, y), (0, *of_weights, last)
+    )

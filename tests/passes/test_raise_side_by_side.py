@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from tests.helpers import assert_matches_oracle, mixed
+from tests.helpers import assert_matches_oracle, mixed, relative_error
 from tests.passes.capture import computed
 from tests.passes.spellings import of_best
 from tests.passes.stock import HIDDEN, TOP_K, layer, swiglu
-from tests.passes.test_before_autograd import float32
+from tests.passes.test_before_autograd import ALLOWED, RAISED, Run, float32, grads
 from tests.passes.test_raise_forms_in_training import trained
 
 PIPELINE = (*RAISES, *FUSIONS)
@@ -141,3 +141,34 @@ OTHERS = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_lies_otherwise_stays(what):
     assert not ran(OTHERS[what], float32(7)).ops()
+
+
+def normed(rows):
+    return F.layer_norm(rows, rows.shape[-1:])
+
+
+def of_both_choices(x, weights, ids, w13, w2):
+    """A layer, and one with a norm inside: both read what was gathered as it was turned."""
+    turned = w2.mT.contiguous()[ids].transpose(1, 2)
+    hidden = first(x, w13, ids)
+    out = torch.einsum("tki,tikh,tk->th", hidden, turned, weights)
+    rows = normed(first(x.sin(), w13, ids)).mT.reshape(len(x), 1, -1)
+    return out + (rows @ turned.reshape(len(x), -1, HIDDEN)).squeeze(1)
+
+
+def of_all_experts(x, weights, ids, w13, w2):
+    """A layer, and a mixture of all experts."""
+    dense = torch.zeros(len(x), len(w2), dtype=x.dtype).scatter(1, ids, weights)
+    hidden, mixed = (swiglu(torch.einsum("th,eih->tei", each, w13)) for each in (x, x.sin()))
+    out = torch.einsum("te,teh->th", dense, torch.einsum("tei,ehi->teh", hidden, w2))
+    return out.sin() + torch.einsum("te,tei,ehi->th", x[:, : len(w2)].softmax(-1), mixed, w2)
+
+
+@pytest.mark.parametrize("combine", [of_both_choices, of_all_experts])
+def test_a_product_that_stays_beside_a_layer_of_the_same_weights(combine):
+    """How it read them is gone with the layer, where nobody else read them so."""
+    run = Run()
+    exact = grads(of_best(combine), [each.double() for each in float32(7)])
+    for ours, expected in zip(grads(run.compile(of_best(combine)), float32(7)), exact, strict=True):
+        assert relative_error(ours, expected) <= ALLOWED
+    assert run.raised == RAISED
