@@ -34,7 +34,7 @@ from inductor_passes.raising.spreads import (
     spreads,
 )
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import as_given, ends, total, unweighed
+from inductor_passes.raising.totals import added_to, as_given, ends, total, unweighed
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -100,7 +100,8 @@ def _ids(second: Spread) -> Node | None:
     """By which tokens choose among what experts give; None in a mixture of all."""
     parts = second.given.parts
     try:
-        return chosen_ids(ends(second.product.graph, parts), parts)
+        roots = list(ends(second.product.graph, parts))
+        return chosen_ids(roots, {*parts, *chain(*(added_to(root, parts) for root in roots))})
     except Refusal:
         return None
 
@@ -119,8 +120,8 @@ def _experts(layer: Everyone) -> Experts:
     else:
         tokens, weights = _weighed_before(layer, layer.fed, indices, tried)
         given = second.given._replace(terms=as_given)
-        root = unweighed(second.product.graph, given, indices, tried).root
-        weighted_sum = weights._replace(root=root)
+        found = unweighed(second.product.graph, given, indices, tried)
+        weighted_sum = weights._replace(root=found.root, into=found.into)
     parts = Parts(tokens, tuple(firsts), inside.gate, {}, inside.activated, last)
     return Experts(indices, parts, weighted_sum)
 
