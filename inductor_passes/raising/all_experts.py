@@ -34,7 +34,7 @@ from inductor_passes.raising.spreads import (
     spreads,
 )
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import added_to, as_given, ends, total, unweighed
+from inductor_passes.raising.totals import as_given, ends, total, unweighed
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -100,8 +100,7 @@ def _ids(second: Spread) -> Node | None:
     """By which tokens choose among what experts give; None in a mixture of all."""
     parts = second.given.parts
     try:
-        roots = list(ends(second.product.graph, parts))
-        return chosen_ids(roots, {*parts, *chain(*(added_to(root, parts) for root in roots))})
+        return chosen_ids(ends(second.product.graph, parts), parts)
     except Refusal:
         return None
 

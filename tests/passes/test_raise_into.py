@@ -139,6 +139,24 @@ def test_batches_seen_flat_behind_a_residual():
     assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]
 
 
+def test_what_begins_in_another_shape_stays():
+    """[B, S, H], of which [T, H] is seen once a term is added."""
+
+    def run(x, router, w13, w2):
+        def combine(flat, weights, ids, w13, w2):
+            first, *others = terms(flat, weights, ids, w13, w2)
+            total = (x + first.view(x.shape)).view(flat.shape)
+            for term in others:
+                total = total + term
+            return total
+
+        return of_best(combine)(x.view(-1, HIDDEN), router, w13, w2)
+
+    inputs = float32(8)
+    result = ran(run, inputs._replace(hidden_states=inputs.hidden_states.view(4, 2, HIDDEN)))
+    assert not result.log.raised
+
+
 def tokens_of(x, w13, w2):
     return x
 
@@ -165,6 +183,9 @@ def test_what_is_no_sum_of_both_stays(what):
 
 def test_what_each_expert_adds_stays():
     def added(x, weights, ids, w13, w2):
-        return sum((x + expert(x, w13, w2, each)) * of_expert(weights, ids, each) for each in range(EXPERTS))
+        total = torch.zeros_like(x)
+        for each in range(EXPERTS):
+            total = total + (x + expert(x, w13, w2, each)) * of_expert(weights, ids, each)
+        return total
 
     assert not ran(of_best(added), float32(7)).log.raised
