@@ -119,8 +119,8 @@ def _experts(layer: Everyone) -> Experts:
     else:
         tokens, weights = _weighed_before(layer, layer.fed, indices, tried)
         given = second.given._replace(terms=as_given)
-        root = unweighed(second.product.graph, given, indices, tried).root
-        weighted_sum = weights._replace(root=root)
+        found = unweighed(second.product.graph, given, indices, tried)
+        weighted_sum = weights._replace(root=found.root, into=found.into)
     parts = Parts(tokens, tuple(firsts), inside.gate, {}, inside.activated, last)
     return Experts(indices, parts, weighted_sum)
 

@@ -13,6 +13,7 @@ from inductor_passes.raising.merged import summed_by_expert
 from inductor_passes.raising.padding import unpadded
 from inductor_passes.raising.repeated import multiplied_by_expert
 from inductor_passes.raising.summed import multiplied_sums
+from inductor_passes.raising.summed_choices import multiplied_by_choice
 from inductor_passes.raising.turned import turned_once
 from inductor_passes.raising.written_out import multiplied
 
@@ -28,6 +29,7 @@ def as_written(graph: Graph) -> Iterator[None]:
         gathered_by_index(graph),
         multiplied_by_expert(graph),
         summed_by_expert(graph),
+        multiplied_by_choice(graph),
         multiplied_sums(graph),
         unpadded(graph),
         multiplied_glu(graph),

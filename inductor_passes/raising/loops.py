@@ -27,7 +27,7 @@ from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack, of_expert
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import Given, Part, ends, of_experts, total
+from inductor_passes.raising.totals import Given, Part, added_to, ends, of_experts, total
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -187,7 +187,9 @@ def _experts(loop: Loop) -> Experts:
     gate, number = _gate_of_all(loop), loop.seconds[0].stack.value.shape[0]
     rows = Given({each.node: _part(each.expert) for each in loop.seconds}, number, of_experts)
     graph = loop.seconds[0].node.graph
-    indices = Indices(chosen_ids(ends(graph, rows.parts), rows.parts), number, {})
+    roots = list(ends(graph, rows.parts))
+    ids = chosen_ids(roots, {*rows.parts, *chain(*(added_to(root, rows.parts) for root in roots))})
+    indices = Indices(ids, number, {})
     weighted_sum = total(graph, rows, indices, [*indices.samples, *stray_ids(indices)])
     *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)

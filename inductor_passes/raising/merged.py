@@ -43,20 +43,33 @@ class _Merged(NamedTuple):
 @contextmanager
 def summed_by_expert(graph: Graph) -> Iterator[None]:
     """Every such product is a sum over products with each expert, until the end."""
-    before: dict[Node, tuple[Any, Any]] = {}
+    before: dict[Node, tuple[_Merged, Any, Any]] = {}
     for node in list(graph.nodes):
         if (found := _merged(node)) is not None:
-            before[node] = node.target, node.args
+            before[node] = found, node.target, node.args
             product = _by_expert(graph, node, found)
             node.target, node.args = aten.sum.dim_IntList, (product, [0], rank(node) == 3)
     try:
         yield
     finally:
-        for node, (target, factors) in before.items():
+        for node, (found, target, factors) in before.items():
             if not node._erased:
-                product = args(node)[0]
-                node.target, node.args = target, factors
+                product, (rows, factor) = args(node)[0], factors
+                node.target, node.args = target, (rows, _factor(graph, node, found, factor))
                 erase_unread(graph, product)
+
+
+def _factor(graph: Graph, node: Node, found: _Merged, factor: Node) -> Node:
+    """The second factor, once more where it went with a layer of the same weights: nobody read it meanwhile."""
+    if not factor._erased:
+        return factor
+
+    def beside(weight: Tensor) -> Tensor:
+        matrix = (weight.mT if found.is_turned else weight).flatten(0, 1)
+        return matrix.unsqueeze(0) if rank(node) == 3 else matrix
+
+    with graph.inserting_before(node):
+        return write_out(graph, beside, (found.weight,), node)[0]
 
 
 def _by_expert(graph: Graph, node: Node, found: _Merged) -> Node:

@@ -25,8 +25,9 @@ from inductor_passes.raising.views_of_rows import (
     gathered_rows,
     has_layout,
     indexed,
+    is_copy,
     is_one,
-    is_reshape,
+    is_shown,
     is_view,
     only_user,
     rank,
@@ -118,19 +119,35 @@ def _read(operand: Node, dims: tuple[int, int, int]) -> _Read | None:
     """How `operand` shows `weight[experts]`; `dims` are those of the rows, of what is summed, and of the columns."""
     gathered: Any = operand
     shape: Sequence[Any] = operand.meta["val"].shape
-    while is_reshape(gathered):
+    while is_shown(gathered):
         shape = gathered.meta["val"].shape
         gathered = args(gathered)[0]
     source = indexed(gathered)
     if source is None or rank(source[0]) != 3 or not is_integral(source[1]):
         return None
     shown = seen_from(gathered, operand)
-    if shown is not None and shown.dim() == 2:
+    if shown is None:
+        is_beside = _are_beside(gathered, operand, _split(gathered, shape), dims)
+        return _Read(_stored(source[0], True), source[1], "shared", size(gathered, -1)) if is_beside else None
+    if shown.dim() == 2:
         shown = shown.unsqueeze(0)
-    layout = None if shown is None else _layout(shown.permute(dims), _split(gathered, shape))
+    layout = _layout(shown.permute(dims), _split(gathered, shape))
     if layout is None:
         return None
     return _Read(_stored(source[0], layout[1]), source[1], layout[0], size(gathered, -2))
+
+
+def _are_beside(gathered: Node, operand: Node, shape: Sequence[int], dims: tuple[int, int, int]) -> bool:
+    """Whether `operand` [T, X, K * Y], by `dims`, is a copy of [T, K, X, Y], each token's matrices side by side.
+
+    No view of what was gathered is.
+    """
+    *leading, x, y = shape
+    whole = (math.prod(leading[:-1]), leading[-1], x, y)
+    is_turned, columns = dims[1] > dims[2], leading[-1] * y
+    last = (columns, x) if is_turned else (x, columns)
+    order = (0, 1, 3, 2) if is_turned else (0, 2, 1, 3)
+    return same_shape(operand.meta["val"].shape[-2:], last) and is_copy(gathered, operand, whole, order)
 
 
 def _split(gathered: Node, shown: Sequence[Any]) -> list[int]:

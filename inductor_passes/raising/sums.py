@@ -53,7 +53,7 @@ def _computed(expert_out: Node, order: Order, indices: Indices, tokens: Tokens) 
 
     given = Given({expert_out: part}, indices.samples[0].shape[1], of_choices)
     found = _weighed_or_not(expert_out.graph, given, indices, tokens.topk_weights)
-    return found._replace(root=_rounded(found.root, tokens.hidden_states))
+    return found if found.into else found._replace(root=_rounded(found.root, tokens.hidden_states))
 
 
 def _weighed_or_not(graph: Graph, given: Given, indices: Indices, topk_weights: Node | None) -> WeightedSum:
@@ -61,7 +61,7 @@ def _weighed_or_not(graph: Graph, given: Given, indices: Indices, topk_weights: 
         with contextlib.suppress(Refusal):
             return total(graph, given, indices, indices.samples)
     found = unweighed(graph, given, indices, indices.samples)
-    return found if topk_weights is None else WeightedSum(topk_weights, found.root)
+    return found if topk_weights is None else WeightedSum(topk_weights, found.root, into=found.into)
 
 
 def _followed(expert_out: Node, order: Order, indices: Indices, tokens: Tokens) -> WeightedSum:

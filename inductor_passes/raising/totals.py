@@ -30,7 +30,7 @@ from inductor_passes.raising.row_trials import (
     place_of_columns,
     steps_between,
 )
-from inductor_passes.raising.views_of_rows import aten, is_cast, rank, readers, size
+from inductor_passes.raising.views_of_rows import aten, is_cast, rank, readers, same_shape, size
 from inductor_passes.raising.weights import are_weights, chosen
 
 _CLOSE = 1e-9
@@ -84,6 +84,8 @@ class Given(NamedTuple):
     parts: Mapping[Node, Part]
     number: int
     terms: Terms
+    into: Node | None = None
+    """What their sum is added to, if that has a row for each token as well."""
 
 
 def of_experts(weights: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
         Refusal: what experts give is not added up, weighed by one tensor [T, K], or something else reads it.
     """
     roots = list(ends(graph, given.parts))
-    found = weighed(roots, given, indices, tried)
+    ways = _with_what_is_there(roots, given)
+    found = next(filter(None, (weighed(*way, indices, tried) for way in ways)), None)
     if found is None:
         raise Refusal(
             roots[0], f"{describe(roots[0])} is not the sum of what experts give, weighed by one tensor"
@@ -133,10 +136,42 @@ def weighed(
 def unweighed(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor]) -> WeightedSum:
     """The same where nothing is weighed, but for weights of one. Raises Refusal as well."""
     roots = list(ends(graph, given.parts))
-    found = _first_of(((root, indices.ids, _ones) for root in roots), given, indices, tried)
-    if found is None:
-        raise Refusal(roots[-1], f"{describe(roots[-1])} is not the sum of what experts give")
-    return found
+    for some, way in _with_what_is_there(roots, given):
+        candidates = ((root, indices.ids, _ones) for root in some)
+        if (found := _first_of(candidates, way, indices, tried)) is not None:
+            return found
+    raise Refusal(roots[-1], f"{describe(roots[-1])} is not the sum of what experts give")
+
+
+def _with_what_is_there(roots: Sequence[Node], given: Given) -> Iterator[tuple[Sequence[Node], Given]]:
+    """Sums of rows alone, then those that begin with what a shared expert gives, or with a residual."""
+    yield roots, given
+    for root in roots:
+        there = added_to(root, given.parts)
+        if len(there) == 1:
+            yield [root], given._replace(into=there[0])
+
+
+def added_to(root: Node, parts: Iterable[Node]) -> list[Node]:
+    """What rows are added to on their way from `parts` to `root`, as it is there without them: in its shape."""
+    behind, pending = {*parts, root}, [*parts]
+    while pending:
+        users = [each for each in readers(pending.pop()) if each not in behind]
+        behind.update(users)
+        pending += users
+    found = dict.fromkeys(chain.from_iterable(map(_added, behind)))
+    shape = root.meta["val"].shape
+    return [each for each in found if each not in behind and same_shape(each.meta["val"].shape, shape)]
+
+
+def _added(node: Node) -> Sequence[Node]:
+    """What `node` adds something to, or may have added to it."""
+    if node.kwargs:
+        return ()
+    if node.target is aten.add.Tensor:
+        return node.all_input_nodes
+    is_sum = node.target in (aten.index_add.default, aten.scatter_add.default)
+    return node.all_input_nodes[:1] if is_sum or node.target is aten.index_put.default else ()
 
 
 def _first_of(
@@ -144,11 +179,12 @@ def _first_of(
 ) -> WeightedSum | None:
     columns = _columns(given.parts)
     few = {tokens: Few(columns, indices, tokens) for tokens in {*map(len, tried)}}
+    rows = [*given.parts] if given.into is None else [*given.parts, given.into]
     for root, numbers, score in candidates:
-        steps = steps_between(cut([root], {numbers, indices.ids, *given.parts}.__contains__), given.parts)
+        steps = steps_between(cut([root], {numbers, indices.ids, *rows}.__contains__), rows)
         samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
         if all(_agrees(steps, numbers, score, given, each) for each in samples):
-            return WeightedSum(numbers, root, score)
+            return WeightedSum(numbers, root, score, given.into)
     return None
 
 
@@ -227,11 +263,12 @@ def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[t
 def _agrees(steps: Steps, numbers: Node, score: Score, given: Given, sample: tuple[Few, int, Tensor]) -> bool:
     """Whether the sum is ours for ids [T, K]: of numbers large, small and negative.
 
-    With ids out of range it is ours, or these are none that PyTorch takes.
+    With ids out of range it is ours, or these are none that PyTorch takes. Each sample has numbers of its own: of few
+    tokens those of one may all lie on one side of a limit.
     """
     few, place, ids = sample
     indices = few.indices
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(place)
     weights = _numbers(of_sizes(ids.shape, 2, generator), ids, score, indices)
     rows = torch.randn(len(ids), given.number, COLUMNS, generator=generator, dtype=torch.float64)
     in_range = (ids >= 0) & (ids < indices.num_experts)
@@ -241,12 +278,15 @@ def _agrees(steps: Steps, numbers: Node, score: Score, given: Given, sample: tup
     shown = weights if score is _of_ids_by_expert else indices.in_shape(weights)
     known |= {numbers: shown, indices.ids: indices.in_shape(ids)}
     parts = {node: part(rows, place) for node, part in given.parts.items()}
+    there = torch.randn(len(ids), 1, COLUMNS, generator=generator, dtype=torch.float64)
+    parts |= {} if given.into is None else {given.into: there}
     try:
         ours = computed(steps, known, parts, few)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
         return not bool(in_range.all())
     kept = score(weights, ids).where(in_range, 0.0)
     terms = given.terms(kept, ids.where(in_range, 0), rows)
+    terms = terms if given.into is None else torch.cat([terms, there], 1)
     ours, wanted = ours.reshape(-1, ours.shape[-1]), terms.sum(-2).flatten(0, -2)
     is_alike = ours.shape == wanted.shape
     return is_alike and bool(((ours - wanted).abs() <= _CLOSE * terms.abs().sum(-2).flatten(0, -2)).all())

@@ -223,6 +223,20 @@ def seen_from(source: Node, shown: Node, past: Collection[object] = ()) -> Tenso
     return known[shown]
 
 
+def is_copy(source: Node, shown: Node, shape: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether `shown` has the elements of `source`, as it is in this shape, in this order of dimensions.
+
+    Where they are copied to lie so, and dimensions merged, it is no view of `source`: strides end at the copy.
+    """
+    while is_view(shown) and shown.target is not aten.permute.default:
+        shown = args(shown)[0]
+    seen, wanted = seen_from(source, shown), torch.empty(tuple(shape), device="meta").permute(*order)
+    try:
+        return seen is not None and has_layout(seen.view(wanted.shape), wanted.shape, wanted.stride())
+    except (RuntimeError, ValueError):  # dimensions are in another order
+        return False
+
+
 def has_layout(shown: Tensor, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a view has this shape and, where a dimension is longer than 1, these strides."""
     return tuple(shown.shape) == tuple(shape) and all(

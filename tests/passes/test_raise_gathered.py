@@ -48,6 +48,11 @@ def along(weight, ids):
     return found.view(*ids.shape, *weight.shape[1:])
 
 
+def in_another_shape(weight, ids):
+    """[X, Y] as [Y, X], which is not its transpose."""
+    return F.embedding(ids, weight.flatten(1)).view(*ids.shape, *weight.mT.shape[1:]).mT
+
+
 def by_token(weight, ids):
     """Out of weights that are repeated for each token."""
     index = ids[:, :, None, None].expand(-1, -1, *weight.shape[1:])
@@ -75,6 +80,7 @@ FORMS = {
     "by embedding, of flat ids": with_weights(of_flat_ids),
     "by embedding, of a table": with_weights(of_a_table),
     "rows of flat matrices": with_weights(rows_of_flat),
+    "in another shape": with_weights(in_another_shape),
     "by take_along_dim": with_weights(along),
     "by gather, for each token": with_weights(by_token),
     "biases by embedding": of_best(with_biases),
@@ -117,11 +123,6 @@ def test_by_batch_of_tokens(dynamic):
     assert_matches_oracle(out, run(*(each.double() for each in inputs)))
 
 
-def in_another_shape(weight, ids):
-    """[X, Y] as [Y, X], which is not its transpose."""
-    return F.embedding(ids, weight.flatten(1)).view(*ids.shape, *weight.mT.shape[1:]).mT
-
-
 def along_other_rows(weight, ids):
     """The row of that number, of the expert that a choice's place is."""
     index = ids[:, :, None, None].expand(-1, -1, *weight.shape[1:])
@@ -149,7 +150,6 @@ def some_rows(x, weights, ids, w13, w2):
 
 
 OTHER = {
-    "in another shape": with_weights(in_another_shape),
     "along other rows": with_weights(along_other_rows),
     "by other ids": with_weights(by_other_ids),
     "of other columns": with_weights(of_other_columns),

@@ -191,14 +191,6 @@ OTHER = {
         {"weight": lambda weights, ids, expert: weights[:, :1] + expert},
         "the weights of an expert come from",
     ),
-    "something else is added": (
-        {"start": lambda x: x},
-        NOT_THE_SUM,
-    ),
-    "something beside zero is added": (
-        {"start": torch.ones_like},
-        NOT_THE_SUM,
-    ),
     "one is left out": (
         {"result": lambda total, terms, firsts: total - terms[3]},
         "aten.sub.Tensor is not the sum of what experts give",

@@ -6,8 +6,9 @@ from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
 from inductor_passes.raising import indices
+from tests.helpers import assert_matches_oracle
 from tests.passes import stock
-from tests.passes.capture import rewrite
+from tests.passes.capture import computed, rewrite
 from tests.passes.stock import (
     EXPERTS,
     TOP_K,
@@ -128,3 +129,20 @@ def test_too_many_slots_are_not_tried(monkeypatch):
 def test_sums_into_zeros_add_nothing():
     result = rewrite(grouped_with(finish=added_by_index), *layer(9), passes=(*RAISES, *FUSIONS))
     assert result.ops() == ["fused_moe"] and "full" not in result.after
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_limit_on_weights_shows_with_few_tokens(tokens):
+    """Top-p: of two tokens, numbers that are the same in every sample may all lie on one side of it."""
+
+    def run(x, router, w13, w2):
+        probs, ids = F.linear(x, router).softmax(-1).sort(-1, descending=True)
+        kept = probs * (probs.cumsum(-1) - probs < 0.6)
+        dense = torch.zeros_like(probs).scatter(1, ids, kept)
+        out = torch.einsum("tei,ehi->teh", swiglu(torch.einsum("th,eih->tei", x, w13)), w2)
+        return torch.einsum("te,teh->th", dense, out)
+
+    inputs = layer(tokens, torch.float32)
+    result, out = computed(run, *inputs, passes=RAISES)
+    assert result.log.raised
+    assert_matches_oracle(out, run(*(each.double() for each in inputs)))

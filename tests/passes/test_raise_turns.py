@@ -233,7 +233,7 @@ OTHER = {
     "weights of another choice": ({"weight": lambda weights, ids, k: weights[:, k - 1, None]}, SUM),
     "weights of other tokens": ({"weight": lambda weights, ids, k: weights[:, k, None].flip(0)}, SUM),
     "weights are added": ({"term": torch.add}, SUM),
-    "something else is added": ({"sum": lambda terms, x: terms[0] + x + terms[1] + terms[2]}, SUM),
+    "something else is added twice": ({"sum": lambda terms, x: terms[0] + x + terms[1] + x + terms[2]}, SUM),
     "the largest": ({"sum": lambda terms, x: torch.stack(terms).amax(0)}, SUM),
     "one is read by another": ({"sum": lambda terms, x: (sum(terms), terms[0])}, "output reads"),
 }
