@@ -1,3 +1,4 @@
+import atexit
 import gc
 import os
 import shutil
@@ -35,7 +36,8 @@ def small_heap():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or bindings think at the end that it leaked
+    """Only as Python ends, or bindings think that it leaked: pytest collects ten times before, half a second each."""
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")
