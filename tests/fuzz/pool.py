@@ -82,6 +82,10 @@ class Worker:
             self._process.join(5)
         except OSError:
             pass
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the process, which hears nothing."""
         self._process.kill()
         self._process.join()
 
@@ -140,7 +144,7 @@ def _feed(run: Run, log: Path, next_index: Callable[[], int | None], tell: Calla
         worker = worker or Worker(run, log)
         outcome = worker.ask(index)
         if outcome.kind in ("crashed", "hung"):
-            worker.close()
+            worker.kill()
             worker = None
         tell(outcome)
     if worker is not None:
