@@ -1,12 +1,13 @@
+import atexit
 import gc
 import os
-import shutil
 
 import pytest
 import torch
 
 from tests import spared
 from tests.helpers import nan_in_empty_memory
+from tests.linker import write_linker
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Or every process with a compile cache of its own asks g++ for ten seconds which vectors it knows.
@@ -35,15 +36,14 @@ def small_heap():
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or bindings think at the end that it leaked
+    """Only as Python ends, or bindings think that it leaked: pytest collects ten times before, half a second each."""
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def faster_linker(tmp_path_factory):
-    """Of a second that g++ takes for a kernel a third is binutils' older linker, which reads all of libtorch."""
-    if gold := shutil.which("ld.gold"):
-        folder = tmp_path_factory.mktemp("linker")
-        (folder / "ld").symlink_to(gold)
+    folder = tmp_path_factory.mktemp("linker")
+    if write_linker(folder):
         os.environ.setdefault("COMPILER_PATH", str(folder))
 
 

@@ -3,13 +3,17 @@
 Dynamo flushes the processor's caches after each compile to time its guards for a log. Inductor has one object that
 knows the dtype of an operator's result, and makes it again for each operator of a kernel. pytest listens to every
 logger that does not propagate, and while anybody listens to that of traces, torch prints each graph a dozen times.
+It looks up the fields of what it knows of a fake tensor for each of them, imports two names for each of its sizes, and
+asks before each question about a size whether that is recorded. After each compile it collects garbage.
 g++ spends more than half of its time for a kernel on making it fast, and tests run it once or twice on a few numbers.
 Test-only: it replaces private names of torch. `python -P tests/spared.py module ...` is `python -m module ...` with it.
 """
 
+import dataclasses
 import logging
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -20,10 +24,43 @@ def spare() -> None:
     traces.addHandler = lambda handler: None
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0
+    if config := sys.modules.get("torch._dynamo.config"):
+        config.run_gc_after_compile = False
+    if fakes := sys.modules.get("torch._subclasses.fake_tensor"):
+        fakes.TensorMetadata._flatten_into = _flatten_at_once(fakes)
+    if shapes := sys.modules.get("torch.fx.experimental.symbolic_shapes"):
+        _record_nothing(shapes.ShapeEnv)
     if propagation := sys.modules.get("torch._inductor.dtype_propagation"):
         _make_once(propagation.DtypePropagationOpsHandler)
     if builder := sys.modules.get("torch._inductor.cpp_builder"):
         _leave_slow(builder)
+
+
+def _flatten_at_once(fakes: Any) -> Any:
+    """The key of a tensor's metadata in the cache of what operators return."""
+    names = [field.name for field in dataclasses.fields(fakes.TensorMetadata)]
+
+    def flatten(self: Any, result: list[Any], mode: Any, state: Any) -> None:
+        for name in names:
+            value = getattr(self, name)
+            many = isinstance(value, tuple)
+            if many:
+                result.append(len(value))
+            for each in value if many else (value,):
+                if isinstance(each, fakes.SymInt):
+                    state.convert_sym_int(result, each)
+                else:
+                    result.append(each)
+
+    return flatten
+
+
+def _record_nothing(environment: type) -> None:
+    """Unless torch is asked to validate its own translations, nobody reads a record."""
+    for name, method in vars(environment).copy().items():
+        code = getattr(method, "__code__", None)
+        if code is not None and Path(code.co_filename).name == "recording.py":
+            setattr(environment, name, method.__wrapped__)
 
 
 def _leave_slow(builder: Any) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tests.fuzz.cases import COMPILED_EVERY, draw
 from tests.fuzz.worker import TEXT, Outcome, serve
@@ -37,7 +40,7 @@ class Worker:
     """A process and its end of the pipe."""
 
     def __init__(self, run: Run, log: Path) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        context = _context(run.device)
         self._run, self._log = run, log
         self._connection, theirs = context.Pipe()
         arguments = (theirs, run.seed, run.device, run.hook, str(log))
@@ -79,8 +82,21 @@ class Worker:
             self._process.join(5)
         except OSError:
             pass
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the process, which hears nothing."""
         self._process.kill()
         self._process.join()
+
+
+def _context(device: str) -> Any:
+    """How workers start: CUDA does not survive a fork, and on a CPU to import torch takes longer than many cases."""
+    if torch.device(device).type != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([serve.__module__])
+    return context
 
 
 def outcomes(run: Run, tell: Callable[[Outcome], None]) -> None:
@@ -128,7 +144,7 @@ def _feed(run: Run, log: Path, next_index: Callable[[], int | None], tell: Calla
         worker = worker or Worker(run, log)
         outcome = worker.ask(index)
         if outcome.kind in ("crashed", "hung"):
-            worker.close()
+            worker.kill()
             worker = None
         tell(outcome)
     if worker is not None:

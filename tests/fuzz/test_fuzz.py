@@ -20,10 +20,17 @@ from tests.fuzz.cases import Case, draw, first
 from tests.fuzz.check import check
 from tests.fuzz.summary import Summary
 from tests.fuzz.tensors import MATRIX_LAYOUTS, WEIGHT_LAYOUTS, Maker, hangs_on_rounding
+from tests.layers.parallel.world import fork_server
 
 ROOT = Path(__file__).parents[2]
 LEAKY = ("fused_moe", "fused_experts", "halves")
 DRAWN = [draw(0, index) for index in range(2000)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_of_other_tests_start_as_fast():
+    """The server that ranks are forked from is one for all, and the fuzzer's has not imported the compiler."""
+    fork_server()
 
 
 def values(name):

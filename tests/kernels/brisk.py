@@ -3,7 +3,8 @@
 It makes the language its own before every call of a function inside a kernel, not only before the kernel: it looks at a
 thousand attributes again, though what is replaced stays so until the launch ends. It computes for every sum and product
 of integers whether they overflow, to assert it in debug mode alone; for GPUs Triton leaves that out. And it builds the
-table of NumPy's dtypes for each look into it. Test-only: it patches private names.
+table of NumPy's dtypes for each look into it. What is made anew for every value, though there are a few dozen in all,
+`brisk_types` makes once. Test-only: it patches private names.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 from triton.runtime import interpreter
+
+from tests.kernels.brisk_types import shared_types
 
 
 class _NothingToRestore:
@@ -45,7 +48,16 @@ def brisk() -> Iterator[None]:
             dtypes[kind.name] = look_up(kind)
         return dtypes[kind.name]
 
+    def patch_attribute(holder: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def called(*arguments: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return member(*arguments, **named)
+
+        scope.set_attr(holder, name, called)
+
     with (
+        shared_types(),
+        mock.patch.object(interpreter, "_patch_attr", patch_attribute),
         mock.patch.object(interpreter.GridExecutor, "__call__", launched),
         mock.patch.object(interpreter, "_patch_lang", patch_if_new),
         mock.patch.object(interpreter, "_get_np_dtype", dtype_of),

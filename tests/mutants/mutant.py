@@ -1,7 +1,10 @@
 """A mutant: one wrong edit of the source, and the tests that have to notice it."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_APART = "\n\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,24 @@ class Mutant:
     def fault(self, tree: Path) -> str:
         """Why this is no mutant of `tree`, empty when it is one: Python's own grammar must not reject it."""
         try:
-            compile(self.edited((tree / self.path).read_text()), self.path, "exec", dont_inherit=True)
+            self._expect_python((tree / self.path).read_text())
         except (OSError, SyntaxError, ValueError) as error:
             return str(error)
         return "".join(
             f"{self}: there is no {target}" for target in self.tests.split() if not _exists(tree, target)
         )
+
+    def _expect_python(self, source: str) -> None:
+        """Raises SyntaxError. Of a file whose definitions are two empty lines apart the one edited is enough."""
+        edited, start = self.edited(source), source.index(self.old)
+        before, _, _ = edited[:start].rpartition(_APART)
+        behind = edited.find(_APART, start + len(self.new))
+        with suppress(SyntaxError):
+            compile(
+                edited[len(before) : behind if behind >= 0 else None], self.path, "exec", dont_inherit=True
+            )
+            return
+        compile(edited, self.path, "exec", dont_inherit=True)
 
 
 def _exists(tree: Path, target: str) -> bool:
