@@ -31,7 +31,7 @@ def _fused(operands: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 def _run(ptx: str, *given: torch.Tensor, outputs: int = 1) -> list[torch.Tensor]:
     """The words $0 and on that the text makes of those behind them."""
     held = {f"${place}": value for place, value in enumerate(given, outputs)}
-    for line in re.findall(r"^(\w+\.[\w.]+ .*);$", ptx, re.MULTILINE):
+    for line in re.findall(r"(\b[a-z]\w*\.[\w.]+ [^;]*);", ptx):
         name, _, rest = line.partition(" ")
         result, *read = rest.split(", ")
         values = [
