@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import inductor_passes
+import moe_ops
 from inductor_passes.stories import Verdict
 from layers import FusedMoE, MoEConfig, WeightScale, quantise_experts
 
@@ -50,6 +51,18 @@ def test_quantised_layers_are_named_and_count_as_fused(kind, tmp_path):
 def test_a_layer_whose_operator_is_asked_for():
     report = _explained(Model(emit="batch_invariant"))
     assert {story.verdict for story in report.stories} == {Verdict.FUSED} and len(report.stories) == 2
+
+
+def test_a_shared_expert_in_the_operator():
+    w13, w2 = torch.randn(8, 64, 64), torch.randn(8, 64, 32)
+
+    def layer(x, logits):
+        weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(2))
+        return moe_ops.fused_experts_with_shared(x, w13, w2, weights, ids, w13[0], w2[0])
+
+    with torch.no_grad():
+        report = inductor_passes.explain(layer, torch.randn(9, 64), torch.randn(9, 8))
+    assert [story.verdict for story in report.stories] == [Verdict.FUSED]
 
 
 def test_a_quantised_layer_that_trains_is_its_stages():
