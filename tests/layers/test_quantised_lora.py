@@ -21,7 +21,7 @@ from layers import (
     quantise_experts,
 )
 from layers.parallel import ExpertParallel, ExpertTensorParallel
-from layers.quantised import scaled_linears
+from layers.quantised import products, scaled_linears
 from moe_ops.scaled import dequantised
 from tests.helpers import relative_error
 from tests.layers.lora import SCALINGS, Adapter, attach, draw_ids, make_adapters
@@ -121,6 +121,9 @@ def test_autocast_and_compiled_code():
         with torch.autocast("cpu", torch.bfloat16):
             found, expected = layer(*tokens(9)), usual(*tokens(9))
     assert found.dtype == expected.dtype == torch.bfloat16 and relative_error(found, expected) < 2e-2
+    x, offsets = tokens(9)[0], torch.tensor([0] + [9] * E, dtype=torch.int32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert products(layer, layer.expert_weights())[0](x, offsets).dtype == torch.bfloat16
 
 
 def test_modular_kernels():
