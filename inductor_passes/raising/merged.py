@@ -5,15 +5,13 @@
 What is not raised is one product again.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from inductor_passes.graph_tools import write_out
+from inductor_passes.raising.shown_sums import ShownSum, shown_as_sums
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -27,63 +25,28 @@ from inductor_passes.raising.views_of_rows import (
     size,
     unseen,
 )
-from inductor_passes.raising.writing import erase_unread
 
 
-class _Merged(NamedTuple):
-    """A product [T, E * A] @ [E * A, B]."""
-
-    rows: Node
-    """[..., E, A], or with dimensions of size 1 anywhere."""
-    weight: Node
-    is_turned: bool
-    """Whether the weight is [E, B, A]."""
-
-
-@contextmanager
-def summed_by_expert(graph: Graph) -> Iterator[None]:
+def summed_by_expert(graph: Graph) -> AbstractContextManager[None]:
     """Every such product is a sum over products with each expert, until the end."""
-    before: dict[Node, tuple[_Merged, Any, Any]] = {}
-    for node in list(graph.nodes):
-        if (found := _merged(node)) is not None:
-            before[node] = found, node.target, node.args
-            product = _by_expert(graph, node, found)
-            node.target, node.args = aten.sum.dim_IntList, (product, [0], rank(node) == 3)
-    try:
-        yield
-    finally:
-        for node, (found, target, factors) in before.items():
-            if not node._erased:
-                product, (rows, factor) = args(node)[0], factors
-                node.target, node.args = target, (rows, _factor(graph, node, found, factor))
-                erase_unread(graph, product)
+    return shown_as_sums(graph, _merged)
 
 
-def _factor(graph: Graph, node: Node, found: _Merged, factor: Node) -> Node:
-    """The second factor, once more where it went with a layer of the same weights: nobody read it meanwhile."""
-    if not factor._erased:
-        return factor
+def _by_expert(product: Node, rows: Node, weight: Node, is_turned: bool) -> ShownSum:
+    """Of rows [..., E, A], or with dimensions of size 1 anywhere, and a weight [E, A, B], or turned [E, B, A]."""
 
-    def beside(weight: Tensor) -> Tensor:
-        matrix = (weight.mT if found.is_turned else weight).flatten(0, 1)
-        return matrix.unsqueeze(0) if rank(node) == 3 else matrix
-
-    with graph.inserting_before(node):
-        return write_out(graph, beside, (found.weight,), node)[0]
-
-
-def _by_expert(graph: Graph, node: Node, found: _Merged) -> Node:
-    """[E, T, B], before they are added up."""
-
-    def multiply(rows: Tensor, weight: Tensor) -> Tensor:
-        weight = weight.mT if found.is_turned else weight
+    def multiply(weight: Tensor, rows: Tensor) -> Tensor:
+        weight = weight.mT if is_turned else weight
         return torch.bmm(rows.reshape(-1, *weight.shape[:2]).transpose(0, 1), weight)
 
-    with graph.inserting_before(node):
-        return write_out(graph, multiply, (found.rows, found.weight), node)[0]
+    def below(weight: Tensor) -> Tensor:
+        matrix = (weight.mT if is_turned else weight).flatten(0, 1)
+        return matrix.unsqueeze(0) if rank(product) == 3 else matrix
+
+    return ShownSum(rows, weight, multiply, 0, below)
 
 
-def _merged(product: Node) -> _Merged | None:
+def _merged(product: Node) -> ShownSum | None:
     is_batch_of_one = product.target is aten.bmm.default and is_one(size(product, 0))
     if not is_batch_of_one and product.target is not aten.mm.default:
         return None
@@ -94,7 +57,7 @@ def _merged(product: Node) -> _Merged | None:
     is_stored = is_known and indexed(weight) is None and not _is_given(weight)
     is_turned = _is_turned(weight, right) if is_stored else None
     rows = None if is_turned is None else _unmerged(left, (shape[0], shape[1 + is_turned]))
-    return None if rows is None or is_turned is None else _Merged(rows, weight, is_turned)
+    return None if rows is None or is_turned is None else _by_expert(product, rows, weight, is_turned)
 
 
 def _is_given(weight: Node) -> bool:

@@ -6,16 +6,15 @@ What is not raised is one product again.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from inductor_passes.graph_tools import write_out
 from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.indices import is_integral
+from inductor_passes.raising.shown_sums import ShownSum, shown_as_sums
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -27,7 +26,6 @@ from inductor_passes.raising.views_of_rows import (
     size,
     unseen,
 )
-from inductor_passes.raising.writing import erase_unread
 
 
 class _Summed(NamedTuple):
@@ -43,49 +41,28 @@ class _Summed(NamedTuple):
     """Whether all that is summed of one choice comes before the next one's."""
 
 
-@contextmanager
-def multiplied_by_choice(graph: Graph) -> Iterator[None]:
+def multiplied_by_choice(graph: Graph) -> AbstractContextManager[None]:
     """Every such product is a sum over products of each choice, until the end."""
-    before: dict[Node, tuple[_Summed, Any, Any]] = {}
-    for node in list(graph.nodes):
-        if (found := _summed(node)) is not None:
-            before[node] = found, node.target, node.args
-            product = _by_choice(graph, node, found)
-            node.target, node.args = aten.sum.dim_IntList, (product, [1], rank(node) == 3)
-    try:
-        yield
-    finally:
-        for node, (found, target, factors) in before.items():
-            if not node._erased:
-                product, (rows, factor) = args(node)[0], factors
-                node.target, node.args = target, (rows, _factor(graph, node, found, factor))
-                erase_unread(graph, product)
+    return shown_as_sums(graph, _by_choice)
 
 
-def _factor(graph: Graph, node: Node, found: _Summed, factor: Node) -> Node:
-    """The second factor, once more where it went with a layer of the same weights: nobody read it meanwhile."""
-    if not factor._erased:
-        return factor
-
-    def below(gathered: Tensor) -> Tensor:
-        matrices = gathered.mT if found.is_turned else gathered
-        matrices = matrices if found.is_by_choice else matrices.transpose(-3, -2)
-        matrix = matrices.flatten(-3, -2)
-        return matrix.flatten(0, -3) if rank(node) == 3 else matrix.flatten(0, -2)
-
-    with graph.inserting_before(node):
-        return write_out(graph, below, (found.gathered,), node)[0]
-
-
-def _by_choice(graph: Graph, node: Node, found: _Summed) -> Node:
-    """[T, K, B], before they are added up. Sizes are those of what was gathered, whoever else reads it."""
+def _by_choice(product: Node) -> ShownSum | None:
+    found = _summed(product)
+    if found is None:
+        return None
+    _, _, is_turned, is_by_choice = found
 
     def multiply(gathered: Tensor, rows: Tensor) -> Tensor:
-        factor = gathered.mT if found.is_turned else gathered
+        """[T, K, B]. Sizes are those of what was gathered, whoever else reads it."""
+        factor = gathered.mT if is_turned else gathered
         return (rows.reshape(factor.shape[:-1]).unsqueeze(-2) @ factor).squeeze(-2).flatten(0, -3)
 
-    with graph.inserting_before(node):
-        return write_out(graph, multiply, (found.gathered, found.rows), node)[0]
+    def below(gathered: Tensor) -> Tensor:
+        matrices = gathered.mT if is_turned else gathered
+        matrix = (matrices if is_by_choice else matrices.transpose(-3, -2)).flatten(-3, -2)
+        return matrix.flatten(0, -3) if rank(product) == 3 else matrix.flatten(0, -2)
+
+    return ShownSum(found.rows, found.gathered, multiply, 1, below)
 
 
 def _summed(product: Node) -> _Summed | None:
