@@ -21,8 +21,9 @@ from benchmarks.timing import capture, time_in_turns
 from benchmarks.workloads import TOKEN_COUNTS, WORKLOADS, Cell, Weights, Workload, make_inputs, make_weights
 from moe_ops import InputScales, RoutingConfig, ScaledWeight
 from moe_ops.int4 import INTEGERS
-from moe_ops.scaled import quantised_weight
+from moe_ops.nvfp4 import NUMBERS
 from moe_ops.scaled_experts import Rows
+from moe_ops.weight_formats import quantised_weight
 
 
 class Way(NamedTuple):
@@ -44,6 +45,7 @@ WAYS = {
     "int8 rows": Way(torch.int8, None, "quantised", 0.04),
     "float8 rows, exact": Way(torch.float8_e4m3fn, None, "exact", 0.06),
     "MXFP4": Way(torch.uint8, (1, 32), "exact", 0.22),
+    "NVFP4": Way(NUMBERS, (1, 16), "exact", 0.18),
     "int4": Way(INTEGERS, (1, 128), "exact", 0.22),
 }
 

@@ -17,7 +17,7 @@ from layers.weights.expert_loader import (
     is_distributed,
     load_expert_weight,
 )
-from layers.weights.scales import INPUT_SCALES, SCALES, WEIGHTS, ZERO_POINTS, Quantisation
+from layers.weights.scales import GLOBAL_SCALES, INPUT_SCALES, SCALES, WEIGHTS, ZERO_POINTS, Quantisation
 from layers.weights.shard import WHOLE, TensorShard
 from moe_ops.mxfp4 import ONE
 from moe_ops.pairs import PAIRS
@@ -116,7 +116,7 @@ class ExpertParameters(nn.Module):
         config = self.config
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
-                if name == "post_norm_weight" or name.endswith("_scale"):
+                if name == "post_norm_weight" or name.endswith(("_scale", "_scale_2")):
                     parameter.fill_(ONE if parameter.dtype == PAIRS else 1)
                     continue
                 if parameter.dtype.itemsize == 1:
@@ -211,7 +211,7 @@ class ExpertParameters(nn.Module):
         return self
 
     def _stored(self, quantisation: Quantisation) -> list[Tensor]:
-        """Quantised weights, scales, zero points and scales of rows."""
+        """Quantised weights, what they have beside them, and scales of rows."""
         weights = [weight for name in WEIGHTS if (weight := getattr(self, name)).dtype in STORED]
         return [*weights, *(getattr(self, name) for name in quantisation.all_parameters)]
 
@@ -225,7 +225,7 @@ class ExpertParameters(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        beside = *SCALES, *ZERO_POINTS, *INPUT_SCALES
+        beside = *SCALES, *ZERO_POINTS, *GLOBAL_SCALES, *INPUT_SCALES
         error_msgs.extend(other_formats.told(self, beside, state_dict, prefix, local_metadata))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs

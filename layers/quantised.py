@@ -1,12 +1,21 @@
 """What products take of the experts of a `FusedMoE` that has scales, and how they run."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from layers.lora import Product
 from layers.weights.expert_loader import part_here
-from layers.weights.scales import INPUT_SCALES, Blocks, WeightScale, blocks_of_kind
+from layers.weights.scales import (
+    GLOBAL_SCALES,
+    INPUT_SCALES,
+    SCALES,
+    ZERO_POINTS,
+    Blocks,
+    WeightScale,
+    blocks_of_kind,
+)
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import value_error
 from moe_ops.pairs import numbers_in
@@ -59,17 +68,29 @@ def scaled_linears(module: Any, experts: ExpertWeights) -> tuple[ScaledLinear, S
     """
     kind = module.quantisation.kind
     of_up, of_down = blocks_of(module, experts, kind, module.quantisation.block)
-    up, down, *zeros = (
-        _on_this_rank(module, getattr(module, name)) for name in module.quantisation.parameters
-    )
-    up_zero, down_zero = zeros or (None, None)
+    parts = {name: _on_this_rank(module, getattr(module, name)) for name in module.quantisation.parameters}
+    up, down = (parts[name] for name in SCALES)
+    up_zero, down_zero = (parts.get(name) for name in ZERO_POINTS)
+    w13, w2 = experts
+    up_global, down_global = _global_scales(module, parts, down_sizes(w2.weight)[1])
     if kind is WeightScale.TENSOR:
         up, down = up.unsqueeze(2), down[:, None, None]
-    w13, w2 = experts
     return (
-        ScaledLinear(w13.weight, up, w13.bias, *of_up, up_zero),
-        ScaledLinear(w2.weight, down, w2.bias, *of_down, down_zero),
+        ScaledLinear(w13.weight, up, w13.bias, *of_up, up_zero, up_global),
+        ScaledLinear(w2.weight, down, w2.bias, *of_down, down_zero, down_global),
     )
+
+
+def _global_scales(
+    module: Any, parts: Mapping[str, Tensor], features: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """[E, P] of each product, if there are any: of gate and up rows in turns for each row."""
+    up, down = (parts.get(name) for name in GLOBAL_SCALES)
+    if up is None or down is None:
+        return None, None
+    if module.config.activation.interleaved:
+        up = up.repeat(1, features)
+    return up, down.unsqueeze(1)
 
 
 def _on_this_rank(module: Any, scale: Tensor) -> Tensor:

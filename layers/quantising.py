@@ -7,6 +7,7 @@ from layers._checks import expect_type
 from layers.fused_moe import FusedMoE
 from layers.quantised import blocks_of, down_sizes, expect_supported, scaled_linears
 from layers.weights.scales import (
+    GLOBAL_SCALES,
     INPUT_SCALES,
     SCALES,
     WEIGHTS,
@@ -20,11 +21,14 @@ from layers.weights.scales import (
     expect_zero_points,
 )
 from moe_ops._checks import FLOATING_DTYPES
+from moe_ops.e2m1 import FLOAT8
 from moe_ops.int4 import INTEGERS, ZERO
 from moe_ops.mxfp4 import ONE
+from moe_ops.nvfp4 import NUMBERS
 from moe_ops.pairs import PAIRS
-from moe_ops.scaled import STORED, quantised_weight
+from moe_ops.scaled import STORED
 from moe_ops.scaled_experts import rows_for
+from moe_ops.weight_formats import quantised_weight
 
 
 def add_weight_scales(
@@ -48,18 +52,18 @@ def add_weight_scales(
         module: a `FusedMoE`; `module.weight_loader` fills the scales from a checkpoint.
         kind: what shares a scale.
         block: rows and columns of a block; GROUP reads the columns only.
-        dtype: of the scales, torch.uint8 for the exponents of MXFP4.
+        dtype: of the scales, torch.uint8 for the exponents of MXFP4, torch.float8_e4m3fn for scales of NVFP4.
 
     Raises:
         TypeError, ValueError: `module` is no `FusedMoE` or a shared expert is to overlap with it, `kind` is no
-            `WeightScale`, `dtype` neither that nor floating point of 16 bits or more, a size of the block not positive,
-            groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded the module.
+            `WeightScale`, `dtype` none of these nor floating point of 16 bits or more, a size of the block not
+            positive, groups or blocks do not fit the sizes of the shard, or a style of `layers.parallel` has sharded
+            the module.
     """
     _expect_scalable(module, kind, block)
-    if dtype not in (*FLOATING_DTYPES, PAIRS):
-        raise TypeError(
-            f"dtype={dtype!r}: expected a floating point dtype of 16 bits or more, or torch.uint8"
-        )
+    if dtype not in (*FLOATING_DTYPES, PAIRS, FLOAT8):
+        expected = f"expected a floating point dtype of 16 bits or more, {PAIRS} or {FLOAT8}"
+        raise TypeError(f"dtype={dtype!r}: {expected}")
     shapes = _shapes(module, kind, *block)
     module.quantisation = Quantisation(kind, block, rows_for(module.w13_weight.dtype))
     _register(module, dict(zip(SCALES, shapes, strict=True)), dtype, ONE if dtype == PAIRS else 1)
@@ -70,7 +74,8 @@ def _register(module: FusedMoE, shapes: dict[str, tuple[int, ...]], dtype: torch
     for name, shape in shapes.items():
         filled = torch.full(shape, value, dtype=dtype, device=module.w13_weight.device)
         param = nn.Parameter(filled, requires_grad=False)
-        param.quant_method = module.quantisation.kind.value  # type: ignore[attr-defined, union-attr]
+        kind = module.quantisation.kind_of(name) or module.quantisation.kind  # type: ignore[union-attr]
+        param.quant_method = kind.value  # type: ignore[attr-defined]
         loader = getattr(module.w13_weight, "weight_loader", None)
         if loader is not None:  # loops over a model's parameters ask each for its own
             param.weight_loader = loader  # type: ignore[attr-defined]
@@ -121,14 +126,18 @@ def quantise_experts(
 
     A scale maps the largest magnitude that shares it to the largest of `dtype`, and the rest is rounded to the nearest.
     In MXFP4 it is a power of two, and weights that were MXFP4 once become what they were: those of gpt-oss in bfloat16,
-    say. Of integers of 4 bits the largest is 7.5, as compressed-tensors and GPTQ have it, and scales have the weights'
-    dtype. On the meta device only dtypes and sizes change, for a checkpoint that is quantised already.
+    say. In NVFP4 each matrix has a scale besides, with which the largest of the others is 448. Of integers of 4 bits
+    the largest is 7.5, as compressed-tensors and GPTQ have it, and scales have the weights' dtype. On the meta device
+    only dtypes and sizes change, for a checkpoint that is quantised already.
 
     Args:
         module: a `FusedMoE`.
-        kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns, or of integers CHANNEL.
-        dtype: torch.float8_e4m3fn or torch.int8, torch.uint8 for MXFP4, or torch.uint4 for integers of 4 bits: both are
-            stored as torch.uint8, two numbers in each.
+        kind, block: see `add_weight_scales`; in 4 bits GROUP, of a multiple of 32 columns, of NVFP4 16, or of integers
+            CHANNEL.
+        dtype: torch.float8_e4m3fn or torch.int8, torch.uint8 for MXFP4, torch.float4_e2m1fn_x2 for NVFP4, or
+            torch.uint4 for integers of 4 bits. Those of 4 bits are stored as torch.uint8, two numbers in each. In NVFP4
+            `w13_weight_scale_2` [E, 2] ([E, 1] ungated) and `w2_weight_scale_2` [E], float32, are registered beside the
+            scales: ModelOpt's names.
         rows: whether tokens are quantised too, see `moe_ops.scaled_fused_experts`. "static": with scales that a
             checkpoint brings, parameters `w13_input_scale` [E, 2] ([E, 1] ungated) and `w2_input_scale` [E], float32,
             ones at first. All rows of a product are divided by the largest of them; ranks have all of them.
@@ -149,13 +158,15 @@ def quantise_experts(
     if dtype == INTEGERS:
         expect_even(*down_sizes(module.w2_weight))
     add_weight_scales(module, kind, block, dtype=_scale_dtype(module, dtype))
-    module.quantisation = Quantisation(kind, block, rows, zero_points)
+    module.quantisation = Quantisation(kind, block, rows, zero_points, dtype == NUMBERS)
+    of_matrices = _shapes(module, WeightScale.TENSOR, *block)
     if zero_points:
         shapes = (getattr(module, name).shape for name in SCALES)
         _register(module, dict(zip(ZERO_POINTS, shapes, strict=True)), PAIRS, ZERO)
+    if dtype == NUMBERS:
+        _register(module, dict(zip(GLOBAL_SCALES, of_matrices, strict=True)), torch.float32, 1)
     if rows == "static":
-        of_matrices, count = _shapes(module, WeightScale.TENSOR, *block), module.config.num_experts
-        shapes = ((count, *shape[1:]) for shape in of_matrices)
+        shapes = ((module.config.num_experts, *shape[1:]) for shape in of_matrices)
         _register(module, dict(zip(INPUT_SCALES, shapes, strict=True)), torch.float32, 1)
     with torch.no_grad():
         for index, name in enumerate(WEIGHTS):
@@ -165,7 +176,7 @@ def quantise_experts(
 def _scale_dtype(module: FusedMoE, dtype: torch.dtype) -> torch.dtype:
     if dtype == INTEGERS:
         return module.w13_weight.dtype
-    return PAIRS if dtype == PAIRS else torch.float32
+    return {PAIRS: PAIRS, NUMBERS: FLOAT8}.get(dtype, torch.float32)
 
 
 def _quantise(module: FusedMoE, index: int, name: str, dtype: torch.dtype) -> None:
@@ -180,6 +191,9 @@ def _quantise(module: FusedMoE, index: int, name: str, dtype: torch.dtype) -> No
     scale.copy_(made.scale.reshape(scale.shape))
     if made.zero is not None:
         getattr(module, ZERO_POINTS[index]).copy_(made.zero)
+    if made.global_scale is not None:
+        outer = getattr(module, GLOBAL_SCALES[index])
+        outer.view(len(outer), -1).copy_(made.global_scale)
 
 
 def _expect_quantisable(module: FusedMoE, kind: WeightScale, block: tuple[int, int]) -> None:

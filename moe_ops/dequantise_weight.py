@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moe_ops import _autograd, _checks, _library
-from moe_ops.scaled import check_scaled, dequantised, expert_of, scaled_linear
+from moe_ops.scaled import check_scaled, scaled_linear
 from moe_ops.scaled_arguments import DequantiseWeight, dequantising
 from moe_ops.types import ScaledWeight
+from moe_ops.weight_formats import dequantised, expert_of
 
 
 def dequantise_weight(weight: ScaledWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:

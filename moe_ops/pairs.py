@@ -1,6 +1,7 @@
 """Numbers of 4 bits, two in a byte, that of the even column in the lower half: what formats of them share.
 
-The dtype of scales says which format it is: exponents, stored as `PAIRS` too, are of `mxfp4`, floating ones of `int4`.
+The dtype of scales says which format it is: exponents, stored as `PAIRS` too, are of `mxfp4`, float8_e4m3fn of `nvfp4`,
+and wider floating ones of `int4`.
 """
 
 import torch
@@ -13,6 +14,8 @@ PAIRS = torch.uint8
 
 GROUP = 32
 """Columns that share a scale at least."""
+
+_SHORT_GROUP = 16  # of NVFP4
 
 
 def numbers_in(stored: torch.dtype) -> int:
@@ -30,7 +33,13 @@ def paired(codes: Tensor) -> Tensor:
     return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(PAIRS)
 
 
-def expect_columns(name: str, columns: int, depth: int) -> None:
-    """Raises ValueError for blocks of columns, of `depth`, that 32 at a time do not go through."""
-    if columns % GROUP and columns < depth:
-        value_error("{}={} with weights of 4 bits: expected a multiple of {}", name, columns, GROUP)
+def group_of(scale: torch.dtype) -> int:
+    """Columns that share a scale at least where it has this dtype."""
+    return _SHORT_GROUP if scale == torch.float8_e4m3fn else GROUP
+
+
+def expect_columns(name: str, columns: int, depth: int, scale: torch.dtype) -> None:
+    """Raises ValueError for blocks of columns, of `depth`, that a group at a time does not go through."""
+    group = group_of(scale)
+    if columns % group and columns < depth:
+        value_error("{}={} with weights of 4 bits: expected a multiple of {}", name, columns, group)

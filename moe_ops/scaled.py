@@ -8,7 +8,7 @@ S rows, T tokens, E experts, A input and B output features. Rows are in 8 bits t
 scale (`quantise_rows`), or in 16 and more, in which all weights of 8 bits are exact. Products are summed up within a
 block of columns, in int32 or the compute dtype, and that times both scales is added. Blocks may be DeepSeek-V3's, 128 x
 128 (arXiv 2412.19437, section 3.3), a row, a matrix, or any other. Weights of 4 bits take rows of 16 and more only:
-in them `mxfp4` is exact with its scales, powers of two; `int4` times its scales may be rounded to the dtype of rows, as
+in them `mxfp4` and `nvfp4` are exact with their scales; `int4` times its scales may be rounded to the dtype of rows, as
 weights of that dtype are. In a copy that is multiplied with (`dequantise_weight`) all are. Static shapes, no host sync
 on CUDA.
 """
@@ -19,19 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops import _autograd, _checks, _library, int4, mxfp4
+from moe_ops import _autograd, _checks, _library, e2m1
 from moe_ops._cpu_products import expert_linear, read_offsets
 from moe_ops.arguments import GatherGemm
 from moe_ops.errors import describe, type_error, value_error
 from moe_ops.grouped_gemm import check_offsets, linear_gradient, product
 from moe_ops.pairs import PAIRS, expect_columns, numbers_in
 from moe_ops.permute import check_slots, permute, permute_gradient
-from moe_ops.quantise_rows import DTYPES, blocks_of, maxima, quantised, spread
+from moe_ops.quantise_rows import DTYPES, blocks_of, spread
 from moe_ops.records import leaf_name, partial
 from moe_ops.scaled_arguments import ScaledGroupedGemm, dequantising
 from moe_ops.types import ScaledWeight
 from moe_ops.values import GroupedLinear, PairedLinear, ScaledLinear
 from moe_ops.weight_copies import by_slabs
+from moe_ops.weight_formats import dequantised, expert_of
 
 STORED = (*DTYPES, PAIRS)
 """Dtypes of quantised weights."""
@@ -100,7 +101,9 @@ def scaled_linear(name: str, weight: ScaledWeight, bias: Tensor | None) -> Scale
     _checks.expect_shape(f"{name}.scale", scale, (stored.shape[0], "blocks of B", "blocks of A"))
     scale = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
     rows, columns = _block_of(name, stored, scale) if weight.block is None else weight.block
-    return ScaledLinear(stored, scale, bias, rows, columns, weight.zero)
+    outer = weight.global_scale
+    outer = outer[:, None] if isinstance(outer, Tensor) and outer.dim() == 1 else outer
+    return ScaledLinear(stored, scale, bias, rows, columns, weight.zero, outer)
 
 
 def _expect_block(name: str, block: Any) -> None:
@@ -121,59 +124,6 @@ def _block_of(name: str, stored: Tensor, scale: Tensor) -> tuple[int, int]:
     return max(height // below, 1), max(width // beside, 1)
 
 
-def dequantised(linear: ScaledLinear, dtype: torch.dtype) -> Tensor:
-    """[E, B, A] in `dtype`: what the weight stands for."""
-    weight, scale, _, rows, columns, zero = linear
-    computed = _checks.compute_dtype(dtype)
-    if weight.dtype == PAIRS:
-        weight = (mxfp4 if scale.dtype == PAIRS else int4).numbers(weight, computed)
-    if zero is not None:
-        weight = weight + spread(int4.shifts(zero, computed), weight.shape, rows, columns)
-    return (weight.to(computed) * spread(_factors(scale, computed), weight.shape, rows, columns)).to(dtype)
-
-
-def expert_of(linear: ScaledLinear, expert: int) -> ScaledLinear:
-    """The same of one expert, without its dimension; the bias stays as it is."""
-    zero = None if linear.zero is None else linear.zero[expert]
-    return linear._replace(weight=linear.weight[expert], scale=linear.scale[expert], zero=zero)
-
-
-def _factors(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """What scales stand for."""
-    return mxfp4.powers(scale, dtype) if scale.dtype == PAIRS else scale.to(dtype)
-
-
-def quantised_weight(
-    weight: Tensor, block: tuple[int, int], dtype: torch.dtype, zero_points: bool = False
-) -> ScaledWeight:
-    """A weight [E, B, A] in 8 bits; a scale maps the largest magnitude of its block to the largest of `dtype`.
-
-    Of `PAIRS`, MXFP4, a scale is the power of two that comes next to that; of `INTEGERS`, in 4 bits too, it has the
-    weight's dtype, and with `zero_points` maps what lies between the least and the largest. One expert at a time is in
-    float32.
-    """
-    make = _asymmetric if zero_points else quantised if dtype in DTYPES else _in_pairs
-    made = (make(each, *block, dtype) for each in weight)
-    stored, scale, *zero = map(torch.stack, zip(*made, strict=True))
-    return ScaledWeight(stored, scale, block, *zero)
-
-
-def _asymmetric(matrix: Tensor, rows: int, columns: int, _: torch.dtype) -> tuple[Tensor, ...]:
-    values, places = matrix.float(), (matrix.shape, rows, columns)
-    least, largest = -maxima(-values, rows, columns), maxima(values, rows, columns)
-    scale, zero = int4.asymmetric(least, largest, matrix.dtype)
-    shift = spread(int4.shifts(zero, torch.float32), *places)
-    return int4.rounded(values / spread(scale.float(), *places), shift), scale, zero
-
-
-def _in_pairs(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    values, is_mxfp4 = matrix.float(), dtype == PAIRS
-    largest = maxima(values.abs(), rows, columns)
-    scale = mxfp4.exponents_of(largest) if is_mxfp4 else int4.scales_of(largest, matrix.dtype)
-    divided = values / spread(_factors(scale, torch.float32), matrix.shape, rows, columns)
-    return (mxfp4 if is_mxfp4 else int4).rounded(divided), scale
-
-
 def _num_slots(args: ScaledGroupedGemm) -> int:
     return args.x.shape[0] if args.sorted_slots is None else args.sorted_slots.shape[0]
 
@@ -189,9 +139,9 @@ def _check(args: ScaledGroupedGemm) -> None:
 
 def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor) -> None:
     """Checks the weight in a field of a record, on the device of the argument called `reference`."""
-    weight, scale, bias, rows, columns, zero = linear
+    weight, scale, bias, rows, columns, zero, global_scale = linear
     names = (leaf_name(field, "weight", leaf) for leaf in ScaledLinear._fields)
-    _, of_scale, of_bias, *of_block, of_zero = names
+    _, of_scale, of_bias, *of_block, of_zero, of_global = names
     _checks.expect_shape(field, weight, ("E", "B", "A"))
     expect_stored(field, weight)
     _checks.expect_weight_strides(field, weight)
@@ -202,29 +152,48 @@ def check_scaled(field: str, linear: ScaledLinear, reference: str, like: Tensor)
     _checks.expect_shape(of_scale, scale, blocks)
     if weight.dtype == PAIRS:
         _expect_scale_of_pairs(of_scale, scale)
-        expect_columns(of_block[1], columns, linear.depth)
+        expect_columns(of_block[1], columns, linear.depth, scale.dtype)
     else:
         _checks.expect_floating(of_scale, scale)
     if zero is not None:
         _expect_zero(of_zero, zero, weight, scale)
+    if global_scale is not None:
+        _expect_global(of_global, global_scale, weight, scale)
     if bias is not None:
         _checks.expect_shape(of_bias, bias, weight.shape[:2])
         _checks.expect_floating(of_bias, bias)
-    parts = {field: weight, of_scale: scale, of_bias: bias, of_zero: zero}
+    parts = {field: weight, of_scale: scale, of_bias: bias, of_zero: zero, of_global: global_scale}
     _checks.expect_same_device(like.device, reference, **parts)
 
 
 def _expect_zero(name: str, zero: Tensor, weight: Tensor, scale: Tensor) -> None:
-    if weight.dtype != PAIRS or scale.dtype == PAIRS:
-        kind = "MXFP4" if weight.dtype == PAIRS else weight.dtype
+    if weight.dtype != PAIRS or scale.dtype in e2m1.SCALES:
+        kind = _format_of(weight, scale)
         value_error("{} with weights of {}: expected None, only integers of 4 bits have it", name, kind)
     _checks.expect_index(name, zero, (PAIRS,))
     _checks.expect_shape(name, zero, scale.shape)
 
 
+def _expect_global(name: str, global_scale: Tensor, weight: Tensor, scale: Tensor) -> None:
+    if weight.dtype != PAIRS or scale.dtype != e2m1.FLOAT8:
+        value_error(
+            "{} with weights of {}: expected None, only NVFP4 has it", name, _format_of(weight, scale)
+        )
+    _checks.expect_floating(name, global_scale)
+    _checks.expect_shape(name, global_scale, (weight.shape[0], "parts of B"))
+    rows, parts = weight.shape[1], global_scale.shape[1]
+    if parts < 1 or rows % parts:
+        value_error("{} has {} parts of {} rows: expected a divisor of these", name, parts, rows)
+
+
+def _format_of(weight: Tensor, scale: Tensor) -> Any:
+    of_pairs = {e2m1.POWERS: "MXFP4", e2m1.FLOAT8: "NVFP4"}
+    return of_pairs.get(scale.dtype, "integers") if weight.dtype == PAIRS else weight.dtype
+
+
 def _expect_scale_of_pairs(name: str, scale: Tensor) -> None:
-    if scale.dtype not in (PAIRS, *_checks.FLOATING_DTYPES):
-        expected = f"{PAIRS} of MXFP4, or of integers a floating point dtype of 16 bits or more"
+    if scale.dtype not in (*e2m1.SCALES, *_checks.FLOATING_DTYPES):
+        expected = f"{PAIRS} of MXFP4, {e2m1.FLOAT8} of NVFP4, or of integers a floating point dtype of 16 bits or more"
         type_error("{} has dtype {} with weights of 4 bits: expected {}", name, scale.dtype, expected)
 
 

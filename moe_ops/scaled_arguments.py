@@ -38,11 +38,13 @@ class DequantiseWeight(NamedTuple):
     block_columns: int
     dtype: torch.dtype
     zero: Annotated[Tensor | None, Role.CONSTANT] = None
+    global_scale: Annotated[Tensor | None, Role.CONSTANT] = None
 
     @property
     def linear(self) -> ScaledLinear:
         """Its product, without a bias."""
-        return ScaledLinear(self.weight, self.scale, None, self.block_rows, self.block_columns, self.zero)
+        weight, scale, rows, columns, _, *beside = self
+        return ScaledLinear(weight, scale, None, rows, columns, *beside)
 
 
 class ScaledGroupedGemm(NamedTuple):
@@ -80,8 +82,8 @@ class ScaledFusedExperts(NamedTuple):
 
 def dequantising(linear: ScaledLinear, dtype: torch.dtype) -> DequantiseWeight:
     """What `dequantise_weight` takes of a product's weight."""
-    weight, scale, _, rows, columns, zero = linear
-    return DequantiseWeight(weight, scale, rows, columns, dtype, zero)
+    weight, scale, _, rows, columns, *beside = linear
+    return DequantiseWeight(weight, scale, rows, columns, dtype, *beside)
 
 
 def without_scales(w13: ScaledLinear, w2: ScaledLinear) -> ExpertWeights:

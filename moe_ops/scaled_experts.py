@@ -20,7 +20,6 @@ from moe_ops.combine import combine
 from moe_ops.dispatch import build_dispatch
 from moe_ops.errors import value_error
 from moe_ops.fused_experts import check_routed, expect_routed, fake, weigh_input
-from moe_ops.int4 import INTEGERS
 from moe_ops.pairs import PAIRS
 from moe_ops.quantise_rows import check_input_scale
 from moe_ops.scaled import check_scaled, expect_stored, expect_unpacked, scaled_linear
@@ -29,6 +28,7 @@ from moe_ops.slabs import halves_in
 from moe_ops.types import Activation, DispatchPlan, InputScales, ScaledWeight, is_gated_spec
 from moe_ops.values import Epilogue, GroupedLinear, PairedLinear, Placement, ScaledLinear
 from moe_ops.weight_copies import by_slabs
+from moe_ops.weight_formats import IN_4_BITS
 
 RowKind = Literal["quantised", "exact"]
 Rows = RowKind | InputScales
@@ -92,7 +92,7 @@ def scaled_fused_experts(
 
 def rows_for(stored: torch.dtype) -> RowKind:
     """What is multiplied with weights of a dtype where nothing is said."""
-    return "exact" if stored in (PAIRS, INTEGERS) else "quantised"
+    return "exact" if stored in IN_4_BITS else "quantised"
 
 
 def run(args: FusedExperts, w13: ScaledLinear, w2: ScaledLinear, rows: Rows) -> Tensor:

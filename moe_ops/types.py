@@ -61,20 +61,23 @@ class ScaledWeight:
     Attributes:
         weight: [E, B, A], torch.float8_e4m3fn or torch.int8, stride 1 in either of the last two dimensions. In 4 bits
             [E, B, A / 2], torch.uint8: two numbers, that of the even column in the lower half. They are integers,
-            (code - 8) * scale, or MXFP4 (e2m1): the dtype of `scale` says which.
+            (code - 8) * scale, or e2m1, of MXFP4 or NVFP4: the dtype of `scale` says which.
         scale: [E, ceil(B / rows), ceil(A / columns)], any floating dtype: one of each block. [E, B, 1]: of each row.
             Of MXFP4 torch.uint8 or torch.float8_e8m0fnu, exponents: 2 ** (scale - 127), NaN for 255. On a GPU those
-            above 191 may be NaN too, and those below 64 may be zeros.
+            above 191 may be NaN too, and those below 64 may be zeros. Of NVFP4 torch.float8_e4m3fn.
         block: (rows, columns) of a block. None where blocks are as large as each other, and so follow from the sizes.
         zero: None, or of integers of 4 bits the code from 0 to 15 that stands for 0 in each block, torch.uint8 of the
             shape of `scale`: a number is (code - zero) * scale then. None is 8 everywhere. Larger codes are not looked
             for, and give no number that means anything.
+        global_scale: None, or of NVFP4 what a number times its scale is multiplied with, any floating dtype: [E], or
+            [E, P] where each of P parts of the rows, as gate and up are, has one.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
     block: tuple[int, int] | None = None
     zero: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
 
 
 class InputScales(NamedTuple):

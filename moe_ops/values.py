@@ -59,6 +59,7 @@ class ScaledLinear(NamedTuple):
 
     A block has so many rows and columns, those on the border fewer: scale [E, ceil(B / rows), ceil(A / columns)].
     In 4 bits (`pairs`) the weight is [E, B, A / 2]; blocks of integers may have zero points too, of the scale's shape.
+    `nvfp4` may have global scales [E, P], one of each B / P rows.
     """
 
     NAMED_AFTER_FIELD = True
@@ -69,6 +70,7 @@ class ScaledLinear(NamedTuple):
     block_rows: int
     block_columns: int
     zero: Annotated[Tensor | None, Role.CONSTANT] = None
+    global_scale: Annotated[Tensor | None, Role.CONSTANT] = None
 
     @property
     def depth(self) -> int:

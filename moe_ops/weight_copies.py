@@ -9,6 +9,7 @@ from moe_ops import _library
 from moe_ops.scaled_arguments import dequantising
 from moe_ops.slabs import features_at_once
 from moe_ops.values import GroupedLinear, PairedLinear, ScaledLinear
+from moe_ops.weight_formats import of_rows
 
 
 def copied(linear: ScaledLinear, dtype: torch.dtype) -> GroupedLinear:
@@ -37,8 +38,10 @@ def _copied_slab(linear: ScaledLinear, dtype: torch.dtype, halves: int, part: sl
 
 
 def _cut(linear: ScaledLinear, first: int, last: int) -> ScaledLinear:
-    weight, scale, bias, rows, columns, zero = linear
+    weight, scale, bias, rows, columns, zero, global_scale = linear
     blocks = slice(first // rows, -(-last // rows))
     bias = None if bias is None else bias[:, first:last]
     zero = None if zero is None else zero[:, blocks]
-    return ScaledLinear(weight[:, first:last], scale[:, blocks], bias, rows, columns, zero)
+    if global_scale is not None:
+        global_scale = of_rows(global_scale, weight.shape[1])[:, first:last]
+    return ScaledLinear(weight[:, first:last], scale[:, blocks], bias, rows, columns, zero, global_scale)

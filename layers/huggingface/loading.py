@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from layers.huggingface.quantised import SCALE, ZERO_POINT, names
+from layers.huggingface.quantised import PARTS, names
 from layers.weights import other_formats
 
 _HOOK = "moe_ops_loading"
@@ -30,5 +30,5 @@ def _expect_alike(
     experts: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
     *_, error_msgs = rest
-    beside = [weight + each for weight in names(experts) for each in (SCALE, ZERO_POINT)]
+    beside = [weight + each for weight in names(experts) for each in PARTS]
     error_msgs.extend(other_formats.told(experts, beside, state_dict, prefix, metadata))

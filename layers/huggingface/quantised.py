@@ -30,6 +30,9 @@ from moe_ops.values import ScaledLinear
 
 SCALE = "_scale_inv"  # a factor, whatever its name says
 ZERO_POINT = "_zero_point"
+GLOBAL_SCALE = "_global_scale"
+PARTS = (SCALE, ZERO_POINT, GLOBAL_SCALE)
+"""What weights may have beside them, by the ends of its names."""
 _STORED = torch.float8_e4m3fn
 
 
@@ -40,7 +43,6 @@ class Format:
     rows: RowKind
     blocks: Blocks
     scale: torch.dtype
-    zero_points: bool = False
 
 
 def has_scales(experts: nn.Module) -> bool:
@@ -130,9 +132,12 @@ def _made(experts: Any, name: str, weight: Tensor, bias: Tensor | None) -> Scale
     made, scale = experts.moe_ops_format, _scale(experts, name)
     _expect_uncast(name + SCALE, scale, made.scale)  # casts leave integers, but not their scales
     of_w13, of_w2 = made.blocks
-    zero = _on_this_rank(experts, name + ZERO_POINT) if made.zero_points else None
+    zero, global_scale = (
+        _on_this_rank(experts, name + part) if name + part in experts._parameters else None
+        for part in (ZERO_POINT, GLOBAL_SCALE)
+    )
     block = _fitting(of_w2 if name == "down_proj" else of_w13, weight, scale)
-    return ScaledLinear(weight, scale, bias, *block, zero)
+    return ScaledLinear(weight, scale, bias, *block, zero, global_scale)
 
 
 def _scale(experts: Any, name: str) -> Tensor:

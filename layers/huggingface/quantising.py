@@ -13,13 +13,11 @@ from torch import nn
 from layers._checks import expect_choice, expect_type
 from layers.huggingface import experts, quantised
 from layers.huggingface.experts import is_dispatched
-from layers.huggingface.quantised import SCALE, ZERO_POINT, Format
+from layers.huggingface.quantised import PARTS, SCALE, Format
 from layers.huggingface.settled import settings_of
 from layers.weights.scales import WeightScale, blocks_of_kind, expect_even, expect_format, expect_zero_points
-from moe_ops.int4 import INTEGERS
-from moe_ops.pairs import PAIRS
-from moe_ops.scaled import quantised_weight
 from moe_ops.scaled_experts import RowKind, rows_for
+from moe_ops.weight_formats import IN_4_BITS, quantised_weight
 
 
 def quantise_experts(
@@ -70,7 +68,7 @@ def _expect_plain(name: str, module: Any) -> None:
 def _blocks(module: Any, kind: WeightScale, block: tuple[int, int], dtype: torch.dtype) -> quantised.Blocks:
     w13, w2 = (each.weight for each in experts.weights(module))
     sizes = w13.shape[1], w2.shape[1], w2.shape[2]
-    if dtype in (PAIRS, INTEGERS):
+    if dtype in IN_4_BITS:
         expect_even(*sizes[1:])
     return blocks_of_kind(kind, block, sizes, not getattr(module, "is_concatenated", True))
 
@@ -83,11 +81,11 @@ def _quantise(
     for index, (name, block) in enumerate(zip(quantised.names(module), blocks, strict=True)):
         made = quantised_weight(experts.weights(module)[index].weight, block, dtype, zero_points)
         module.register_parameter(name, nn.Parameter(made.weight, requires_grad=False))
-        module.register_parameter(name + SCALE, nn.Parameter(made.scale, requires_grad=False))
-        if made.zero is not None:
-            module.register_parameter(name + ZERO_POINT, nn.Parameter(made.zero, requires_grad=False))
+        for part, tensor in zip(PARTS, (made.scale, made.zero, made.global_scale), strict=True):
+            if tensor is not None:
+                module.register_parameter(name + part, nn.Parameter(tensor, requires_grad=False))
     scale = getattr(module, f"down_proj{SCALE}").dtype
-    module.is_transposed, module.moe_ops_format = False, Format(rows, blocks, scale, zero_points)
+    module.is_transposed, module.moe_ops_format = False, Format(rows, blocks, scale)
     options = module.moe_ops_options
     inside = [path for path, _ in options.settings.inside]
     module.moe_ops_options = replace(options, settings=settings_of(module, *inside))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from layers.expert_parameters import WHOLE_ON_RANKS
 from layers.fused_moe import FusedMoE
-from layers.huggingface.quantised import SCALE, ZERO_POINT, blocks, has_scales
+from layers.huggingface.quantised import GLOBAL_SCALE, PARTS, blocks, has_scales
 from layers.quantised import blocks_of
-from layers.weights.scales import Blocks
+from layers.weights.scales import GLOBAL_SCALES, SCALES, ZERO_POINTS, Blocks
 from layers.weights.shard import TensorShard
 from moe_ops.pairs import numbers_in
 
@@ -129,11 +129,12 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         kind, block = module.quantisation.kind, module.quantisation.block
         found = blocks_of(module, module.expert_weights(), kind, block)
         of_scales, unit = _of_scales(found, rows, module.w2_weight)
-        layouts |= zip(module.quantisation.parameters, of_scales * 2)
+        layouts |= dict.fromkeys(GLOBAL_SCALES, ParameterLayout(None))
+        layouts |= zip((*SCALES, *ZERO_POINTS), of_scales * 2)
     for name, _ in module.named_parameters(recurse=False):
         if name not in layouts and name not in WHOLE_ON_RANKS:
             raise ValueError(f"module has {name}: expected no scales of weights among ranks")
-    present = {name: layout for name, layout in layouts.items() if getattr(module, name) is not None}
+    present = {name: layout for name, layout in layouts.items() if getattr(module, name, None) is not None}
     sizes = config.num_physical_experts, config.top_k, config.hidden_size, config.intermediate_size
     return ExpertsLayout(*sizes, module.w2_weight.dtype, present, unit)
 
@@ -175,8 +176,12 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     unit = 1
     if has_scales(module):
         of_scales, unit = _of_scales(blocks(module), rows, module.down_proj)
-        beside = [each for each in (SCALE, ZERO_POINT) if f"down_proj{each}" in module._parameters]
-        layouts |= {f"{name}{each}": of for each in beside for name, of in zip(layouts.copy(), of_scales)}
+        layouts |= {
+            f"{name}{part}": ParameterLayout(None) if part == GLOBAL_SCALE else layout
+            for part in PARTS
+            if f"down_proj{part}" in module._parameters
+            for name, layout in zip(layouts.copy(), of_scales)
+        }
     if has_bias:
         layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
     down, dim = module.down_proj, 1 if is_transposed else 2

@@ -76,6 +76,8 @@ def _expect_shard_of(module: Any, param: Tensor, shard_id: str) -> None:
 
 
 def _kind(weight_name: str) -> str | None:
+    if "weight_global_scale" in weight_name:
+        raise ValueError(f"{weight_name} is what weights are divided by: expected 1 / it, as weight_scale_2")
     if any(part in weight_name for part in _SINGLE_VALUES):
         return "single"
     if "g_idx" in weight_name:

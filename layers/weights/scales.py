@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from layers._checks import expect_positive, expect_type
+from moe_ops.e2m1 import FLOAT8
 from moe_ops.errors import value_error
 from moe_ops.int4 import INTEGERS
-from moe_ops.pairs import GROUP, PAIRS
+from moe_ops.nvfp4 import NUMBERS
+from moe_ops.pairs import group_of
 from moe_ops.quantise_rows import expect_dtype
 from moe_ops.scaled_experts import RowKind
+from moe_ops.weight_formats import IN_4_BITS
 
 
 class WeightScale(Enum):
@@ -35,8 +38,7 @@ class WeightScale(Enum):
         """
         names = (name for name, each in module.named_parameters(recurse=False) if each is param)
         quantisation: Quantisation | None = getattr(module, "quantisation", None)
-        is_known = quantisation is not None and next(names, "") in quantisation.parameters
-        known = quantisation.kind if quantisation is not None and is_known else None
+        known = None if quantisation is None else quantisation.kind_of(next(names, ""))
         value = getattr(param, "quant_method", known)
         value = value.value if isinstance(value, Enum) else value
         try:
@@ -49,6 +51,7 @@ class WeightScale(Enum):
 WEIGHTS = ("w13_weight", "w2_weight")
 SCALES = ("w13_weight_scale", "w2_weight_scale")
 ZERO_POINTS = ("w13_weight_zero_point", "w2_weight_zero_point")
+GLOBAL_SCALES = ("w13_weight_scale_2", "w2_weight_scale_2")
 INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
 
 Rows = RowKind | Literal["static"]
@@ -65,12 +68,14 @@ class Quantisation:
     """How the experts of a layer are quantised: what shares a scale, and whether tokens are quantised too.
 
     zero_points: whether what shares a scale shares a zero point as well.
+    global_scales: whether each matrix has a scale besides.
     """
 
     kind: WeightScale
     block: tuple[int, int]
     rows: Rows = "quantised"
     zero_points: bool = False
+    global_scales: bool = False
 
     @property
     def all_parameters(self) -> tuple[str, ...]:
@@ -80,7 +85,14 @@ class Quantisation:
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of those that a layer has beside its weights, each expert its own."""
-        return (*SCALES, *ZERO_POINTS) if self.zero_points else SCALES
+        of_blocks = (*SCALES, *ZERO_POINTS) if self.zero_points else SCALES
+        return (*of_blocks, *GLOBAL_SCALES) if self.global_scales else of_blocks
+
+    def kind_of(self, name: str) -> WeightScale | None:
+        """What shares a number of such a parameter; None where `name` is none of them."""
+        if name not in self.parameters:
+            return None
+        return WeightScale.TENSOR if name in GLOBAL_SCALES else self.kind
 
 
 def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype, rows: Rows) -> None:
@@ -88,10 +100,10 @@ def expect_format(kind: WeightScale, block: tuple[int, int], dtype: torch.dtype,
     expect_block(block)
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}: expected one of {', '.join(map(repr, ROWS))}")
-    if dtype not in (PAIRS, INTEGERS):
+    if dtype not in IN_4_BITS:
         expect_dtype("dtype", dtype)
     elif not _is_of_pairs(kind, block[1], dtype):
-        expected = f"GROUP of a multiple of {GROUP} columns, or CHANNEL of {INTEGERS}"
+        expected = f"GROUP of a multiple of {_group_of(dtype)} columns, or CHANNEL of {INTEGERS}"
         raise ValueError(f"{kind}, block={block} with weights of 4 bits: expected {expected}")
     elif rows != "exact":
         raise ValueError(f"rows={rows!r} with weights of 4 bits: expected 'exact'")
@@ -107,7 +119,11 @@ def expect_zero_points(zero_points: bool, dtype: torch.dtype) -> None:
 def _is_of_pairs(kind: WeightScale, columns: int, dtype: torch.dtype) -> bool:
     if kind is WeightScale.CHANNEL:
         return dtype == INTEGERS
-    return kind is WeightScale.GROUP and columns % GROUP == 0
+    return kind is WeightScale.GROUP and columns % _group_of(dtype) == 0
+
+
+def _group_of(dtype: torch.dtype) -> int:
+    return group_of(FLOAT8 if dtype == NUMBERS else dtype)
 
 
 def expect_block(block: tuple[int, int]) -> None:

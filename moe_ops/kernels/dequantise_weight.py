@@ -10,7 +10,7 @@ from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.pairs_numbers import MISSING, factors, shifts, spread_scale, unpacked
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
-from moe_ops.kernels.scaled import converts, stride_args, zero_args
+from moe_ops.kernels.scaled import converts, global_args, stride_args, zero_args
 from moe_ops.pairs import GROUP
 
 _ROWS, _COLUMNS = 16, 256  # of a program; by measurement on an H200, 3.9 TB/s
@@ -18,15 +18,16 @@ _ROWS, _COLUMNS = 16, 256  # of a program; by measurement on an H200, 3.9 TB/s
 
 @triton.jit
 def dequantise_weight_kernel(
-    weight_ptr, scale_ptr, zero_ptr, out_ptr, features, depth, block_rows, block_columns,
+    weight_ptr, scale_ptr, zero_ptr, global_ptr, out_ptr, features, depth, block_rows, block_columns, global_rows,
     weight_stride_e, weight_stride_n, weight_stride_k, scale_stride_e, scale_stride_n, scale_stride_k,
-    zero_stride_e, zero_stride_n, zero_stride_k,
+    zero_stride_e, zero_stride_n, zero_stride_k, global_stride_e, global_stride_n,
     GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows by BLOCK_K columns of an expert's, of which BLOCK_K / GROUPS share a scale."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     NUMBERS: tl.constexpr = 2 if weight_ptr.dtype.element_ty == tl.uint8 else 1
-    IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
+    IS_E2M1: tl.constexpr = tl.uint8 == SCALE or tl.float8e4nv == SCALE
     STORED: tl.constexpr = BLOCK_K // NUMBERS
     depth_blocks, feature_blocks = tl.cdiv(depth, BLOCK_K), tl.cdiv(features, BLOCK_N)
     depth_block, rest = tl.program_id(0) % depth_blocks, tl.program_id(0) // depth_blocks
@@ -42,7 +43,7 @@ def dequantise_weight_kernel(
     scale_ptrs = scale_ptr + offset(expert, scale_stride_e)
     scale_ptrs += offset(rows // block_rows, scale_stride_n)[:, None]
     scale_ptrs += offset(groups // block_columns, scale_stride_k)[None, :]
-    scale = tl.load(scale_ptrs, mask=known & (groups < depth)[None, :], other=0)
+    scale = tl.load(scale_ptrs, mask=known & (groups < depth)[None, :], other=0.0)
     zero = None
     if zero_ptr is not None:
         zero_ptrs = zero_ptr + offset(expert, zero_stride_e)
@@ -52,19 +53,23 @@ def dequantise_weight_kernel(
     if NUMBERS == 1:
         numbers = stored.to(tl.float32) * spread_scale(scale.to(tl.float32), BLOCK_K)
     else:
-        IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and tl.float16 == DTYPE)
+        IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_E2M1 and tl.float16 == DTYPE)
         WIDE: tl.constexpr = tl.float32 if IN_FLOAT32 else DTYPE
         shift = None if zero is None else shifts(zero, WIDE)
-        numbers = unpacked(stored, factors(scale, WIDE), shift, WIDE, IS_MXFP4)
-        if IS_MXFP4:
+        numbers = unpacked(stored, factors(scale, WIDE), shift, WIDE, IS_E2M1)
+        if IS_E2M1:
             numbers = numbers.to(tl.float32) * MISSING
+        if global_ptr is not None:
+            global_ptrs = global_ptr + offset(expert, global_stride_e)
+            global_ptrs += offset(rows // global_rows, global_stride_n)
+            numbers *= tl.load(global_ptrs, mask=rows < features, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + offset(expert.to(tl.int64) * features + rows, depth)[:, None] + columns[None, :]
     tl.store(out_ptrs, numbers.to(DTYPE), mask=known & (columns < depth)[None, :])
 
 
 def takes(args: Any, gpu: Gpu) -> bool:
     """Whether the kernel is for such arguments: it computes in float32 at the most."""
-    return args.dtype != torch.float64 and converts(args.weight.dtype, gpu)
+    return args.dtype != torch.float64 and converts(args.linear, gpu)
 
 
 def dequantise_weight_program(args: Any, gpu: Gpu) -> Program:
@@ -77,6 +82,7 @@ def dequantise_weight_program(args: Any, gpu: Gpu) -> Program:
         "weight_ptr": Ref("weight"),
         "scale_ptr": Ref("scale"),
         **zero_args("zero", args.zero),
+        **global_args("global_scale", args.linear),
         "out_ptr": Ref(copy.name),
         "features": features,
         "depth": depth,

@@ -1,6 +1,6 @@
 """Few tokens times weights of 4 bits: rows of their experts' weights, on no tensor core and with no sort.
 
-Words of eight numbers of MXFP4 become, four at a time, float8 by shifts: a number's exponent and fraction are the last
+Words of eight numbers of e2m1 become, four at a time, float8 by shifts: a number's exponent and fraction are the last
 bits of a float8's exponent and the first of its fraction, which makes it 2**6 times as small. Integers become
 the ends of fractions of float32, most of them where they are. Sums of a word are scaled, so that both are exact. What a
 zero point differs from 8 comes to a word's sum times the sum of x, which all features share. A program is one warp: so
@@ -13,13 +13,15 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from moe_ops.e2m1 import SCALES
 from moe_ops.kernels.activation import gate_up_columns
 from moe_ops.kernels.common import INTERPRETED, apply_activation, cdiv, local_expert, next_power_of_2, offset
 from moe_ops.kernels.decode_args import route_args
 from moe_ops.kernels.gemm import Operand, bias_args
 from moe_ops.kernels.gpu import Gpu
+from moe_ops.kernels.pairs_numbers import of_float8
 from moe_ops.kernels.program import Buffer, Launch, Ref, TensorMeta
-from moe_ops.kernels.scaled import stride_args, zero_args
+from moe_ops.kernels.scaled import global_args, stride_args, zero_args
 from moe_ops.pairs import PAIRS
 
 _FEATURES, _WORDS, _WARPS = 4, 64, 1  # of a program
@@ -44,7 +46,7 @@ def _value(numbers, BYTE: tl.constexpr):
 
 
 @triton.jit
-def _mxfp4(words):
+def _e2m1(words):
     """Numbers of even columns, then of odd ones, times 2**-6."""
     if INTERPRETED:
         even = ((words << 4) & -0x7F7F7F80) | ((words << 2) & 0x1C1C1C1C)
@@ -106,7 +108,7 @@ def _loaded(ptrs, mask, DIM: tl.constexpr, POLICY: tl.constexpr):
     if mask is None:
         loaded = tl.load(ptrs, eviction_policy=POLICY)
     else:
-        loaded = tl.load(ptrs, mask=tl.expand_dims(mask, DIM), other=0, eviction_policy=POLICY)
+        loaded = tl.load(ptrs, mask=tl.expand_dims(mask, DIM), other=0.0, eviction_policy=POLICY)
     return loaded
 
 
@@ -115,9 +117,9 @@ def _products(
     words, scale, zero, x_sum, even0, even1, even2, even3, odd0, odd1, odd2, odd3
 ):  # fmt: skip
     """[N, W] of words of weights and x of their columns."""
-    if scale.dtype == tl.uint8:
-        scale = _powers(scale)
-        number0, number2, number4, number6, number1, number3, number5, number7 = _mxfp4(words)
+    if scale.dtype == tl.uint8 or scale.dtype == tl.float8e4nv:
+        scale = _powers(scale) if scale.dtype == tl.uint8 else of_float8(scale) * 64
+        number0, number2, number4, number6, number1, number3, number5, number7 = _e2m1(words)
     else:
         number0, number2, number4, number6, number1, number3, number5, number7 = _integers(words)
     sums = number0.to(tl.float32) * even0[None, :]
@@ -179,11 +181,11 @@ def _added(
 # Strides of which nothing is known make words load one by one: so a thread has the columns of x that belong to its.
 @triton.jit(do_not_specialize=["weight_stride_e", "weight_stride_n"])
 def pairs_gemv_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
-    top_k, slots_of_row, num_ids, num_experts, features, block_rows,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, ids_ptr, map_ptr, out_ptr, inverse_ptr,
+    top_k, slots_of_row, num_ids, num_experts, features, block_rows, global_rows,
     x_stride_m, x_stride_k, ids_stride_t, ids_stride_k, weight_stride_e, weight_stride_n,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
-    bias_stride_e, bias_stride_n,
+    global_stride_e, global_stride_n, bias_stride_e, bias_stride_n,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
@@ -234,6 +236,11 @@ def pairs_gemv_kernel(
                 start, DEPTH // 8 if start + BLOCK_W > DEPTH // 8 else None, GATED, BLOCK_COLUMNS, BLOCK_W,
             )  # fmt: skip
         result, up_result = tl.sum(gate, 1), tl.sum(up, 1)
+        if global_ptr is not None:
+            global_row_ptr = global_ptr + offset(expert, global_stride_e)
+            of_gate, of_up = gate_rows // global_rows, up_rows // global_rows
+            result *= tl.load(global_row_ptr + offset(of_gate, global_stride_n)).to(tl.float32)
+            up_result *= tl.load(global_row_ptr + offset(of_up, global_stride_n)).to(tl.float32)
         if bias_ptr is not None:
             bias_row_ptr = bias_ptr + offset(expert, bias_stride_e)
             result += tl.load(bias_row_ptr + offset(gate_rows, bias_stride_n)).to(tl.float32)
@@ -258,8 +265,8 @@ def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
 
 
 def _converts(linear: Any, gpu: Gpu) -> bool:
-    """Whether a GPU makes numbers of such weights: MXFP4 by way of float8."""
-    return linear.scale.dtype != PAIRS or gpu.capability >= _CONVERTS_E4M3
+    """Whether a GPU makes numbers of such weights: e2m1 by way of float8."""
+    return linear.scale.dtype not in SCALES or gpu.capability >= _CONVERTS_E4M3
 
 
 def _is_of_words(weight: TensorMeta) -> bool:
@@ -283,6 +290,7 @@ def pairs_gemv_launch(
         "weight_ptr": Ref(name),
         "scale_ptr": Ref(f"{name}_scale"),
         **zero_args(f"{name}_zero", linear.zero),
+        **global_args(f"{name}_global_scale", linear),
         "out_ptr": Ref(out.name),
         "inverse_ptr": Ref("inverse") if is_token else None,
         "top_k": top_k,

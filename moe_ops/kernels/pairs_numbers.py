@@ -1,8 +1,9 @@
 """Weights of 4 bits, two in a byte, as numbers in registers, times their scales.
 
-Of MXFP4 a number's exponent and fraction are put where those of a bfloat16 end and begin, which makes it 2**126 times
-as small, also where it has no leading one; its power makes up for all but 2**63 of that, so that any weight from 2**-63
-to 2**64 is exact, and a sum is to be multiplied with the rest, `MISSING`. Larger ones are NaN. The code of an integer
+Of e2m1 a number's exponent and fraction are put where those of a bfloat16 end and begin, which makes it 2**126 times
+as small, also where it has no leading one; its scale makes up for all but 2**63 of that, so that any weight of MXFP4
+from 2**-63 to 2**64 is exact, and any of NVFP4, and a sum is to be multiplied with the rest, `MISSING`. Larger ones are
+NaN. The code of an integer
 becomes the end of the fraction of 128 or, in float16, of 1024, which then is taken off with the zero point; times its
 scale it is rounded once, to the dtype of rows of 16 bits: they are multiplied with what weights of it would be.
 
@@ -12,6 +13,8 @@ they lie in words, and those of tokens have to be brought into it, `beside_words
 
 import triton
 import triton.language as tl
+
+from moe_ops.kernels.common import INTERPRETED
 
 MISSING = tl.constexpr(2.0**63)
 
@@ -23,7 +26,7 @@ def _ptx(lines: list[str], registers: str, outputs: int) -> str:
     return " ".join(["{", f".reg .b32 word, {registers};", f"mov.b32 word, ${outputs};", *lines, "}"])
 
 
-def _of_mxfp4(outputs: list[tuple[str, str]]) -> list[str]:
+def _of_e2m1(outputs: list[tuple[str, str]]) -> list[str]:
     """Each output by the mask of its numbers in `word`, and what brings them to the last bits of both halves."""
     lines = []
     for number, (mask, times) in enumerate(outputs):
@@ -57,8 +60,8 @@ def _of_integers(kind: str, first: str, one: str, less: str, outputs: int) -> st
 
 _LOW, _NEXT = ("0x000F000F", "0x1040"), ("0x00F000F0", "0x0104")
 # A byte's numbers to the last bits of both halves of a word; of a word those that lie 16 bits apart, four times.
-MXFP4_OF_BYTES = tl.constexpr(_ptx(["mul.lo.u32 word, word, 0x1001;", *_of_mxfp4([_LOW])], "part", 1))
-MXFP4_OF_WORDS = tl.constexpr(_ptx(_of_mxfp4([_LOW, _NEXT, _LOW, _NEXT]), "part", 4))
+E2M1_OF_BYTES = tl.constexpr(_ptx(["mul.lo.u32 word, word, 0x1001;", *_of_e2m1([_LOW])], "part", 1))
+E2M1_OF_WORDS = tl.constexpr(_ptx(_of_e2m1([_LOW, _NEXT, _LOW, _NEXT]), "part", 4))
 _BFLOAT16 = {"kind": "bf16x2", "first": "0x43004300", "one": "0x3F803F80"}
 _FLOAT16 = {"kind": "f16x2", "first": "0x64006400", "one": "0x3C003C00"}
 BFLOAT16_OF_BYTES = tl.constexpr(_of_integers(**_BFLOAT16, less="0xC308C308", outputs=1))
@@ -76,13 +79,27 @@ PRODUCT_OF_FLOAT16 = tl.constexpr(_PRODUCT.format(kind="f16x2"))
 
 
 @triton.jit
+def of_float8(scale):
+    """What float8_e4m3fn stands for, in float32; the interpreter's has no NaN."""
+    found = scale.to(tl.float32)
+    if INTERPRETED:
+        bits = scale.to(tl.uint8, bitcast=True).to(tl.int32)
+        found = tl.where((bits & 0x7F) == 0x7F, float("nan"), found)
+    return found
+
+
+@triton.jit
 def factors(scale, DTYPE: tl.constexpr):
-    """What numbers are multiplied with: a float32, or one of 16 bits in both halves of a word. Powers times 2**63."""
+    """What numbers are multiplied with: a float32, or one of 16 bits in both halves of a word. Of e2m1 times 2**63."""
     if scale.dtype == tl.uint8:
         exponents = scale.to(tl.int32)
         found = tl.where(exponents > _LARGEST, 0x7FC07FC0, exponents * 0x00800080 + 0x1F801F80)
         if tl.float32 == DTYPE:
             found = (found & -0x10000).to(tl.float32, bitcast=True)
+    elif scale.dtype == tl.float8e4nv:
+        found = of_float8(scale) * MISSING
+        if tl.float32 != DTYPE:
+            found = ((found.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) * 0x10001
     elif tl.float32 != DTYPE and scale.dtype == DTYPE:
         found = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) * 0x10001
     else:
@@ -101,17 +118,17 @@ def shifts(zero, DTYPE: tl.constexpr):
 
 @triton.jit
 def spread_scale(scale, COLUMNS: tl.constexpr):
-    """[N, K / 32] as [N, COLUMNS]."""
+    """[N, K / 32], or of NVFP4 [N, K / 16], as [N, COLUMNS]."""
     times: tl.constexpr = COLUMNS // scale.shape[1]
     spread = scale[:, :, None].broadcast_to(scale.shape[0], scale.shape[1], times)
     return spread.reshape(scale.shape[0], COLUMNS)
 
 
 @triton.jit
-def _in_32_bits(pairs, factor, shift, IS_MXFP4: tl.constexpr):
+def _in_32_bits(pairs, factor, shift, IS_E2M1: tl.constexpr):
     """[N, K] weights."""
     codes = pairs.to(tl.int32)
-    if IS_MXFP4:
+    if IS_E2M1:
         even = (((codes & 0x08) << 28) | ((codes & 0x07) << 22)).to(tl.float32, bitcast=True)
         odd = (((codes & 0x80) << 24) | ((codes & 0x70) << 18)).to(tl.float32, bitcast=True)
     else:
@@ -137,13 +154,13 @@ def _products(words, factor, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _of_bytes(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
+def _of_bytes(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
     """[N, K] weights of 16 bits."""
     IN_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     BYTES: tl.constexpr = pairs.shape[1]
     if shift is None:
         INTEGERS: tl.constexpr = BFLOAT16_OF_BYTES if IN_BFLOAT16 else FLOAT16_OF_BYTES
-        NUMBERS: tl.constexpr = MXFP4_OF_BYTES if IS_MXFP4 else INTEGERS
+        NUMBERS: tl.constexpr = E2M1_OF_BYTES if IS_E2M1 else INTEGERS
         words = tl.inline_asm_elementwise(
             NUMBERS, "=&r,r", [pairs.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -156,12 +173,12 @@ def _of_bytes(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr)
 
 
 @triton.jit
-def unpacked(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
-    """[N, K / 2] bytes, [N, K / 32] `factors` and, of zero points, `shifts` as [N, K] weights; MXFP4 times 2**-63."""
+def unpacked(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
+    """[N, K / 2] bytes, [N, K / 32] `factors` and, of zero points, `shifts` as [N, K] weights; e2m1 times 2**-63."""
     if tl.float32 == DTYPE:
-        weight = _in_32_bits(pairs, factor, shift, IS_MXFP4)
+        weight = _in_32_bits(pairs, factor, shift, IS_E2M1)
     else:
-        weight = _of_bytes(pairs, factor, shift, DTYPE, IS_MXFP4)
+        weight = _of_bytes(pairs, factor, shift, DTYPE, IS_E2M1)
     return weight
 
 
@@ -200,14 +217,14 @@ def beside_words(x):
 
 
 @triton.jit
-def _of_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
+def _of_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
     """[N, K] weights of 16 bits, each word's numbers from one load."""
     IN_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
     words = _in_words(pairs)
     WORDS: tl.constexpr = words.shape[1]
     if shift is None:
         INTEGERS: tl.constexpr = BFLOAT16_OF_WORDS if IN_BFLOAT16 else FLOAT16_OF_WORDS
-        NUMBERS: tl.constexpr = MXFP4_OF_WORDS if IS_MXFP4 else INTEGERS
+        NUMBERS: tl.constexpr = E2M1_OF_WORDS if IS_E2M1 else INTEGERS
         first, second, third, last = tl.inline_asm_elementwise(
             NUMBERS,
             "=&r,=&r,=&r,=&r,r",
@@ -233,10 +250,10 @@ def _of_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr)
 
 
 @triton.jit
-def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr):
+def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
     """As `unpacked`, in another order of columns. Float32 is for the interpreter, whose kernel is as a GPU's then."""
     if tl.float32 == DTYPE:
-        weight = _in_32_bits(pairs, factor, shift, IS_MXFP4)
+        weight = _in_32_bits(pairs, factor, shift, IS_E2M1)
     else:
-        weight = _of_words(pairs, factor, shift, DTYPE, IS_MXFP4)
+        weight = _of_words(pairs, factor, shift, DTYPE, IS_E2M1)
     return _ordered(weight)

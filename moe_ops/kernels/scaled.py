@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.e2m1 import FLOAT8, SCALES
 from moe_ops.kernels import tma
 from moe_ops.kernels.common import INTERPRETED, cdiv, finished, offset, sources_of_tile
 from moe_ops.kernels.gemm import Operand, bias_args
@@ -155,7 +156,7 @@ def copies(linear: Any, dtype: torch.dtype, rows: float, gpu: Gpu, halves: int =
     448, in 8 bits 1.01 to 1.09 and with 1024 0.83; gpt-oss-120b's by slabs 1.00 to 1.12 with 512, 0.80 to 0.92 then.
     Products with integers in 4 bits are of what a copy holds; else bfloat16 has the range for the scales, not float16.
     """
-    is_rounded = linear.weight.dtype == PAIRS and linear.scale.dtype != PAIRS
+    is_rounded = linear.weight.dtype == PAIRS and linear.scale.dtype not in SCALES
     fits = dtype == torch.bfloat16 or (dtype == torch.float16 and is_rounded)
     at_once = features_at_once(linear, dtype, halves)
     is_whole = at_once * halves == linear.weight.shape[1]
@@ -175,7 +176,7 @@ def scaled_grouped_gemm_program(
     num_ids: None when the slots chose among the experts of the weight; else among so many, of which these are here.
     tail: rows past the last expert are written as zeros (else not at all).
     """
-    expect_converted(args.weight.weight.dtype, gpu)
+    expect_converted(args.weight, gpu)
     num_slots = _num_slots(args)
     num_experts, features, _ = args.weight.weight.shape
     kernel, config = _kernel_and_config(args, num_slots / (num_ids or num_experts), gpu)
@@ -224,6 +225,7 @@ def _weight_args(linear: Any, block_n: int, block_k: int, gpu: Gpu) -> dict[str,
         "weight_desc": _descriptor(linear, (1, block_n, block_k // numbers_in(weight.dtype)), gpu),
         "scale_ptr": Ref("scale"),
         **zero_args("zero", linear.zero),
+        **global_args("global_scale", linear),
         **bias_args(None if bias is None else Operand("bias", bias)),
         "depth": depth,
         "block_rows": linear.block_rows,
@@ -259,6 +261,16 @@ def zero_args(name: str, zero: Any) -> dict[str, Any]:
     return {
         "zero_ptr": None if zero is None else Ref(name),
         **stride_args("zero_stride", strides, "enk"),
+    }
+
+
+def global_args(name: str, linear: Any) -> dict[str, Any]:
+    """A kernel's arguments for a product's global scales, the tensor of that name, if there are any."""
+    outer, features = linear.global_scale, linear.weight.shape[1]
+    return {
+        "global_ptr": None if outer is None else Ref(name),
+        "global_rows": features if outer is None else features // outer.shape[1],
+        **stride_args("global_stride", (0, 0) if outer is None else outer.strides, "en"),
     }
 
 
@@ -326,12 +338,13 @@ def _step(args: Any, kernel: Any, longest: int) -> int:
     return longest
 
 
-def expect_converted(dtype: torch.dtype, gpu: Gpu) -> None:
+def expect_converted(linear: Any, gpu: Gpu) -> None:
     """Raises ValueError for weights that the GPU cannot convert."""
-    if not converts(dtype, gpu):
-        raise ValueError(f"weight has dtype {dtype}: expected torch.int8 on sm_{gpu.capability}")
+    if not converts(linear, gpu):
+        name, expected = ("scale", PAIRS) if linear.weight.dtype == PAIRS else ("weight", torch.int8)
+        raise ValueError(f"{name} has dtype {FLOAT8}: expected {expected} on sm_{gpu.capability}")
 
 
-def converts(dtype: torch.dtype, gpu: Gpu) -> bool:
-    """Whether the GPU turns weights of a dtype into others."""
-    return dtype != torch.float8_e4m3fn or gpu.capability >= _CONVERTS_E4M3
+def converts(linear: Any, gpu: Gpu) -> bool:
+    """Whether the GPU turns a product's weights into other dtypes, and reads its scales."""
+    return FLOAT8 not in (linear.weight.dtype, linear.scale.dtype) or gpu.capability >= _CONVERTS_E4M3

@@ -81,7 +81,7 @@ def _exact(args: Any, gpu: Gpu) -> Program:
 
 
 def _of_few_tokens(args: Any, gpu: Gpu) -> Program:
-    expect_converted(args.w13.weight.dtype, gpu)
+    expect_converted(args.w13, gpu)
     x = args.hidden_states
     (hidden_size, features), num_slots = args.w2.weight.shape[1:], math.prod(args.topk_ids.shape)
     activated = Buffer("activated", (num_slots, features), x.dtype)
@@ -173,7 +173,8 @@ def _operands(name: str, rows: str) -> dict[str, str]:
 
 
 def _weights(name: str) -> dict[str, str]:
-    return {"weight": name, "scale": f"{name}_scale", "zero": f"{name}_zero", "bias": f"{name}_bias"}
+    beside = ("scale", "zero", "global_scale", "bias")
+    return {"weight": name, **{part: f"{name}_{part}" for part in beside}}
 
 
 def _named(program: Program, **names: str) -> Program:

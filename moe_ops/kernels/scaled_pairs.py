@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_ops.e2m1 import SCALES
 from moe_ops.kernels.common import INTERPRETED, cdiv, dot, finished, offset, sources_of_tile
 from moe_ops.kernels.gemm_config import rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
@@ -25,7 +26,7 @@ from moe_ops.kernels.pairs_numbers import (
 )
 from moe_ops.kernels.program import TensorMeta
 from moe_ops.kernels.tiles import tile_at, zero_tail_beside
-from moe_ops.pairs import PAIRS
+from moe_ops.pairs import group_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +47,53 @@ FEW_TILES = 3  # for each multiprocessor
 SHORTEST = tl.constexpr(16)
 """Rows of the lowest of mixed tiles; those in the middle have half the rows of the highest."""
 
-_GROUP = tl.constexpr(32)
-
 
 @triton.jit
 def _scales(
     scale_row_ptr, step, scale_stride_k, known, depth,
-    BLOCK_COLUMNS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, GROUP: tl.constexpr, REPEATS: tl.constexpr, TOGETHER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[N, K / 32] scales, or zero points, of the groups of a step. Past the depth zeros, or those of the last step."""
+    """[N, K / GROUP] scales, or zero points, of a step's groups. Past the depth zeros, or those of the last step."""
+    if TOGETHER:
+        scale = _in_one_load(scale_row_ptr, tl.minimum(step, depth // BLOCK_K - 1), known, BLOCK_K // GROUP)
+    else:
+        scale = _one_by_one(
+            scale_row_ptr, step, scale_stride_k, known, depth, BLOCK_COLUMNS, GROUP, REPEATS, BLOCK_K
+        )
+    return scale
+
+
+@triton.jit
+def _in_one_load(scale_row_ptr, step, known, GROUPS: tl.constexpr):
+    """Of a row two or four: where those of all rows are in one bank of the cache, each load takes as long as this."""
+    SCALE: tl.constexpr = scale_row_ptr.dtype.element_ty
+    BITS: tl.constexpr = SCALE.primitive_bitwidth
+    WORD: tl.constexpr = tl.int32 if GROUPS * BITS == 32 else tl.int16
+    PART: tl.constexpr = tl.uint8 if BITS == 8 else tl.uint16
+    words = tl.load(scale_row_ptr.to(tl.pointer_type(WORD)) + step, mask=known[:, None], other=0)
+    parts = words.to(tl.int32) >> (BITS * tl.arange(0, GROUPS))[None, :]
+    return parts.to(PART).to(SCALE, bitcast=True)
+
+
+@triton.jit
+def _one_by_one(
+    scale_row_ptr, step, scale_stride_k, known, depth,
+    BLOCK_COLUMNS: tl.constexpr, GROUP: tl.constexpr, REPEATS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     start, mask = step * BLOCK_K, known[:, None]
     if REPEATS:
         start = tl.minimum(start, depth - BLOCK_K)
-    group = start + tl.arange(0, BLOCK_K // _GROUP) * _GROUP
+    group = start + tl.arange(0, BLOCK_K // GROUP) * GROUP
     if not REPEATS:
         mask &= (group < depth)[None, :]
     scale_ptrs = scale_row_ptr + offset(group // BLOCK_COLUMNS, scale_stride_k)[None, :]
-    return tl.load(scale_ptrs, mask=mask, other=0)
+    return tl.load(scale_ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def _dot(weight, x, acc):
-    """acc + weight @ x. TF32 holds float16 and MXFP4 as they are."""
+    """acc + weight @ x. TF32 holds float16 and e2m1 with its scales as they are."""
     if x.dtype == tl.float16 and weight.dtype == tl.float32 and not INTERPRETED:
         product = tl.dot(weight, x.to(tl.float32), acc, input_precision="tf32")
     else:
@@ -78,26 +104,29 @@ def _dot(weight, x, acc):
 @triton.jit
 def _multiply_tile(
     expert, row, end, feature_block,
-    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    top_k, num_tokens, features, depth, block_rows,
+    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
+    top_k, num_tokens, features, depth, block_rows, global_rows,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
-    bias_stride_e, bias_stride_n, out_stride_m,
-    BLOCK_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BY_WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    global_stride_e, global_stride_n, bias_stride_e, bias_stride_n, out_stride_m,
+    BLOCK_COLUMNS: tl.constexpr, EVEN: tl.constexpr, TOGETHER: tl.constexpr, BY_WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows of an expert from `row` on by BLOCK_N features."""
-    IS_MXFP4: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
-    IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_MXFP4 and x_ptr.dtype.element_ty == tl.float16)
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
+    IS_E2M1: tl.constexpr = tl.uint8 == SCALE or tl.float8e4nv == SCALE
+    GROUP: tl.constexpr = 16 if tl.float8e4nv == SCALE else 32
+    IN_FLOAT32: tl.constexpr = INTERPRETED or (IS_E2M1 and x_ptr.dtype.element_ty == tl.float16)
     DTYPE: tl.constexpr = tl.float32 if IN_FLOAT32 else x_ptr.dtype.element_ty
-    MOST: tl.constexpr = 64 if IS_MXFP4 else 32  # rows, by measurement on an H200
+    MOST: tl.constexpr = 64 if IS_E2M1 else 32  # rows, by measurement on an H200
     IS_LOW: tl.constexpr = BY_WORDS and BLOCK_M <= MOST
     IN_WORDS: tl.constexpr = IS_LOW and (INTERPRETED or tl.float32 != DTYPE)
-    AHEAD: tl.constexpr = IS_LOW and scale_ptr.dtype.element_ty != tl.float32
+    AHEAD: tl.constexpr = IS_LOW and tl.float32 != SCALE
     ZEROS_AHEAD: tl.constexpr = IS_LOW and not AHEAD
     STEPS: tl.constexpr = 2 if AHEAD else 1
     ZEROS_STEPS: tl.constexpr = 2 if ZEROS_AHEAD else 1
     REPEATS: tl.constexpr = EVEN and IS_LOW  # takes registers that higher tiles have not
+    IN_ONE_LOAD: tl.constexpr = TOGETHER and IS_LOW  # higher ones take up to 1.35 of the time with it
     rows = row + tl.arange(0, BLOCK_M)
     source, present = sources_of_tile(rows, end, slots_ptr, top_k, num_tokens)
     columns = feature_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -108,17 +137,25 @@ def _multiply_tile(
     # Bytes are too short for copies that go on beside products, so they are loaded a step ahead. Scales of low tiles
     # are loaded two steps ahead and converted one ahead, where a thread has a few: four that multiply have the same.
     # Zero points took longer so beside scales that are, and less time beside float32, which is not converted.
-    scale = _scales(scale_row_ptr, 0, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+    scale = _scales(
+        scale_row_ptr, 0, scale_stride_k, known, depth, BLOCK_COLUMNS, GROUP, REPEATS, IN_ONE_LOAD, BLOCK_K
+    )
     if AHEAD:
         coming_factor = factors(scale, DTYPE)
-        scale = _scales(scale_row_ptr, 1, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+        scale = _scales(
+            scale_row_ptr, 1, scale_stride_k, known, depth, BLOCK_COLUMNS, GROUP, REPEATS, IN_ONE_LOAD, BLOCK_K
+        )  # fmt: skip
     if zero_ptr is not None:
         zero_row_ptr = zero_ptr + offset(expert, zero_stride_e)
         zero_row_ptr += offset(columns // block_rows, zero_stride_n)[:, None]
-        zero = _scales(zero_row_ptr, 0, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+        zero = _scales(
+            zero_row_ptr, 0, zero_stride_k, known, depth, BLOCK_COLUMNS, GROUP, REPEATS, False, BLOCK_K
+        )
         if ZEROS_AHEAD:
             coming_shift = shifts(zero, DTYPE)
-            zero = _scales(zero_row_ptr, 1, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+            zero = _scales(
+                zero_row_ptr, 1, zero_stride_k, known, depth, BLOCK_COLUMNS, GROUP, REPEATS, False, BLOCK_K
+            )
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     steps = tl.cdiv(depth, BLOCK_K)
     for step in tl.range(0, steps, num_stages=STAGES):
@@ -149,20 +186,46 @@ def _multiply_tile(
         if AHEAD:
             coming_factor = factors(scale, DTYPE)
         coming = step + STEPS
-        scale = _scales(scale_row_ptr, coming, scale_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+        scale = _scales(
+            scale_row_ptr,
+            coming,
+            scale_stride_k,
+            known,
+            depth,
+            BLOCK_COLUMNS,
+            GROUP,
+            REPEATS,
+            TOGETHER,
+            BLOCK_K,
+        )
         if zero_ptr is not None:
             shift = coming_shift if ZEROS_AHEAD else shifts(zero, DTYPE)
             if ZEROS_AHEAD:
                 coming_shift = shifts(zero, DTYPE)
             coming = step + ZEROS_STEPS
-            zero = _scales(zero_row_ptr, coming, zero_stride_k, known, depth, BLOCK_COLUMNS, REPEATS, BLOCK_K)
+            zero = _scales(
+                zero_row_ptr,
+                coming,
+                zero_stride_k,
+                known,
+                depth,
+                BLOCK_COLUMNS,
+                GROUP,
+                REPEATS,
+                False,
+                BLOCK_K,
+            )
         if IN_WORDS:
-            weight = unpacked_by_words(pairs, factor, shift, DTYPE, IS_MXFP4)
+            weight = unpacked_by_words(pairs, factor, shift, DTYPE, IS_E2M1)
         else:
-            weight = unpacked(pairs, factor, shift, DTYPE, IS_MXFP4)
+            weight = unpacked(pairs, factor, shift, DTYPE, IS_E2M1)
         acc = finished(_dot(weight, x, acc))
-    if IS_MXFP4:
+    if IS_E2M1:
         acc *= MISSING
+    if global_ptr is not None:
+        global_ptrs = global_ptr + offset(expert, global_stride_e)
+        global_ptrs += offset(columns // global_rows, global_stride_n)
+        acc *= tl.load(global_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
     if bias_ptr is not None:
         bias_ptrs = bias_ptr + offset(expert, bias_stride_e) + offset(columns, bias_stride_n)
         acc += tl.load(bias_ptrs, mask=known, other=0.0).to(tl.float32)[:, None]
@@ -173,12 +236,12 @@ def _multiply_tile(
 
 @triton.jit(do_not_specialize=["top_k", "num_tokens"])
 def scaled_pairs_kernel(
-    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr, tiles_ptr,
-    top_k, num_tokens, features, depth, block_rows,
+    x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr, tiles_ptr,
+    top_k, num_tokens, features, depth, block_rows, global_rows,
     x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
     scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
-    bias_stride_e, bias_stride_n, out_stride_m,
-    BLOCK_COLUMNS: tl.constexpr, EVEN: tl.constexpr, BY_WORDS: tl.constexpr, TAIL: tl.constexpr,
+    global_stride_e, global_stride_n, bias_stride_e, bias_stride_n, out_stride_m,
+    BLOCK_COLUMNS: tl.constexpr, EVEN: tl.constexpr, TOGETHER: tl.constexpr, BY_WORDS: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M rows by BLOCK_N features a tile. With MIXED what is left of an expert's rows has lower ones."""
@@ -190,32 +253,32 @@ def scaled_pairs_kernel(
         if not MIXED or end - row > SHORT:
             _multiply_tile(
                 expert, row, end, feature_block,
-                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, features, depth, block_rows,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
+                top_k, num_tokens, features, depth, block_rows, global_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
-                bias_stride_e, bias_stride_n, out_stride_m,
-                BLOCK_COLUMNS, EVEN, BY_WORDS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                global_stride_e, global_stride_n, bias_stride_e, bias_stride_n, out_stride_m,
+                BLOCK_COLUMNS, EVEN, TOGETHER, BY_WORDS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
             )  # fmt: skip
         elif end - row > SHORTEST:
             _multiply_tile(
                 expert, row, end, feature_block,
-                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, features, depth, block_rows,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
+                top_k, num_tokens, features, depth, block_rows, global_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
-                bias_stride_e, bias_stride_n, out_stride_m,
-                BLOCK_COLUMNS, EVEN, BY_WORDS, SHORT, BLOCK_N, BLOCK_K, STAGES + 1,
+                global_stride_e, global_stride_n, bias_stride_e, bias_stride_n, out_stride_m,
+                BLOCK_COLUMNS, EVEN, TOGETHER, BY_WORDS, SHORT, BLOCK_N, BLOCK_K, STAGES + 1,
             )  # fmt: skip
         else:
             _multiply_tile(
                 expert, row, end, feature_block,
-                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-                top_k, num_tokens, features, depth, block_rows,
+                x_ptr, slots_ptr, weight_ptr, weight_desc, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
+                top_k, num_tokens, features, depth, block_rows, global_rows,
                 x_stride_m, x_stride_k, weight_stride_e, weight_stride_n, weight_stride_k,
                 scale_stride_e, scale_stride_n, scale_stride_k, zero_stride_e, zero_stride_n, zero_stride_k,
-                bias_stride_e, bias_stride_n, out_stride_m,
-                BLOCK_COLUMNS, EVEN, BY_WORDS, SHORTEST, BLOCK_N, BLOCK_K, STAGES + 2,
+                global_stride_e, global_stride_n, bias_stride_e, bias_stride_n, out_stride_m,
+                BLOCK_COLUMNS, EVEN, TOGETHER, BY_WORDS, SHORTEST, BLOCK_N, BLOCK_K, STAGES + 2,
             )  # fmt: skip
     if TAIL:
         zero_tail_beside(tiles_ptr, out_ptr, out_stride_m, tile, num_tiles)
@@ -224,7 +287,7 @@ def scaled_pairs_kernel(
 def scaled_pairs_config(args: Any, rows_per_expert: float, is_boxed: bool, gpu: Gpu) -> PairsConfig:
     """By measurement on an H200. Weights that come in no boxes take registers."""
     dtype, linear = args.x.dtype, args.weight
-    in_16_bits = dtype == torch.bfloat16 or (dtype == torch.float16 and linear.scale.dtype != PAIRS)
+    in_16_bits = dtype == torch.bfloat16 or (dtype == torch.float16 and linear.scale.dtype not in SCALES)
     if not in_16_bits or not is_boxed:
         table = ONE_BY_ONE if in_16_bits else IN_32_BITS
         return table[min(rows_per_tile(rows_per_expert), max(table))]
@@ -245,10 +308,22 @@ def _are_few(weight: TensorMeta, gpu: Gpu) -> bool:
 def pairs_args(config: PairsConfig, args: Any, is_boxed: bool) -> dict[str, Any]:
     """How the kernel goes through a depth, which is that of `args.weight`."""
     linear = args.weight
+    is_even = linear.depth > 0 and linear.depth % config.block_k == 0
     return {
         "BLOCK_COLUMNS": max(min(linear.block_columns, linear.depth), 1),
-        "EVEN": linear.depth > 0 and linear.depth % config.block_k == 0,
+        "EVEN": is_even,
+        "TOGETHER": is_even and _lie_together(linear, config.block_k),
         "BY_WORDS": is_boxed and args.x.strides[1] == 1,
         "STAGES": config.num_stages,
         "MIXED": config.is_mixed,
     }
+
+
+def _lie_together(linear: Any, block_k: int) -> bool:
+    """Whether the scales of a step are several, which one load takes."""
+    scale, group = linear.scale, group_of(linear.scale.dtype)
+    groups = block_k // group
+    if linear.block_columns != group or not 1 < groups <= 4 // scale.dtype.itemsize:
+        return False
+    begins_a_word = scale.aligned and not any(stride % groups for stride in scale.strides[:2])
+    return begins_a_word and scale.strides[2] == 1

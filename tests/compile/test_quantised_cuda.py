@@ -9,7 +9,7 @@ import torch
 import moe_ops
 from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.pipeline import PIPELINE, MoEPasses
-from moe_ops.scaled import quantised_weight
+from moe_ops.weight_formats import quantised_weight
 from tests.compile.fake_cuda import body, compile_for_h200
 from tests.helpers import mixed, relative_error, usually
 

@@ -27,7 +27,17 @@ SCALE_LAYOUTS = {**WEIGHT_LAYOUTS, "strided": MATRIX_LAYOUTS["strided"]}
 SPREAD = 50.0  # of float8 weights; 448 is their largest
 FAINT = 2.0**-100
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of 4 bits
-TYPICAL = {"int8": 128 / 3**0.5, "mxfp4": 2.93, "int4": 4.6, "float8_e4m3fn": SPREAD}  # magnitudes
+TYPICAL = {
+    "int8": 128 / 3**0.5,
+    "mxfp4": 2.93,
+    "nvfp4": 2.93,
+    "int4": 4.6,
+    "float8_e4m3fn": SPREAD,
+}  # magnitudes
+MADE = {
+    "int4": torch.uint4,
+    "nvfp4": torch.float4_e2m1fn_x2,
+}  # formats as `quantise_experts` is told, if by no dtype
 TENSOR_CORES = 2.0**-13  # of Hopper's, which keep 14 bits of a sum of float8 products
 
 
@@ -48,7 +58,17 @@ class Made:
         """What it stands for, in float64."""
         weight, scale = meant(self.given.weight, self.given.scale)
         weight = weight.double() + shift(self.given.zero, weight.shape, self.block)
-        return weight * spread(scale, weight.shape, self.block)
+        return (
+            weight * spread(scale, weight.shape, self.block) * of_parts(self.given.global_scale, weight.shape)
+        )
+
+
+def of_parts(outer: Tensor | None, shape: torch.Size) -> Tensor | float:
+    """Global scales [E] or [E, P], of each of so many parts of the rows, by their place."""
+    if outer is None:
+        return 1.0
+    outer = outer.view(shape[0], -1)
+    return outer.double()[:, torch.arange(shape[1]) * outer.shape[1] // shape[1], None]
 
 
 def shift(zero: Tensor | None, shape: torch.Size, block: tuple[int, int]) -> Tensor | float:
@@ -57,9 +77,11 @@ def shift(zero: Tensor | None, shape: torch.Size, block: tuple[int, int]) -> Ten
 
 
 def meant(stored: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers and factors: of 4 bits two numbers are in a byte, and bytes beside them are exponents."""
+    """Numbers and factors: of 4 bits two numbers are in a byte, and bytes beside them are exponents, or float8."""
     if stored.dtype != torch.uint8:
         return stored, scale
+    if scale.dtype == torch.float8_e4m3fn:
+        return unpacked(stored), scale.double()
     if scale.dtype.itemsize == 1:
         return unpacked(stored), torch.exp2(scale.view(torch.uint8).double() - 127)
     return unpacked(stored, torch.arange(-8.0, 8.0)), scale
@@ -81,10 +103,9 @@ class Quantised:
     def __init__(self, make: Maker) -> None:
         self.make, self.scaled = make, make.case.scaled
         self.is_paired, self.has_exponents = self.scaled.stored in IN_4_BITS, self.scaled.stored == "mxfp4"
+        self.is_e2m1, self.outer = self.scaled.stored in ("mxfp4", "nvfp4"), self.scaled.stored == "nvfp4"
         self.dtype = torch.uint8 if self.is_paired else getattr(torch, self.scaled.stored)
-        self.made = (
-            torch.uint4 if self.scaled.stored == "int4" else self.dtype
-        )  # as `quantise_experts` is told
+        self.made = MADE.get(self.scaled.stored, self.dtype)
 
     def numbers(self, *shape: int) -> Tensor:
         """Of 8 bits, or two of 4."""
@@ -100,16 +121,23 @@ class Quantised:
         values = torch.exp2(4 * self.make.uniform(*shape) - 2) / typical / max(depth, 1) ** 0.5
         if self.has_exponents:
             return (values.log2().round() + 127).to(self.make.device, torch.uint8)
+        if self.outer:
+            return values.to(self.make.device, torch.float8_e4m3fn)
         return values.to(self.make.device, getattr(torch, self.scaled.scale_dtype))
 
-    def weight(self, layout: str, block: tuple[int, int], rows: int, columns: int, unused: Tensor) -> Made:
+    def weight(
+        self, layout: str, block: tuple[int, int], rows: int, columns: int, unused: Tensor, parts: int = 0
+    ) -> Made:
         """[local experts, rows, columns] in blocks; what `unused` experts have is NaN, of integers their scales are."""
         experts = self.make.case.local_experts
         stored = self.numbers(experts, rows, columns).to(self.make.device)
         blocks = num_blocks(rows, block[0]), num_blocks(columns, block[1])
         scale = self.scale(columns, experts, *blocks)
         if self.scaled.strange:
-            scale[unused] = 255 if self.has_exponents else float("nan")
+            if self.outer:
+                scale.view(torch.uint8)[unused] = 0x7F  # NaN; not all writes are there for float8
+            else:
+                scale[unused] = 255 if self.has_exponents else float("nan")
             if self.dtype.is_floating_point:
                 stored[unused] = torch.full_like(stored[unused], float("nan"))
         stored, scale = WEIGHT_LAYOUTS[layout](stored), SCALE_LAYOUTS[self.scaled.scale_layout](scale)
@@ -121,7 +149,18 @@ class Quantised:
             for size, each, edge in zip((rows, columns), blocks, block, strict=True)
         )
         said = None if follows and not self.scaled.is_said else block
-        return Made(ScaledWeight(stored, scale, said, self.zero(experts, *blocks)), block)
+        given = ScaledWeight(
+            stored, scale, said, self.zero(experts, *blocks), self.global_scale(experts, parts)
+        )
+        return Made(given, block)
+
+    def global_scale(self, experts: int, parts: int) -> Tensor | None:
+        """[E, P], or [E] of one part, some powers of two apart."""
+        if not parts:
+            return None
+        made = torch.exp2(4 * self.make.uniform(parts, experts) - 2).t()
+        made = made.to(self.make.device, getattr(torch, self.scaled.scale_dtype))
+        return made[:, 0] if parts == 1 and self.scaled.is_said else made
 
     def zero(self, *shape: int) -> Tensor | None:
         """Zero points of integers, of strides of their own."""
@@ -160,8 +199,9 @@ def scaled_fused_experts(make: Maker) -> Problem:
     rows = moe_ops.InputScales(*given) if given else scaled.rows
     expert = levels.local_experts(make, ids, expert_map)
     unused = quantised.unused(expert)
-    w13 = quantised.weight(case.w13_layout, scaled.w13_block, case.columns, case.hidden, unused)
-    w2 = quantised.weight(case.w2_layout, scaled.w2_block, case.hidden, case.intermediate, unused)
+    sizes = (case.columns, case.hidden), (case.hidden, case.intermediate)
+    w13 = quantised.weight(case.w13_layout, scaled.w13_block, *sizes[0], unused, scaled.parts[0])
+    w2 = quantised.weight(case.w2_layout, scaled.w2_block, *sizes[1], unused, scaled.parts[1])
     tensors = without_none(
         hidden_states=quantised.tokens(), topk_weights=routing, w13_bias=make.bias(case.columns),
         w2_bias=make.bias(case.hidden), shared=make.shared(),
@@ -260,7 +300,7 @@ def scaled_grouped_gemm(make: Maker) -> Problem:
     case, quantised, at = make.case, Quantised(make), Dispatched(make)
     scaled, (rows, columns) = quantised.scaled, (case.columns, case.hidden)
     unused = quantised.unused(at.slot_experts)
-    weight = quantised.weight(case.w13_layout, scaled.w13_block, rows, columns, unused)
+    weight = quantised.weight(case.w13_layout, scaled.w13_block, rows, columns, unused, scaled.parts[0])
     offsets, slots = at.plan.expert_offsets, at.plan.sorted_slots if scaled.gathered else None
     num_rows = case.tokens if scaled.gathered else len(at.order)
     tokens = at.tokens(case.top_k) if scaled.gathered else torch.arange(num_rows, device=make.device)

@@ -12,9 +12,9 @@ LEVELS = ("scaled_fused_experts", "scaled_grouped_gemm", "quantise_rows", "quant
 SHARES = (5, 3, 1, 2)
 EVERY = 8  # each case of a number that this divides; other numbers stay the cases they were
 
-IN_8_BITS, IN_4_BITS = ("float8_e4m3fn", "int8"), ("mxfp4", "int4")
+IN_8_BITS, IN_4_BITS = ("float8_e4m3fn", "int8"), ("mxfp4", "int4", "nvfp4")
 STORED = (*IN_8_BITS, *IN_4_BITS)
-GROUP = 32  # columns of numbers of 4 bits that share a scale, at least
+GROUPS = {"mxfp4": 32, "int4": 32, "nvfp4": 16}  # columns that share a scale, at least
 BLOCKS = ("matrix", "row", "group", "block", "weight", "larger")
 KINDS = ("tensor", "channel", "group", "block")
 EDGES = (1, 2, 3, 5, 7, 8, 16, 24, 32, 40, 64, 100, 128, 130)
@@ -46,6 +46,10 @@ class Scaled:
     compiled: str  # "", or the backend
     zero_points: bool = False  # of integers of 4 bits
     given: tuple[float, ...] = ()  # scales of rows, of both products
+    parts: tuple[int, int] = (
+        0,
+        0,
+    )  # of the rows of each weight of NVFP4 that have a global scale, 0 if none has
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -81,11 +85,20 @@ def draw(case: "Case") -> Scaled:
         strange=random.random() < 0.3,
         compiled=random.choices(("", "aot_eager", "inductor"), (60, 5, 1))[0],
     )
-    stored = random.choices(("", *IN_4_BITS), (60, 20, 20))[0]
+    stored = random.choices(("", *IN_4_BITS), (46, 18, 18, 18))[0]
     has_zeros = random.random() < 0.5 and stored == "int4"
     if not stored or not _goes_in_pairs(case):
         return replace(scaled, given=_given(random, case, rows))
-    return replace(_in_pairs(scaled, stored, is_layer), zero_points=has_zeros)
+    parts = _parts(random, case.columns), _parts(random, case.hidden)
+    return replace(
+        _in_pairs(scaled, stored, is_layer),
+        zero_points=has_zeros,
+        parts=parts if stored == "nvfp4" else (0, 0),
+    )
+
+
+def _parts(random: Random, rows: int) -> int:
+    return random.choice([each for each in (0, 1, 2, 3, rows) if each == 0 or rows % each == 0])
 
 
 def _given(random: Random, case: "Case", rows: str) -> tuple[float, ...]:
@@ -97,8 +110,9 @@ def _given(random: Random, case: "Case", rows: str) -> tuple[float, ...]:
 
 def _in_pairs(scaled: Scaled, stored: str, is_layer: bool) -> Scaled:
     """The same in 4 bits, whose tokens are exact and whose columns have scales by the group."""
+    group = GROUPS[stored]
     w13, w2 = (
-        (1, GROUP) if is_layer else (rows, -(-columns // GROUP) * GROUP)
+        (1, group) if is_layer else (rows, -(-columns // group) * group)
         for rows, columns in (scaled.w13_block, scaled.w2_block)
     )
     return replace(
@@ -109,7 +123,7 @@ def _in_pairs(scaled: Scaled, stored: str, is_layer: bool) -> Scaled:
 def _goes_in_pairs(case: "Case") -> bool:
     """Whether a row is of whole bytes, and a layer's of whole groups."""
     depths = (case.hidden,) if case.level == "scaled_grouped_gemm" else (case.hidden, case.intermediate)
-    whole = GROUP if case.level == "quantised_layer" else 2
+    whole = max(GROUPS.values()) if case.level == "quantised_layer" else 2
     return case.level != "quantise_rows" and not any(depth % whole for depth in depths)
 
 

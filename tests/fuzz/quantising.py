@@ -10,7 +10,7 @@ import moe_ops
 from tests.fuzz import rounding
 from tests.fuzz.levels import LEVELS, Routed, module_of
 from tests.fuzz.problem import Mismatch, Problem, Tensors, layer_bound, routing_bound, without_none
-from tests.fuzz.quantised import OfLayer, Quantised, compiled, meant, shift, spread
+from tests.fuzz.quantised import OfLayer, Quantised, compiled, meant, of_parts, shift, spread
 from tests.fuzz.quantised_cases import num_blocks
 from tests.fuzz.rounding import Known
 from tests.fuzz.tensors import Maker
@@ -112,10 +112,12 @@ def _quantise(module: Any, quantised: Quantised) -> rounding.Weights:
         stored, scale = meant(stored, scale)
         moved = shift(getattr(module, f"{name}_zero_point", None), was.shape, block)
         stored = stored.double() + moved
-        of_each = spread(scale, was.shape, block)
+        of_each = spread(scale, was.shape, block) * of_parts(
+            getattr(module, f"{name}_scale_2", None), was.shape
+        )
         ratio = was.float().double() / of_each
         step = torch.ones_like(ratio)
-        if quantised.has_exponents:
+        if quantised.is_e2m1:
             step = torch.exp2(ratio.abs().clamp(min=1.0).log2().floor()) / 2
             ratio = ratio.clamp(-6.0, 6.0)
         elif quantised.is_paired:

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops import int4, scaled_experts
+from moe_ops import int4, scaled_experts, weight_formats
 from moe_ops.quantise_rows import quantised
-from moe_ops.scaled import quantised_weight
+from moe_ops.weight_formats import quantised_weight
 from tests.fuzz import pool, quantised_cases, rounding
 from tests.fuzz.cases import Case, draw
 from tests.fuzz.check import check
 from tests.fuzz.problem import Mismatch
 from tests.fuzz.quantised import spread
 
-DRAWN = [draw(0, quantised_cases.EVERY * number) for number in range(1, 1500)]
+DRAWN = [draw(0, quantised_cases.EVERY * number) for number in range(1, 2600)]
 SMALL = 2**17  # multiplications
 LEAKY = ("scaled_fused_experts", "quantised_layer")
 
@@ -73,7 +73,13 @@ def test_cases_pass(level):
 
 @pytest.mark.parametrize(
     ("stored", "rows"),
-    [("float8_e4m3fn", "quantised"), ("int8", "quantised"), ("mxfp4", "exact"), ("int4", "exact")],
+    [
+        ("float8_e4m3fn", "quantised"),
+        ("int8", "quantised"),
+        ("mxfp4", "exact"),
+        ("int4", "exact"),
+        ("nvfp4", "exact"),
+    ],
 )
 def test_layers_of_float32_pass(stored, rows):
     found = cases("scaled_fused_experts", 12, stored=stored, dtype="float32", rows=rows)
@@ -98,6 +104,16 @@ def test_zero_points_of_a_layer_pass_and_are_found_where_they_are_lost():
     lost = mock.patch.object(int4, "shifts", lambda zero, dtype: torch.zeros_like(zero, dtype=dtype))
     with lost, pytest.raises(Mismatch, match="is not the nearest to what it was"):
         check(case, "cpu")
+
+
+@pytest.mark.parametrize("level", ["scaled_fused_experts", "scaled_grouped_gemm"])
+def test_global_scales_pass_and_are_found_where_they_are_lost(level):
+    found = [case for case in cases(level, 8, stored="nvfp4") if any(case.scaled.parts)]
+    assert len(found) >= 4 and not any(check(case, "cpu").wrong for case in found)
+    with mock.patch.object(
+        weight_formats, "of_rows", lambda outer, rows: torch.ones(*outer.shape[:-1], rows)
+    ):
+        assert any(check(case, "cpu").wrong for case in found)
 
 
 def test_given_scales_pass_and_are_found_where_they_are_others():

@@ -9,7 +9,7 @@ from torch import nn
 
 import moe_ops
 from layers import WeightScale, huggingface
-from tests.fuzz.quantised import meant, spread, unpacked
+from tests.fuzz.quantised import meant, of_parts, spread, unpacked
 from tests.helpers import relative_error
 from tests.huggingface.families import EXPERTS, HIDDEN, INTER, tiny_model, tokens
 
@@ -23,6 +23,7 @@ FORMATS = [
     (WeightScale.GROUP, (1, 32), PAIRS),
     (WeightScale.GROUP, (1, 32), torch.uint4),
     (WeightScale.GROUP, (1, 32), FROM_ZEROS),
+    (WeightScale.GROUP, (1, 16), torch.float4_e2m1fn_x2),
 ]
 APART = [(WeightScale.BLOCK, (8, 16), FLOAT8), (WeightScale.TENSOR, (1, 1), INT8)]
 
@@ -43,7 +44,8 @@ def _meant(experts, kind, block, name):
     weight, block = weight.double(), _block(kind, block, name)
     zero = getattr(experts, f"{name}_zero_point", None)
     weight = weight if zero is None else weight + 8 - spread(zero.data, weight.shape, block)
-    return weight * spread(scale, weight.shape, block)
+    outer = of_parts(getattr(experts, f"{name}_global_scale", None), weight.shape)
+    return weight * spread(scale, weight.shape, block) * outer
 
 
 def _standard(stock, ours, kind, block):

@@ -118,7 +118,7 @@ def product(
     return Gemm(Operand("x", describe(x)), linear, "out", rows, gpu, activation=activation)
 
 
-def _strided(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def strided(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     strides = [_STRIDE]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -131,9 +131,9 @@ def _index(size: int) -> torch.Tensor:
 
 def replicas(ids: torch.Tensor, experts: int, most: int, physical: int) -> list[torch.Tensor]:
     """Arguments of `map_and_record`."""
-    load = _strided(physical, dtype=torch.int32)
+    load = strided(physical, dtype=torch.int32)
     scalars = (meta(dtype=dtype) for dtype in (torch.int64, torch.int32, torch.bool))
-    return [ids, _strided(experts, most, dtype=torch.int32), _index(experts), load, *scalars]
+    return [ids, strided(experts, most, dtype=torch.int32), _index(experts), load, *scalars]
 
 
 def shared_alone(
@@ -146,43 +146,17 @@ def shared_alone(
 def _scaled(weight: torch.Tensor, block: tuple[int, int]) -> Program:
     """Rows of 16 bits times weights whose dtype the tests take for theirs: none is compiled with others."""
     blocks = -(-128 // block[0]), -(-64 // block[1])
-    scale = _strided(8, *blocks, dtype=torch.float32)
-    named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
+    scale = strided(8, *blocks, dtype=torch.float32)
+    named = {"sorted_slots": _index(1024), "bias": strided(8, 128), "dtype": torch.bfloat16}
     named |= {"block_rows": block[0], "block_columns": block[1]}
-    return program_of("scaled_grouped_gemm", _strided(512, 64), weight, scale, _index(9), **named)
-
-
-def in_pairs(scale: torch.dtype, has_zeros: bool = False) -> tuple[list[Program], dict[str, torch.dtype]]:
-    """Programs of weights of 4 bits, MXFP4 or integers by the dtype of scales, and of what dtypes their tensors are."""
-    dtypes = dict.fromkeys(("weight", "w13", "w2", "zero", "w13_zero", "w2_zero"), torch.uint8)
-    dtypes |= dict.fromkeys(("scale", "w13_scale", "w2_scale"), scale)
-    programs = [_scaled_pairs(scale, has_zeros), _token_in_pairs(scale, has_zeros)]
-    if has_zeros:
-        programs.append(_dequantised_pairs(scale))
-    return programs, TENSORS | dtypes
-
-
-def _dequantised_pairs(scale_dtype: torch.dtype) -> Program:
-    """A copy of integers with zero points, of any strides."""
-    weight, scale = _strided(8, 128, 48, dtype=torch.uint8), _strided(8, 128, 3, dtype=scale_dtype)
-    zero = _strided(8, 128, 3, dtype=torch.uint8)
-    return program_of("dequantise_weight", weight, scale, zero, 1, 32, torch.bfloat16)
-
-
-def _scaled_pairs(scale_dtype: torch.dtype, has_zeros: bool) -> Program:
-    """Rows of 16 bits times weights of 4, of any strides."""
-    weight, scale = _strided(8, 128, 48, dtype=torch.uint8), _strided(8, 128, 3, dtype=scale_dtype)
-    named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
-    named |= {"block_rows": 1, "block_columns": 32}
-    named["zero"] = _strided(8, 128, 3, dtype=torch.uint8) if has_zeros else None
-    return program_of("scaled_grouped_gemm", _strided(512, 96), weight, scale, _index(9), **named)
+    return program_of("scaled_grouped_gemm", strided(512, 64), weight, scale, _index(9), **named)
 
 
 def _scaled_rows(block: tuple[int, int]) -> Program:
     """The same with rows of 8 bits on the left."""
     blocks, stored = (-(-128 // block[0]), -(-64 // block[1])), {"dtype": torch.int8}
-    scale, x_scale = (_strided(*sizes, dtype=torch.float32) for sizes in ((8, *blocks), (512, blocks[1])))
-    named = {"sorted_slots": _index(1024), "bias": _strided(8, 128), "dtype": torch.bfloat16}
+    scale, x_scale = (strided(*sizes, dtype=torch.float32) for sizes in ((8, *blocks), (512, blocks[1])))
+    named = {"sorted_slots": _index(1024), "bias": strided(8, 128), "dtype": torch.bfloat16}
     named |= {"x_scale": x_scale, "block_rows": block[0], "block_columns": block[1]}
     return program_of(
         "scaled_grouped_gemm", meta(512, 64, **stored), meta(8, 128, 64, **stored), scale, _index(9), **named
@@ -192,34 +166,22 @@ def _scaled_rows(block: tuple[int, int]) -> Program:
 def _scaled_token(**given: torch.Tensor) -> Program:
     """A token's layer in float8."""
     named = {
-        "hidden_states": _strided(1, 64),
-        "topk_weights": _strided(1, 2),
+        "hidden_states": strided(1, 64),
+        "topk_weights": strided(1, 2),
         "topk_ids": meta(1, 2, dtype=torch.int32),
     }
     for name, rows, columns in (("w13", 256, 64), ("w2", 64, 128)):
-        weight = _strided(8, rows, columns, dtype=torch.float8_e4m3fn)
-        scale = _strided(8, rows // 8, columns // 32, dtype=torch.float32)
-        named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": _strided(8, rows)}
+        weight = strided(8, rows, columns, dtype=torch.float8_e4m3fn)
+        scale = strided(8, rows // 8, columns // 32, dtype=torch.float32)
+        named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": strided(8, rows)}
         named |= {f"{name}_block_rows": 8, f"{name}_block_columns": 32}
     return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named, **given)
 
 
-def _token_in_pairs(scale_dtype: torch.dtype, has_zeros: bool) -> Program:
-    """A token's layer in 4 bits, of rows with gaps."""
-    weights = meta(1, 2, dtype=torch.float32), meta(1, 2, dtype=torch.int32)
-    named = {"hidden_states": _strided(1, 96), "topk_weights": weights[0], "topk_ids": weights[1]}
-    for name, rows, columns in (("w13", 256, 48), ("w2", 96, 64)):
-        scale = _strided(8, rows, columns // 16, dtype=scale_dtype)
-        named |= {name: meta(8, rows, 80, dtype=torch.uint8)[:, :, :columns], f"{name}_scale": scale}
-        named |= {f"{name}_bias": _strided(8, rows), f"{name}_block_rows": 1, f"{name}_block_columns": 32}
-        named[f"{name}_zero"] = _strided(8, rows, columns // 16, dtype=torch.uint8) if has_zeros else None
-    return program_of("scaled_fused_experts", activation="silu", rows="exact", **named)
-
-
 def _gemms(act: Activation) -> list[Program]:
     """gather_gemm_act with weights for the TMA kernel, both ways round, and with weights of any strides."""
-    x, bias = _strided(512, 64), _strided(8, 128)
-    weights = meta(8, 128, 64), meta(8, 64, 128).transpose(1, 2), _strided(8, 128, 64)
+    x, bias = strided(512, 64), strided(8, 128)
+    weights = meta(8, 128, 64), meta(8, 64, 128).transpose(1, 2), strided(8, 128, 64)
     plans = [_index(1024), _index(9), bias]
     return [program_of("gather_gemm_act", x, weight, *plans, activation=act) for weight in weights]
 
@@ -227,28 +189,28 @@ def _gemms(act: Activation) -> list[Program]:
 def _mixed() -> Program:
     """A product wide enough for tiles of mixed heights."""
     x, weight = meta(128, 2064)[:, :2048], meta(2, 2048, 2064)[:, :, :2048]
-    return program_of("grouped_gemm", x, weight, _index(3), _strided(2, 2048))
+    return program_of("grouped_gemm", x, weight, _index(3), strided(2, 2048))
 
 
 def _decode(*weights: torch.Tensor) -> Program:
-    routes = _strided(1, 2, dtype=torch.float32), _strided(1, 2, dtype=torch.int32)
-    biases = _strided(8, 128), None, None, _strided(8, 64)
-    inputs = _strided(1, 64), *weights, *routes, *biases
-    return program_of("fused_experts", *inputs, _index(16), _strided(1, 64), *_beside(1), HALVES)
+    routes = strided(1, 2, dtype=torch.float32), strided(1, 2, dtype=torch.int32)
+    biases = strided(8, 128), None, None, strided(8, 64)
+    inputs = strided(1, 64), *weights, *routes, *biases
+    return program_of("fused_experts", *inputs, _index(16), strided(1, 64), *_beside(1), HALVES)
 
 
 def _decode_from_logits(w13: torch.Tensor, w2: torch.Tensor) -> Program:
     tensors = {
-        "hidden_states": _strided(1, 64), "router_logits": _strided(1, 8), "w13": w13, "w2": w2,
-        "correction_bias": _strided(8, dtype=torch.float32), "expert_map": _index(8),
-        "w13_bias": _strided(8, 128), "w2_bias": _strided(8, 64),
+        "hidden_states": strided(1, 64), "router_logits": strided(1, 8), "w13": w13, "w2": w2,
+        "correction_bias": strided(8, dtype=torch.float32), "expert_map": _index(8),
+        "w13_bias": strided(8, 128), "w2_bias": strided(8, 64),
     }  # fmt: skip
     return program_of("fused_moe", **tensors, routing=RoutingConfig(top_k=2), activation=HALVES)
 
 
 def _beside(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A shared expert's gate, and a residual."""
-    return _strided(tokens, 1), _strided(tokens, 64)
+    return strided(tokens, 1), strided(tokens, 64)
 
 
 def exchanges(dtype: torch.dtype, sizes: tuple[int, int, int], gpu: Gpu = H200) -> list[Program]:
@@ -281,64 +243,65 @@ def exchange_dtypes(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def programs() -> list[Program]:
     """Programs that together launch every kernel, each with every stride a caller's tensor can bring."""
-    rows, weights = _strided(1024, 64), _strided(512, 2, dtype=torch.float32)
-    logits, ids = _strided(512, 8), _strided(512, 2, dtype=torch.int32)
+    rows, weights = strided(1024, 64), strided(512, 2, dtype=torch.float32)
+    logits, ids = strided(512, 8), strided(512, 2, dtype=torch.int32)
     return [
-        program_of("permute", _strided(512, 64), _index(1024)),
+        program_of("permute", strided(512, 64), _index(1024)),
         program_of("permute_backward", rows, _index(1024), 512),
-        program_of("combine", rows, weights, _index(1024), _strided(512, 64), *_beside(512)),
-        program_of("combine_backward", _strided(512, 64), rows, weights, _index(1024)),
-        program_of("gated_activation", _strided(1024, 128), HALVES),
-        program_of("gated_activation_backward", rows, _strided(1024, 128), INTERLEAVED),
+        program_of("combine", rows, weights, _index(1024), strided(512, 64), *_beside(512)),
+        program_of("combine_backward", strided(512, 64), rows, weights, _index(1024)),
+        program_of("gated_activation", strided(1024, 128), HALVES),
+        program_of("gated_activation_backward", rows, strided(1024, 128), INTERLEAVED),
         program_of(
             "weighted_activation_backward",
             rows,
-            _strided(1024, 128),
-            _strided(1024, dtype=torch.float32),
+            strided(1024, 128),
+            strided(1024, dtype=torch.float32),
             INTERLEAVED,
         ),
-        program_of("topk_routing", logits, _strided(8, dtype=torch.float32), _ROUTING),
+        program_of("topk_routing", logits, strided(8, dtype=torch.float32), _ROUTING),
         program_of("topk_routing_backward", weights, logits, weights, ids, _ROUTING),
-        program_of("build_dispatch", _strided(4096, 2, dtype=torch.int32), _index(16), 8),
-        program_of("build_dispatch", _strided(8, 2, dtype=torch.int32), None, 8),
+        program_of("build_dispatch", strided(4096, 2, dtype=torch.int32), _index(16), 8),
+        program_of("build_dispatch", strided(8, 2, dtype=torch.int32), None, 8),
         program_of("plan_exchange", ids, _index(8), 2, 512),
         program_of("plan_exchange", ids, _index(8), 2, 4096),
-        program_of("map_and_record", *replicas(_strided(512, 2, dtype=torch.int32), 16, 3, 24)),
+        program_of("map_and_record", *replicas(strided(512, 2, dtype=torch.int32), 16, 3, 24)),
         program_of("route_and_record", logits, *replicas(ids, 8, 3, 24)[1:4], routing=_ROUTING),
         shared_alone(
-            _strided(2, 64), meta(96, 96)[:, :64], meta(64, 96)[:, :48], _strided(2, 1, dtype=torch.float32)
+            strided(2, 64), meta(96, 96)[:, :64], meta(64, 96)[:, :48], strided(2, 1, dtype=torch.float32)
         ),
-        program_of("grouped_gemm_weight_backward", _strided(1024, 128), rows, _index(9)),
+        program_of("grouped_gemm_weight_backward", strided(1024, 128), rows, _index(9)),
         program_of(
             "grouped_gemm_weight_backward", meta(1024, 136)[:, :128], meta(1024, 72)[:, :64], _index(9)
         ),
-        program_of("dense_gemm", _strided(8, 64), meta(16, 96)[:, :64], _strided(16), torch.float32),
-        program_of("quantise_rows", _strided(512, 64), None, 24, torch.int8),
-        program_of("quantise_rows", _strided(8, 9000), None, 9000, torch.int8),
-        program_of("quantise_rows", _strided(8, 96), _strided(16, dtype=torch.float32), 32, torch.int8),
+        program_of("dense_gemm", strided(8, 64), meta(16, 96)[:, :64], strided(16), torch.float32),
+        program_of("quantise_rows", strided(512, 64), None, 24, torch.int8),
+        program_of("quantise_rows", strided(8, 9000), None, 9000, torch.int8),
+        program_of("quantise_rows", strided(8, 96), strided(16, dtype=torch.float32), 32, torch.int8),
         program_of(
             "dequantise_weight",
-            _strided(8, 128, 64, dtype=torch.int8),
-            _strided(8, 19, 7, dtype=torch.float32),
+            strided(8, 128, 64, dtype=torch.int8),
+            strided(8, 19, 7, dtype=torch.float32),
+            None,
             None,
             7,
             10,
             torch.bfloat16,
         ),
-        _scaled(_strided(8, 128, 64, dtype=torch.int8), (7, 10)),
+        _scaled(strided(8, 128, 64, dtype=torch.int8), (7, 10)),
         _scaled(meta(8, 128, 64, dtype=torch.int8), (1, 64)),
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
         _scaled_token(),
         _scaled_token(
-            **dict.fromkeys(("w13_input_scale", "w2_input_scale"), _strided(8, dtype=torch.float32))
+            **dict.fromkeys(("w13_input_scale", "w2_input_scale"), strided(8, dtype=torch.float32))
         ),
-        program_of("batched_gemm", _strided(8, 64, 64), meta(8, 128, 64), _index(8), _strided(8, 128)),
+        program_of("batched_gemm", strided(8, 64, 64), meta(8, 128, 64), _index(8), strided(8, 128)),
         *_gemms(HALVES),
         _mixed(),
         *_gemms(INTERLEAVED),
         *_gemms(Activation("relu2")),
-        *(decode(_strided(8, 128, 64), _strided(8, 64, 64)) for decode in (_decode, _decode_from_logits)),
+        *(decode(strided(8, 128, 64), strided(8, 64, 64)) for decode in (_decode, _decode_from_logits)),
         *(
             decode(meta(8, 128, 96)[:, :, :64], meta(8, 64, 96)[:, :, :64])
             for decode in (_decode, _decode_from_logits)

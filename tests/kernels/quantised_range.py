@@ -11,8 +11,9 @@ from tests.kernels.by_name import program_of
 from tests.kernels.catalogue import meta
 from tests.kernels.plan_range import ACTIVATIONS, SITU, Planned, Range, _planned, _programs
 
-SCALES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # of weights of 4 bits
-FORMATS = (*((scale, False) for scale in SCALES), *((scale, True) for scale in SCALES[1:]))
+FLOAT8 = torch.float8_e4m3fn
+SCALES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # of weights of 4 bits, besides
+FORMATS = (*((scale, False) for scale in (*SCALES, FLOAT8)), *((scale, True) for scale in SCALES[1:]))
 """The same, and whether there are zero points."""
 _LIGHTER = ((torch.int8, torch.bfloat16), (torch.float8_e4m3fn, torch.float32))
 """Stored dtype and that of exact rows: what the other stored dtype takes at least as much for."""
@@ -33,12 +34,16 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
             program = program_of("quantise_rows", meta(8, max(columns, 512)), given, columns, dtype, gpu=gpu)
             for each in _programs(f"{dtype} rows of {columns}, {given is None}", torch.bfloat16, program):
                 yield replace(each, dtypes=each.dtypes | {"input_scale": torch.float32})
-    forms, odd = (*((each, False) for each in stored), *FORMATS), ((7, 96),) if wide else ()
-    for (of, zeros), dtype, block in itertools.product(
-        forms, (torch.bfloat16, torch.float16), ((1, 128), *odd)
-    ):
-        if wide or (dtype == torch.bfloat16 and of in (stored[0], *SCALES[:2])):
-            yield from _dequantised(gpu, of, zeros, dtype, block)
+    formats = FORMATS if gpu.capability >= 89 else tuple(each for each in FORMATS if each[0] != FLOAT8)
+    odd = ((7, 96),) if wide else ()
+    for dtype, block in itertools.product((torch.bfloat16, torch.float16), ((1, 128), *odd)):
+        for of in stored if wide else stored[:1]:
+            if wide or dtype == torch.bfloat16:
+                yield from _dequantised(gpu, (of, torch.float32), False, dtype, block)
+        for of, zeros in formats:
+            if wide or (dtype == torch.bfloat16 and of in (*SCALES[:2], FLOAT8)):
+                of_groups = (1, 16) if of == FLOAT8 and block[0] == 1 else block
+                yield from _dequantised(gpu, (torch.uint8, of), zeros, dtype, of_groups)
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
         for tokens in (1, 64):
             if wide or (dtype, tokens) != (torch.float8_e4m3fn, 64):  # int8 has the same tiles
@@ -49,11 +54,12 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     usual = [
         *itertools.product(SCALES[:1], (4, 50, 200, 2880)),
         *((SCALES[1], n) for n in (200, 7168)),
+        *((FLOAT8, n) for n in (4, 50, 7168)),
     ]
-    for dtype, form, rows in itertools.product(dtypes, FORMATS, (4, 25, 50, 200)):
+    for dtype, form, rows in itertools.product(dtypes, formats, (4, 25, 50, 200)):
         if wide or (dtype == torch.bfloat16 and (form[0], rows) in usual):
             yield from _in_pairs(gpu, dtype, form, *((2034, 64) if wide else (2880, 32)), 8 * rows)
-    for form, sizes in itertools.product(FORMATS, ((2880, 2880), (7168, 2048), (264, 1000))):
+    for form, sizes in itertools.product(formats, ((2880, 2880), (7168, 2048), (264, 1000))):
         if wide or (form[0], sizes[0]) in usual:
             yield from _token_in_pairs(gpu, form, *sizes)
 
@@ -62,16 +68,21 @@ def _zero_of(scale, has_zeros):
     return meta(*scale.shape, dtype=torch.uint8) if has_zeros else None
 
 
+def _global_of(scale):
+    return meta(scale.shape[0], 2, dtype=torch.float32) if scale.dtype == FLOAT8 else None
+
+
 def _dequantised(gpu, of, has_zeros, dtype, block) -> Iterator[Planned]:
-    """Of weights of 8 bits, or of 4 with scales of a dtype."""
-    stored, scale = (torch.uint8, of) if of in SCALES else (of, torch.float32)
+    """Of weights and scales of these dtypes."""
+    stored, scale = of
     weight = meta(8, 768, 2880 // 2 if stored == torch.uint8 else 2880, dtype=stored)
     scales = meta(8, -(-768 // block[0]), -(-2880 // block[1]), dtype=scale)
-    zero = _zero_of(scales, has_zeros)
-    program = program_of("dequantise_weight", weight, scales, zero, *block, dtype, gpu=gpu)
+    beside = _zero_of(scales, has_zeros), _global_of(scales)
+    program = program_of("dequantise_weight", weight, scales, *beside, *block, dtype, gpu=gpu)
     name = f"{of}, zeros={has_zeros} in {dtype}, block={block}"
+    dtypes = {"weight": stored, "scale": scale, "zero": torch.uint8, "global_scale": torch.float32}
     for each in _planned(name, program.buffers, program.launches, dtype):
-        yield replace(each, dtypes=each.dtypes | {"weight": stored, "scale": scale, "zero": torch.uint8})
+        yield replace(each, dtypes=each.dtypes | dtypes)
 
 
 def _token_in_pairs(gpu, form, hidden, features) -> Iterator[Planned]:
@@ -84,13 +95,15 @@ def _token_in_pairs(gpu, form, hidden, features) -> Iterator[Planned]:
         "rows": "exact",
     }
     for name, rows, columns in (("w13", 2 * features, hidden), ("w2", hidden, features)):
-        scale = meta(16, rows, -(-columns // 32), dtype=scale_dtype)
+        group = 16 if scale_dtype == FLOAT8 else 32
+        scale = meta(16, rows, -(-columns // group), dtype=scale_dtype)
         named |= {name: meta(16, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": scale}
-        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
-        named[f"{name}_zero"] = _zero_of(scale, has_zeros)
+        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": group}
+        named |= {f"{name}_zero": _zero_of(scale, has_zeros), f"{name}_global_scale": _global_of(scale)}
     program = program_of("scaled_fused_experts", gpu=gpu, **named)
     stored = dict.fromkeys(("w13", "w2", "w13_zero", "w2_zero"), torch.uint8)
     stored |= dict.fromkeys(("w13_scale", "w2_scale"), scale_dtype)
+    stored |= dict.fromkeys(("w13_global_scale", "w2_global_scale"), torch.float32)
     name = f"a token in pairs times {scale_dtype}, zeros={has_zeros}, {hidden} by {features}"
     for each in _programs(name, torch.bfloat16, program):
         yield replace(each, dtypes=each.dtypes | stored)
@@ -98,6 +111,7 @@ def _token_in_pairs(gpu, form, hidden, features) -> Iterator[Planned]:
 
 def _in_pairs(gpu, dtype, form, depth, columns, slots) -> Iterator[Planned]:
     scale_dtype, has_zeros = form
+    columns = columns // 2 if scale_dtype == FLOAT8 else columns
     weight = meta(8, 5760, depth // 2, dtype=torch.uint8)
     scale = meta(8, 5760, -(-depth // columns), dtype=scale_dtype)
     index = {"expert_offsets": meta(9, dtype=torch.int32), "sorted_slots": meta(slots, dtype=torch.int32)}
@@ -106,13 +120,14 @@ def _in_pairs(gpu, dtype, form, depth, columns, slots) -> Iterator[Planned]:
         "weight": weight,
         "scale": scale,
         "zero": _zero_of(scale, has_zeros),
+        "global_scale": _global_of(scale),
         **index,
         "dtype": dtype,
     }
     named |= {"bias": meta(8, 5760, dtype=dtype), "block_rows": 1, "block_columns": columns}
     program = program_of("scaled_grouped_gemm", gpu=gpu, **named)
     name = f"pairs times {scale_dtype}, zeros={has_zeros} times {dtype} depth={depth} slots={slots}"
-    stored = {"weight": torch.uint8, "scale": scale_dtype, "zero": torch.uint8}
+    stored = {"weight": torch.uint8, "scale": scale_dtype, "zero": torch.uint8, "global_scale": torch.float32}
     for each in _planned(name, program.buffers, program.launches, dtype):
         yield replace(each, dtypes=each.dtypes | stored)
 

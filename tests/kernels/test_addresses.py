@@ -10,7 +10,7 @@ import triton
 from moe_ops import routing as definition
 from moe_ops.arguments import Router
 from moe_ops.types import Activation, RoutingConfig
-from tests.kernels import aot, catalogue, oracles
+from tests.kernels import aot, catalogue, catalogue_pairs, oracles
 from tests.kernels.by_name import launch, program_of
 from tests.kernels.oracles import assert_close
 
@@ -64,8 +64,13 @@ def test_the_search_finds_narrow_products() -> None:
 def test_no_kernel_addresses_by_a_32_bit_product() -> None:
     planned = [(catalogue.programs(), catalogue.TENSORS)]
     planned += [
-        catalogue.in_pairs(*form)
-        for form in ((torch.uint8, False), (torch.float32, False), (torch.float32, True))
+        catalogue_pairs.in_pairs(*form)
+        for form in (
+            (torch.uint8, False),
+            (torch.float8_e4m3fn, False),
+            (torch.float32, False),
+            (torch.float32, True),
+        )
     ]
     dtypes = catalogue.exchange_dtypes(torch.bfloat16)
     planned.append((catalogue.exchanges(torch.bfloat16, (2, 64, 7168)), dtypes))

@@ -11,8 +11,9 @@ from moe_ops.kernels import plans, scaled
 from moe_ops.kernels.dequantise_weight import takes
 from moe_ops.kernels.gpu import H200
 from moe_ops.pairs import PAIRS
-from moe_ops.scaled import dequantised, scaled_linear
+from moe_ops.scaled import scaled_linear
 from moe_ops.values import ScaledLinear
+from moe_ops.weight_formats import dequantised
 from tests.kernels.by_name import launch, program_of, record
 from tests.kernels.catalogue import meta
 
@@ -56,10 +57,11 @@ def _scaled(
 
 
 def _check(weight: ScaledWeight, dtype: torch.dtype, device: str) -> None:
-    tensors = weight.weight, weight.scale, weight.zero
+    _, _, _, _, _, *beside = linear = scaled_linear("weight", weight, None)
+    tensors = weight.weight, weight.scale, *beside
     parts = (None if each is None else each.to(device) for each in tensors)
     found = launch("dequantise_weight", *parts, *weight.block, dtype).cpu()
-    expected = dequantised(scaled_linear("weight", weight, None), dtype)
+    expected = dequantised(linear, dtype)
     assert expected.isfinite().all() and expected.any()
     truncates = dtype == torch.bfloat16 and device == "cpu"  # as the interpreter does
     torch.testing.assert_close(found, expected, rtol=2.0**-7 if truncates else 0, atol=0)
@@ -107,7 +109,7 @@ def test_powers_of_any_size(device):
     weight = ScaledWeight(torch.randint(256, (1, 128, 16)).to(PAIRS), scale, (1, 32))
     _check(weight, torch.bfloat16, device)
     parts = weight.weight.to(device), torch.full_like(scale, 255).to(device)
-    assert launch("dequantise_weight", *parts, None, 1, 32, torch.bfloat16).isnan().all()
+    assert launch("dequantise_weight", *parts, None, None, 1, 32, torch.bfloat16).isnan().all()
 
 
 def _linear(stored, scale, experts=8, rows=1024, columns=1024):
@@ -155,7 +157,7 @@ def _product(rows, x_scale=None, x=torch.bfloat16, dtype=torch.bfloat16, gathers
     weight, scale, *_ = _linear(torch.int8, torch.float32)
     slots = meta(8 * rows, dtype=torch.int32) if gathers else None
     given = meta(4 * rows if gathers else 8 * rows, 1024, dtype=x), weight, scale, meta(9, dtype=torch.int32)
-    return record("scaled_grouped_gemm", *given, x_scale, None, None, slots, 1, 32, dtype)
+    return record("scaled_grouped_gemm", *given, x_scale, None, None, None, slots, 1, 32, dtype)
 
 
 def test_products_that_are_of_a_copy():
@@ -204,7 +206,7 @@ def test_what_the_kernel_is_for():
     old = replace(H200, capability=80)
     taken = {
         (stored, dtype, gpu.capability): takes(
-            record("dequantise_weight", *_linear(stored, dtype)[:2], None, 1, 32, dtype), gpu
+            record("dequantise_weight", *_linear(stored, dtype)[:2], None, None, 1, 32, dtype), gpu
         )
         for stored in IN_8_BITS
         for dtype in (torch.float32, torch.float64)
@@ -219,5 +221,5 @@ def test_what_the_kernel_is_for():
 
 def test_programs():
     """One for 16 rows and 256 columns of each expert."""
-    program = program_of("dequantise_weight", *_linear(PAIRS, PAIRS)[:2], None, 1, 32, torch.bfloat16)
+    program = program_of("dequantise_weight", *_linear(PAIRS, PAIRS)[:2], None, None, 1, 32, torch.bfloat16)
     assert program.launches[0].grid == (8 * 64 * 4,)

@@ -75,13 +75,13 @@ def _all_codes() -> torch.Tensor:
 
 
 def test_numbers_of_mxfp4():
-    found = _of_bytes(pairs.MXFP4_OF_BYTES, torch.bfloat16).double() * 2.0**126
+    found = _of_bytes(pairs.E2M1_OF_BYTES, torch.bfloat16).double() * 2.0**126
     assert found.tolist() == [[number(byte & 15), number(byte >> 4)] for byte in range(256)]
 
 
 def test_numbers_of_mxfp4_in_words():
     codes = _all_codes()
-    found = _of_words(pairs.MXFP4_OF_WORDS, torch.bfloat16, codes).double() * 2.0**126
+    found = _of_words(pairs.E2M1_OF_WORDS, torch.bfloat16, codes).double() * 2.0**126
     assert found.tolist() == [[number(code) for code in row] for row in codes.tolist()]
 
 
@@ -163,6 +163,18 @@ def test_powers_in_both_halves_of_a_word():
     in_float32, zeros = _prepared(BYTES.to(torch.uint8), tl.float32, torch.float32)
     torch.testing.assert_close(in_float32, expected.float(), equal_nan=True, rtol=0, atol=0)
     assert zeros[:16].tolist() == list(range(16))
+
+
+@interpreted
+def test_scales_of_8_bits_in_both_halves_of_a_word():
+    """All of them; of the bits of a NaN there is one."""
+    scale = BYTES.to(torch.uint8).view(torch.float8_e4m3fn)
+    expected = scale.double() * 2.0**63
+    assert expected.isnan().sum() == 2
+    found = _halves(_prepared(scale, tl.bfloat16)[0], torch.bfloat16).double()
+    torch.testing.assert_close(found, expected[:, None].expand(256, 2), equal_nan=True, rtol=0, atol=0)
+    in_float32, _ = _prepared(scale, tl.float32, torch.float32)
+    torch.testing.assert_close(in_float32, expected.float(), equal_nan=True, rtol=0, atol=0)
 
 
 @interpreted
@@ -254,22 +266,22 @@ def ptx_by_instructions(monkeypatch):
 @triton.jit
 def _unpacked_kernel(
     pairs_ptr, scale_ptr, zero_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr,
-    DTYPE: tl.constexpr, IS_MXFP4: tl.constexpr, BY_WORDS: tl.constexpr,
+    DTYPE: tl.constexpr, GROUP: tl.constexpr, IS_E2M1: tl.constexpr, BY_WORDS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, N)[:, None]
-    groups = rows * (K // 32) + tl.arange(0, K // 32)[None, :]
+    groups = rows * (K // GROUP) + tl.arange(0, K // GROUP)[None, :]
     given = tl.load(pairs_ptr + rows * (K // 2) + tl.arange(0, K // 2)[None, :])
     factor, shift = pairs.factors(tl.load(scale_ptr + groups), DTYPE), None
     if zero_ptr is not None:
         shift = pairs.shifts(tl.load(zero_ptr + groups), DTYPE)
     if BY_WORDS:
-        weight = pairs._of_words(given, factor, shift, DTYPE, IS_MXFP4)
+        weight = pairs._of_words(given, factor, shift, DTYPE, IS_E2M1)
     else:
-        weight = pairs._of_bytes(given, factor, shift, DTYPE, IS_MXFP4)
+        weight = pairs._of_bytes(given, factor, shift, DTYPE, IS_E2M1)
     tl.store(out_ptr + rows * K + tl.arange(0, K)[None, :], weight.to(tl.float32))
 
 
-FORMATS = [("mxfp4", torch.uint8, torch.bfloat16)] + [
+FORMATS = [("mxfp4", torch.uint8, torch.bfloat16), ("nvfp4", torch.float8_e4m3fn, torch.bfloat16)] + [
     (form, scale, dtype)
     for form in ("integers", "zero points")
     for scale, dtype in (
@@ -289,16 +301,20 @@ def test_weights_of_16_bits(form, scale_dtype, dtype, by_words, ptx_by_instructi
     codes = torch.randint(0, 16, (8, 64))
     stored = paired(codes)
     zero = torch.randint(0, 16, (8, 2), dtype=torch.uint8) if form == "zero points" else None
-    if form == "mxfp4":
+    group, is_e2m1 = 16 if form == "nvfp4" else 32, form in ("mxfp4", "nvfp4")
+    if is_e2m1:
         scale = torch.randint(120, 134, (8, 2), dtype=torch.uint8)
         numbers = torch.tensor([[number(code) for code in row] for row in codes.tolist()])
         factor = 2.0 ** (scale.double() - 64 - 126)  # numbers are 2**126 times as small
+        if form == "nvfp4":
+            scale = torch.randint(127, (8, 4), dtype=torch.uint8).view(scale_dtype)
+            factor = scale.double() * 2.0 ** (63 - 126)
     else:
         scale = (torch.rand(8, 2) + 0.5).to(scale_dtype)
         factor, less = scale.double(), 8 if zero is None else zero.long().repeat_interleave(32, 1)
         numbers = (codes - less).double()
     out = torch.empty(8, 64)
     names = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    _unpacked_kernel[(1,)](stored, scale, zero, out, 8, 64, names[dtype], form == "mxfp4", by_words)
-    exact = numbers.double() * factor.repeat_interleave(32, 1)
+    _unpacked_kernel[(1,)](stored, scale, zero, out, 8, 64, names[dtype], group, is_e2m1, by_words)
+    exact = numbers.double() * factor.repeat_interleave(group, 1)
     assert (out.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()

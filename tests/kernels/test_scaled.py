@@ -67,7 +67,7 @@ class Product:
         self.bias = torch.randn(EXPERTS, features)
 
     def launch(self, x, offsets, dtype, device, x_scale=None, slots=None, bias=None):
-        tensors = x, self.weight, self.scale, offsets, x_scale, bias, None, slots
+        tensors = x, self.weight, self.scale, offsets, x_scale, bias, None, None, slots
         return launch(
             "scaled_grouped_gemm",
             *(None if each is None else each.to(device) for each in tensors),
@@ -163,7 +163,7 @@ def _planned(features, depth, block, rows, dtype=torch.bfloat16, stored=torch.fl
         meta(8, *blocks, dtype=torch.float32),
         meta(9, dtype=torch.int32),
         x_scale,
-        *(None,) * 3,
+        *(None,) * 4,
         *block,
         torch.bfloat16 if quantised else dtype,
         gpu=gpu,
@@ -221,7 +221,7 @@ def test_float64_is_not_for_the_kernel():
         (torch.int8, scale, torch.float32, True),
         (torch.int8, scale, torch.float64, False),
     ):
-        args = record("scaled_grouped_gemm", x.to(dtype), *others, row_scale, *(None,) * 3, 1, 64, result)
+        args = record("scaled_grouped_gemm", x.to(dtype), *others, row_scale, *(None,) * 4, 1, 64, result)
         assert plans.is_taken(args) == is_taken, (dtype, result)
 
 
@@ -236,7 +236,7 @@ def test_nothing_to_sum_up(device):
         bias,
     )
     given = (None if each is None else each.to(device) for each in tensors)
-    out = launch("scaled_grouped_gemm", *given, None, None, 3, 1, torch.float32)
+    out = launch("scaled_grouped_gemm", *given, None, None, None, 3, 1, torch.float32)
     expected = oracles.grouped_gemm(tensors[0], torch.zeros(EXPERTS, 3, 0), offsets, bias)
     assert_close(out, expected)
 

@@ -155,7 +155,7 @@ def test_layers_in_8_bits(size, stored, device):
     for name, index in (("w13", slots), ("w2", None)):
         block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
         given = on_device[name], on_device[f"{name}_scale"], offsets, None, on_device[f"{name}_bias"]
-        x = launch("scaled_grouped_gemm", x, *given, None, index, *block, torch.float32)
+        x = launch("scaled_grouped_gemm", x, *given, None, None, index, *block, torch.float32)
         x = launch("gated_activation", x, "silu") if name == "w13" else x
     expected = launch("combine", x, on_device["topk_weights"], inverse, None, None, None)
     assert torch.equal(launch("scaled_fused_experts", **on_device), expected)

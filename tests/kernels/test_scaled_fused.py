@@ -89,7 +89,7 @@ def _stages(at, of_gate=None):
         block = at[f"{name}_block_rows"], at[f"{name}_block_columns"]
         rows, scale = launch("quantise_rows", x, at.get(f"{name}_input_scale"), block[1], at[name].dtype)
         stored = at[name], at[f"{name}_scale"]
-        given = rows, *stored, offsets, scale, at[f"{name}_bias"], None, index, *block, dtype
+        given = rows, *stored, offsets, scale, at[f"{name}_bias"], None, None, index, *block, dtype
         return launch("scaled_grouped_gemm", *given)
 
     gate_up = product(at["hidden_states"], "w13", slots, of_gate or dtype)

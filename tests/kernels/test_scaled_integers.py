@@ -56,7 +56,7 @@ def made(experts, features, depth, block, dtype):
 
 
 def _product(x, pairs, scale, offsets, block, device, bias=None, slots=None):
-    tensors = x, pairs, scale, torch.tensor(offsets, dtype=torch.int32), None, bias, None, slots
+    tensors = x, pairs, scale, torch.tensor(offsets, dtype=torch.int32), None, bias, None, None, slots
     on_device = (None if each is None else each.to(device) for each in tensors)
     return launch("scaled_grouped_gemm", *on_device, *block, x.dtype)
 

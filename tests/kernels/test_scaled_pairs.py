@@ -26,6 +26,7 @@ SIZES = {
     "a short last step": (72, 160, (1, 32)),
     "a short last group": (33, 84, (1, 32)),
     "blocks": (40, 288, (8, 96)),
+    "pairs of groups": (40, 192, (1, 64)),
     "one block": (16, 50, (16, 50)),
     "one pair": (1, 2, (1, 32)),
     "no depth": (8, 0, (1, 32)),
@@ -68,7 +69,7 @@ class Product:
         self.bias = torch.randn(EXPERTS, features)
 
     def launch(self, x, offsets, device, slots=None, bias=None):
-        tensors = x, self.weight, self.scale, offsets, None, bias, None, slots
+        tensors = x, self.weight, self.scale, offsets, None, bias, None, None, slots
         on_device = (None if each is None else each.to(device) for each in tensors)
         return launch("scaled_grouped_gemm", *on_device, *self.block, x.dtype)
 
@@ -128,7 +129,7 @@ def test_every_number(dtype, device):
     scale = torch.full((1, 16, 1), 127, dtype=torch.uint8)
     eye = torch.eye(32).to(dtype)
     given = (each.to(device) for each in (eye, pairs, scale, torch.tensor([0, 32], dtype=torch.int32)))
-    out = launch("scaled_grouped_gemm", *given, *(None,) * 4, 1, 32, dtype).cpu()
+    out = launch("scaled_grouped_gemm", *given, *(None,) * 5, 1, 32, dtype).cpu()
     expected = torch.tensor([[number(byte & 15), number(byte >> 4)] for byte in range(256)]).view(16, 32).t()
     assert torch.equal(out.double(), expected.double())
 
@@ -141,7 +142,7 @@ def test_every_power(dtype, device):
     x = torch.zeros(2, 32).to(dtype)
     x[0, 0], x[1, 1] = 1, 1
     given = (each.to(device) for each in (x, pairs, scale, torch.tensor([0, 2], dtype=torch.int32)))
-    out = launch("scaled_grouped_gemm", *given, *(None,) * 4, 1, 32, dtype).cpu().double()
+    out = launch("scaled_grouped_gemm", *given, *(None,) * 5, 1, 32, dtype).cpu().double()
     exact = torch.pow(2.0, torch.arange(256, dtype=torch.float64) - 127)
     assert torch.equal(out[0, 65:192], exact[65:192] / 2) and torch.equal(out[1, 64:192], exact[64:192])
     assert out[:, 192:].isnan().all()
@@ -169,7 +170,7 @@ def test_nan_in_rows_of_others_is_not_met(device):
 def _planned(features=256, depth=256, rows=64, dtype=torch.bfloat16, gpu=H200):
     weight, scale = (meta(8, features, depth // each, dtype=torch.uint8) for each in (2, 32))
     tensors = meta(rows, depth, dtype=dtype), weight, scale, meta(9, dtype=torch.int32)
-    return program_of("scaled_grouped_gemm", *tensors, *(None,) * 4, 1, 32, dtype, gpu=gpu).launches[-1]
+    return program_of("scaled_grouped_gemm", *tensors, *(None,) * 5, 1, 32, dtype, gpu=gpu).launches[-1]
 
 
 def test_weights_come_in_boxes_where_they_can():
@@ -230,7 +231,7 @@ def test_rows_by_words_lie_side_by_side():
     assert not _planned(depth=48).args["BY_WORDS"]  # no boxes
     apart = meta(64, 512)[:, ::2], meta(8, 256, 128, dtype=torch.uint8), meta(8, 256, 8, dtype=torch.uint8)
     offsets = meta(9, dtype=torch.int32)
-    given = *apart, offsets, *(None,) * 4, 1, 32, torch.bfloat16
+    given = *apart, offsets, *(None,) * 5, 1, 32, torch.bfloat16
     assert not program_of("scaled_grouped_gemm", *given, gpu=H200).launches[-1].args["BY_WORDS"]
 
 

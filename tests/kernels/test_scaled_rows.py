@@ -95,7 +95,7 @@ def _planned(
     scale = meta(8, *blocks, dtype=torch.float32)
     offsets, x_scale = meta(9, dtype=torch.int32), meta(slots, blocks[1], dtype=torch.float32)
     weight = weight.transpose(1, 2) if transposed else weight
-    given = x, weight, scale, offsets, x_scale, *(None,) * 3, *block, torch.bfloat16
+    given = x, weight, scale, offsets, x_scale, *(None,) * 4, *block, torch.bfloat16
     launch = program_of("scaled_grouped_gemm", *given, gpu=gpu).launches[-1]
     return launch.kernel, *(launch.args[f"BLOCK_{size}"] for size in "MNK")
 

@@ -21,7 +21,7 @@ def zeros_for(scale):
 
 
 def _product(x, pairs, scale, zero, offsets, block, device, bias=None, slots=None):
-    tensors = x, pairs, scale, torch.tensor(offsets, dtype=torch.int32), None, bias, zero, slots
+    tensors = x, pairs, scale, torch.tensor(offsets, dtype=torch.int32), None, bias, zero, None, slots
     on_device = (None if each is None else each.to(device) for each in tensors)
     return launch("scaled_grouped_gemm", *on_device, *block, x.dtype)
 

@@ -22,7 +22,7 @@ from layers import (
 )
 from layers.parallel import ExpertParallel, ExpertTensorParallel
 from layers.quantised import products, scaled_linears
-from moe_ops.scaled import dequantised
+from moe_ops.weight_formats import dequantised
 from tests.helpers import relative_error
 from tests.layers.lora import SCALINGS, Adapter, attach, draw_ids, make_adapters
 from tests.layers.parallel.world import on_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import moe_ops  # noqa: F401  (registers torch.ops.moe)
-from tests.ops.samples import samples
+from tests.ops.samples import samples, samples_in_float8
 
 # What may be anything: sizes that nothing else has, and dtypes that need not be those of another argument.
 FREE_SIZES = {
@@ -35,6 +35,7 @@ FREE_SIZES = {
     ("quantise_rows", "input_scale", 0),
     *itertools.product(("scaled_fused_experts",), ("w13_input_scale", "w2_input_scale"), (0,)),
     *itertools.product(("dequantise_weight",), ("weight",), (1, 2)),  # with as many blocks
+    *((name, f"{weight}global_scale", 1) for name in samples_in_float8() for weight in ("", "w13_", "w2_")),
     *itertools.product(("plan_exchange",), ("topk_ids",), (0, 1)),
     ("plan_exchange", "owners", 0),
     *itertools.product(("push_rows",), ("hidden_states", "tokens", "extra"), (1,)),
@@ -51,21 +52,25 @@ FREE_SIZES = {
 FREE_DTYPES = {"router_logits", "correction_bias", "topk_weights", "grad_weights", "topk_ids"}
 FREE_DTYPES |= {"seed", "load", "num_real_tokens", "shared_weights", "scale", "x_scale"}
 FREE_DTYPES |= {"w13_scale", "w2_scale", "input_scale", "w13_input_scale", "w2_input_scale"}
+FREE_DTYPES |= {"global_scale", "w13_global_scale", "w2_global_scale"}
 FREE_DTYPES |= {f"operand{index}" for index in range(4)}
 FREE_FLOATS = {("scaled_fused_experts", "w13_bias"), ("scaled_fused_experts", "w2_bias")}
 ANY_DTYPE = {("push_rows", "hidden_states")}  # rows are moved, quantised ones too
+OF_FORMATS = ("zero", "global_scale")
 NO_OTHER_FLOATS = {"permute", "permute_backward", "gated_activation", "quantise_rows", "scaled_grouped_gemm"}
 
 
 def complete(name, argument=""):
-    """Arguments of which none is left out, but for zero points: other weights than `argument` wants have none."""
+    """Arguments of which none is left out, but for what other weights than `argument` wants have not."""
     arguments = getattr(torch.ops.moe, name).default._schema.arguments
     names = [each.name for each in arguments]
+    if argument.endswith("global_scale"):
+        return names, list(samples_in_float8()[name])
     if argument.endswith("zero"):
         return names, list(next(args for args in samples()[name] if args[names.index(argument)] is not None))
     args = list(samples()[name][-1 if name == "build_dispatch" else 0])
     for position, argument in enumerate(arguments):
-        if argument.name.endswith("zero"):
+        if argument.name.endswith(OF_FORMATS):
             continue
         if args[position] is None and argument.name == "seed":
             args[position] = torch.tensor(7)

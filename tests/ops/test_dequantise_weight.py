@@ -10,6 +10,7 @@ from moe_ops.kernels import scaled as kernels
 from moe_ops.scaled_arguments import ScaledFusedExperts, ScaledGroupedGemm
 from moe_ops.types import Activation
 from moe_ops.values import Placement
+from moe_ops.weight_formats import quantised_weight
 from tests.helpers import assert_matches_oracle, assert_same, grads_of, relative_error
 from tests.kernels import test_scaled_integers, test_scaled_pairs
 
@@ -22,7 +23,7 @@ def quantised(name, rows, columns, dtype=torch.float32):
     stored, (height, width) = FORMATS[name]
     weight, has_zeros = torch.randn(E, rows, columns, dtype=dtype) / 8, name.endswith("zeros")
     weight = weight + 0.05 if has_zeros else weight
-    return scaled.quantised_weight(weight, (height, min(width, columns)), stored, has_zeros)
+    return quantised_weight(weight, (height, min(width, columns)), stored, has_zeros)
 
 
 def linear(weight, bias=None):

@@ -64,7 +64,9 @@ CALLS = {
     ),
     "batched_gemm": (lambda x, w, b: moe_ops.batched_gemm(x, w, COUNTS, b), [(3, 2, 4), (3, 5, 4), (3, 5)]),
     "scaled_grouped_gemm": (
-        lambda x, b: OPS.scaled_grouped_gemm(x, WHOLE, SCALE, OFFSETS, None, b, None, None, 2, 3, x.dtype),
+        lambda x, b: OPS.scaled_grouped_gemm(
+            x, WHOLE, SCALE, OFFSETS, None, b, None, None, None, 2, 3, x.dtype
+        ),
         [(6, 4), (3, 5)],
     ),
     "scaled_fused_experts": (
@@ -76,7 +78,7 @@ CALLS = {
             SCALE,
             w,
             IDS,
-            *(None, None, b, None, None),
+            *(None, None, None, b, None, None, None),
             shared,
             gate,
             residual,

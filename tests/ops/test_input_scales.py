@@ -7,7 +7,8 @@ from torch._dynamo.testing import CompileCounter
 import moe_ops
 from moe_ops import _library
 from moe_ops.quantise_rows import DTYPES
-from moe_ops.scaled import dequantised, quantised_weight, scaled_linear
+from moe_ops.scaled import scaled_linear
+from moe_ops.weight_formats import dequantised, quantised_weight
 from tests.helpers import relative_error
 from tests.kernels.by_name import record
 

@@ -8,7 +8,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import moe_ops
 from moe_ops import ScaledWeight
 from moe_ops.pairs import PAIRS
-from moe_ops.scaled import dequantised, quantised_weight, scaled_linear
+from moe_ops.scaled import scaled_linear
+from moe_ops.weight_formats import dequantised, quantised_weight
 from tests.helpers import assert_matches_oracle, assert_same, grads_of
 from tests.kernels import oracles
 from tests.kernels.test_scaled_pairs import dense
@@ -198,7 +199,7 @@ def _layer(**named):
 REFUSED = {
     "scales that are neither exponents nor floating": (
         lambda: _call(scale=torch.ones(E, B, 3).int()), TypeError,
-        "scale has dtype torch.int32 with weights of 4 bits: expected torch.uint8 of MXFP4, or of integers a floating",
+        "scale has dtype torch.int32 with weights of 4 bits: expected torch.uint8 of MXFP4, torch.float8_e4m3fn of",
     ),
     "too few scales": (
         lambda: _call(scale=torch.ones(E, B, 2, dtype=PAIRS)), ValueError, r"scale has shape \[5, 13, 2\]: expected",

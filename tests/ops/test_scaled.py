@@ -7,7 +7,7 @@ import torch
 
 import moe_ops
 from moe_ops import ScaledWeight
-from moe_ops.scaled import quantised_weight
+from moe_ops.weight_formats import quantised_weight
 from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed, usually
 from tests.kernels import oracles
 

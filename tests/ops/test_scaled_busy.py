@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.scaled import dequantised, quantised_weight, scaled_linear
+from moe_ops.scaled import scaled_linear
+from moe_ops.weight_formats import dequantised, quantised_weight
 from tests.helpers import relative_error
 
 

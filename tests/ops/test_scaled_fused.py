@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_ops
-from moe_ops.scaled import quantised_weight
+from moe_ops.weight_formats import quantised_weight
 
 T, E, K, H, I = 7, 5, 2, 12, 8
 IDS = torch.tensor([[0, 4], [4, 2], [2, -1], [1, 0], [3, 4], [0, 1], [2, 3]], dtype=torch.int32)

@@ -6,7 +6,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 import moe_ops
 from moe_ops import ScaledWeight
-from moe_ops.scaled import quantised_weight
+from moe_ops.weight_formats import quantised_weight
 from tests.helpers import assert_matches_oracle
 from tests.kernels import oracles
 
@@ -181,6 +181,6 @@ def test_asking_for_tangents_leaves_nothing_in_a_graph():
 
 def test_a_direct_call_names_the_argument_of_the_operator():
     weight, offsets = torch.zeros(2, 4, 8, dtype=torch.int8), torch.tensor([0, 1, 1], dtype=torch.int32)
-    args = torch.randn(1, 8), weight, torch.ones(2, 1, 1), offsets, None, None, None, None
+    args = torch.randn(1, 8), weight, torch.ones(2, 1, 1), offsets, *(None,) * 5
     with pytest.raises(ValueError, match="block_rows=0: expected at least 1"):
         torch.ops.moe.scaled_grouped_gemm(*args, 0, 8, torch.float32)

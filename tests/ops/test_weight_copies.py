@@ -13,6 +13,7 @@ from moe_ops.scaled_arguments import ScaledGroupedGemm
 from moe_ops.slabs import features_at_once
 from moe_ops.types import Activation
 from moe_ops.values import ScaledLinear
+from moe_ops.weight_formats import quantised_weight
 from tests.helpers import assert_matches_oracle
 from tests.ops.test_dequantise_weight import FORMATS, A, E, I, T, layer_of, linear
 
@@ -93,7 +94,7 @@ def _blocks_of_two(name, rows, columns):
     """Two rows have a scale."""
     stored, (_, width) = FORMATS[name]
     weight = torch.randn(E, rows, columns, dtype=torch.float64) / 8
-    return scaled.quantised_weight(weight, (2, min(width, columns)), stored, name.endswith("zeros"))
+    return quantised_weight(weight, (2, min(width, columns)), stored, name.endswith("zeros"))
 
 
 @pytest.mark.parametrize("gathers", [False, True])

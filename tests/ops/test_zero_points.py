@@ -6,7 +6,8 @@ import torch
 import moe_ops
 from moe_ops import ScaledWeight
 from moe_ops.int4 import INTEGERS
-from moe_ops.scaled import dequantised, quantised_weight, scaled_linear
+from moe_ops.scaled import scaled_linear
+from moe_ops.weight_formats import dequantised, quantised_weight
 from tests.helpers import assert_matches_oracle, assert_same, grads_of, mixed
 from tests.kernels import oracles
 from tests.kernels.test_scaled_integers import dense, made

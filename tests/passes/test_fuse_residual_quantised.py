@@ -8,7 +8,7 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog
 from inductor_passes.fuse_residual import FuseResidual
 from inductor_passes.pipeline import PIPELINE, run_passes
-from moe_ops.scaled import quantised_weight
+from moe_ops.weight_formats import quantised_weight
 from tests.helpers import relative_error
 from tests.passes.capture import computed, rewrite
 

@@ -67,6 +67,7 @@ def test_values(style, kind):
         ("allgather", torch.uint4, False),
         ("alltoall", torch.uint4, False),
         ("allgather", torch.uint4, True),
+        ("alltoall", torch.float4_e2m1fn_x2, False),
     ],
     ids=str,
 )
@@ -77,7 +78,8 @@ def test_values_in_4_bits(style, dtype, zero_points):
 def make_layer_in_4_bits(dtype, zero_points) -> FusedMoE:
     torch.manual_seed(3)
     layer = FusedMoE(MoEConfig(E, K, H, 32, has_bias=True))
-    quantise_experts(layer, WeightScale.GROUP, (1, 32), dtype=dtype, zero_points=zero_points)
+    columns = 16 if dtype == torch.float4_e2m1fn_x2 else 32
+    quantise_experts(layer, WeightScale.GROUP, (1, columns), dtype=dtype, zero_points=zero_points)
     return layer
 
 
@@ -187,7 +189,9 @@ def test_models_of_transformers(dispatcher):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("dtype", "zero_points"), [(torch.int8, False), (torch.uint8, False), (torch.uint4, True)], ids=str
+    ("dtype", "zero_points"),
+    [(torch.int8, False), (torch.uint8, False), (torch.uint4, True), (torch.float4_e2m1fn_x2, False)],
+    ids=str,
 )
 def test_models_that_were_quantised(dtype, zero_points):
     """gpt-oss has biases, and transposed weights before."""

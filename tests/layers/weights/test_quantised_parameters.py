@@ -37,7 +37,7 @@ def test_quantised_parameters_keep_what_loaders_ask_of_them():
     assert experts.w13_weight_scale.quant_method == "channel"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, None, "float32"], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2, None, "float32"], ids=str)
 def test_scales_of_other_dtypes_are_refused_at_once(dtype):
     experts = _experts()
     with pytest.raises(TypeError, match=r"dtype=.*: expected a floating point dtype of 16 bits or more"):

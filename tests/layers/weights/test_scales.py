@@ -24,7 +24,7 @@ from layers.parallel import ExpertParallel, ExpertTensorParallel
 from layers.quantised import scaled_linears
 from moe_ops import Activation
 from moe_ops.arguments import SharedExpert
-from moe_ops.scaled import dequantised as dequantise
+from moe_ops.weight_formats import dequantised as dequantise
 from tests.helpers import assert_same
 from tests.layers.test_fsdp import mesh  # noqa: F401  # a fixture
 

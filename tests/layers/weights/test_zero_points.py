@@ -111,7 +111,7 @@ def test_published_tensors_are_loaded(packing, rank):
 def _stood_for(layer):
     usual = FusedMoE(layer.config, shard=layer.shard)
     from layers.quantised import scaled_linears
-    from moe_ops.scaled import dequantised as dequantise
+    from moe_ops.weight_formats import dequantised as dequantise
 
     with torch.no_grad():
         for name, linear in zip(WEIGHTS, scaled_linears(layer, layer.expert_weights()), strict=True):
