@@ -69,6 +69,8 @@ def _quantised(family, kind, block, dtype, rows="exact"):
     ours = copy.deepcopy(stock)
     report = huggingface.patch(ours)
     assert huggingface.quantise_experts(ours, kind, block, **_named(dtype), rows=rows) == report.experts
+    zeros = [name for name, _ in ours.named_parameters() if name.endswith("_zero_point")]
+    assert len(zeros) == (2 * len(report.experts) if dtype == FROM_ZEROS else 0)
     return stock, ours
 
 
