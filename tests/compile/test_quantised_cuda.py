@@ -22,6 +22,7 @@ FORMATS = {
     "int8": (torch.int8, None, "quantised", False),
     "int8, exact": (torch.int8, None, "exact", False),
     "MXFP4": (torch.uint8, (1, 32), "exact", False),
+    "NVFP4": (torch.float4_e2m1fn_x2, (1, 16), "exact", False),
     "int4": (torch.uint4, (1, 32), "exact", False),
     "int4 with zero points": (torch.uint4, (1, 32), "exact", True),
 }
@@ -31,7 +32,7 @@ _WITHOUT_RESIDUALS = MoEPasses(passes=tuple(each for each in PIPELINE if not isi
 def _weight(name, *sizes):
     dtype, block, _, has_zeros = FORMATS[name]
     made = quantised_weight(torch.randn(E, *sizes).bfloat16() / 5, block or (1, sizes[1]), dtype, has_zeros)
-    return made.weight, made.scale, made.zero
+    return made.weight, made.scale, made.zero, made.global_scale
 
 
 def _inputs(name, tokens, device):
@@ -40,13 +41,17 @@ def _inputs(name, tokens, device):
     return tuple(None if each is None else each.to(device) for each in given)
 
 
+def _weights(block, w13, w13_scale, w13_zero, w13_global_scale, w2, w2_scale, w2_zero, w2_global_scale):
+    up = moe_ops.ScaledWeight(w13, w13_scale, block or (1, H), w13_zero, w13_global_scale)
+    return up, moe_ops.ScaledWeight(w2, w2_scale, block or (1, I), w2_zero, w2_global_scale)
+
+
 def _layer(name):
     _, block, how, _ = FORMATS[name]
 
-    def layer(x, logits, scale, w13, w13_scale, w13_zero, w2, w2_scale, w2_zero):
+    def layer(x, logits, scale, *tensors):
         weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(K))
-        up = moe_ops.ScaledWeight(w13, w13_scale, block or (1, H), w13_zero)
-        down = moe_ops.ScaledWeight(w2, w2_scale, block or (1, I), w2_zero)
+        up, down = _weights(block, *tensors)
         rows = moe_ops.InputScales(scale, scale) if how == "given" else how
         return x + moe_ops.scaled_fused_experts(x, up, down, weights, ids, rows=rows)
 
@@ -57,7 +62,7 @@ def _stages(name):
     """The same by hand, an operator each."""
     _, block, how, _ = FORMATS[name]
 
-    def layer(x, logits, scale, w13, w13_scale, w13_zero, w2, w2_scale, w2_zero):
+    def layer(x, logits, scale, *tensors):
         weights, ids = moe_ops.topk_routing(logits, moe_ops.RoutingConfig(K))
         slots, inverse, offsets = moe_ops.build_dispatch(ids, E)
 
@@ -69,8 +74,8 @@ def _stages(name):
             named = {"x_scale": row_scale, "sorted_slots": slots, "dtype": x.dtype}
             return moe_ops.scaled_grouped_gemm(rows, weight, offsets, **named)
 
-        gate_up = product(x, moe_ops.ScaledWeight(w13, w13_scale, block or (1, H), w13_zero), slots)
-        down = moe_ops.ScaledWeight(w2, w2_scale, block or (1, I), w2_zero)
+        up, down = _weights(block, *tensors)
+        gate_up = product(x, up, slots)
         rows = product(moe_ops.gated_activation(gate_up), down, None)
         return x + moe_ops.combine(rows, weights, inverse)
 

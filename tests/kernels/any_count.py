@@ -170,7 +170,11 @@ def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:
     pairs = weight._replace(shape=(layer.num_experts, features, depth // 2), dtype=torch.uint8)
     exponents = layer.of(layer.num_experts, features, -(-depth // 32), dtype=torch.uint8)
     in_pairs = ScaledLinear(pairs, exponents, bias, 1, 32)
+    small = layer.of(layer.num_experts, features, -(-depth // 16), dtype=torch.float8_e4m3fn)
+    outer = layer.of(layer.num_experts, 2, dtype=torch.float32)
+    nvfp4 = ScaledLinear(pairs, small, bias, 1, 16, None, outer)
     yield scaled.ScaledGroupedGemm(hidden, None, in_pairs, offsets, None, layer.dtype)
+    yield scaled.ScaledGroupedGemm(hidden, None, nvfp4, offsets, None, layer.dtype)
     rows, row_scale = hidden._replace(dtype=torch.int8), layer.of(tokens, blocks[1], dtype=torch.float32)
     yield scaled.ScaledGroupedGemm(rows, row_scale, linear, offsets, None, layer.dtype)
     narrow = weight._replace(

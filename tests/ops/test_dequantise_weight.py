@@ -12,11 +12,12 @@ from moe_ops.types import Activation
 from moe_ops.values import Placement
 from moe_ops.weight_formats import quantised_weight
 from tests.helpers import assert_matches_oracle, assert_same, grads_of, relative_error
-from tests.kernels import test_scaled_integers, test_scaled_pairs
+from tests.kernels import test_scaled_integers, test_scaled_nvfp4, test_scaled_pairs
 
 E, A, I, T, K = 13, 64, 32, 33, 3
 FORMATS = {"float8": (torch.float8_e4m3fn, (16, 16)), "int8": (torch.int8, (1, 64)), "MXFP4": (torch.uint8, (1, 32)),
-           "int4": (torch.uint4, (1, 32)), "int4 from zeros": (torch.uint4, (1, 32))}  # fmt: skip
+           "NVFP4": (torch.float4_e2m1fn_x2, (1, 16)), "int4": (torch.uint4, (1, 32)),
+           "int4 from zeros": (torch.uint4, (1, 32))}  # fmt: skip
 
 
 def quantised(name, rows, columns, dtype=torch.float32):
@@ -35,6 +36,8 @@ def meant(weight):
     if weight.weight.dtype == torch.uint8:
         if weight.scale.dtype == torch.uint8:
             return test_scaled_pairs.dense(weight.weight, weight.scale, weight.block)
+        if weight.global_scale is not None:
+            return test_scaled_nvfp4.dense(weight.weight, weight.scale, weight.block, weight.global_scale)
         return test_scaled_integers.dense(weight.weight, weight.scale, weight.block, weight.zero)
     rows, columns = weight.block
     scale = weight.scale.double().repeat_interleave(rows, 1).repeat_interleave(columns, 2)
