@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,6 @@ H200 = ROOT / "benchmarks" / "results" / "h200-2026-11-21"
 SERVED = ROOT / "benchmarks" / "results" / "h200-2026-11-23"
 STOCK = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "stock.json"
 RESULTS = ROOT / "benchmarks" / "results"
-QUANTISED = RESULTS / "h200-2026-11-29"
-IN_4_BITS = ROOT / "benchmarks" / "results" / "h200-2026-11-28" / "in-4-bits.txt"
 OPTIONS = ROOT / "benchmarks" / "results" / "h200-2026-11-22" / "options.json"
 RECORDED = sorted((ROOT / "benchmarks" / "results").glob("cpu-*/*.json"))
 """Of `python -m benchmarks cpu --json .../cpu.json` and `python -m benchmarks demo --json .../demo.json`."""
@@ -228,83 +225,6 @@ def test_a_busy_server_of_ours_is_faster_and_none_is_later() -> None:
         stock, ours = rows[load, "stock"], rows[load, "ours"]
         assert all(ours[name] < stock[name] for name in stock if name.startswith(("first", "between")))
         assert ours["tokens/s"] > stock["tokens/s"]
-
-
-def test_the_page_shows_what_quantised_experts_take() -> None:
-    rows = list(csv.DictReader((RESULTS / "h200-2026-11-30" / "quantised.csv").open()))
-    ways = (
-        "float8 rows",
-        "float8 rows, given",
-        "float8 blocks",
-        "int8 rows",
-        "float8 rows, exact",
-        "MXFP4",
-        "int4",
-    )
-    section = PAGE.partition("## Quantised experts")[2].partition("\n## ")[0]
-    assert len(rows) == 40
-    for row in rows:
-        usual = float(row["bfloat16"])
-        assert f" {usual:.0f} |" in section
-        for way in ways:
-            assert f" {float(row[way]):.0f} ({float(row[way]) / usual:.2f}) |" in section
-    ratios = [float(row["float8 rows"]) / float(row["bfloat16"]) for row in rows if int(row["tokens"]) >= 4]
-    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} of bfloat16's time" in section
-    given = [float(row["float8 rows, given"]) / float(row["float8 rows"]) for row in rows]
-    assert f"they take {min(given):.2f} to {max(given):.2f} of the time" in section
-    errors = [100 * float(row["error of float8 rows"]) for row in rows]
-    blocks = [100 * float(row["error of float8 blocks"]) for row in rows]
-    assert f"by {min(errors + blocks):.1f} to {max(errors + blocks):.1f} %" in section
-    in_4_bits = [100 * float(row[f"error of {way}"]) for row in rows for way in ("MXFP4", "int4")]
-    assert f"by {min(in_4_bits):.0f} to {max(in_4_bits):.0f} %" in section
-
-
-def test_the_page_shows_what_zero_points_cost() -> None:
-    section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
-    line = re.compile(r" *(.+) groups of (\d+) +T=(\d+) +symmetric +(\S+) +with zeros +(\S+) us")
-    found = list(filter(None, map(line.match, (QUANTISED / "zero-points.txt").read_text().splitlines())))
-    assert len(found) == 48
-    for layer, columns, tokens, without, with_zeros in (each.groups() for each in found):
-        (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {columns} |")]
-        share = float(with_zeros) / float(without)
-        assert share < 1.405
-        if tokens != "2":
-            assert f"| {float(with_zeros):.0f} ({share:.2f}) |" in row
-
-
-def test_the_page_shows_what_words_take() -> None:
-    section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
-    line = re.compile(r"(\S+) +(MXFP4|int4|int4 zero 32) +T=(\d+) +(\S+) +(\S+) +(\S+)  \S+e-?\S+")
-    lines = (QUANTISED / "words.txt").read_text().splitlines()
-    found = [each.groups() for each in map(line.fullmatch, lines) if each]
-    assert len(found) == 96
-    for layer, how, tokens, before, since, share in found:
-        (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {how} |")][-1:]
-        assert abs(float(since) / float(before) - float(share)) < 1e-3
-        if tokens != "8":
-            assert f"| {float(since):.0f} ({float(share):.2f}) |" in row
-
-
-def test_the_page_shows_what_adapters_beside_quantised_experts_take() -> None:
-    page, line = (ROOT / "docs" / "lora.md").read_text(), re.compile(r"(\S+) T=(\d+): (.*)")
-    lines = (QUANTISED / "quantised-lora.txt").read_text().splitlines()
-    found = list(filter(None, map(line.match, lines)))
-    assert len(found) == 10
-    for layer, tokens, figures in (each.groups() for each in found):
-        usual, *others = (float(each) for each in re.findall(r" ([\d.]+)(?:  |$)", figures))
-        cells = " | ".join(f"{each:.0f} ({each / usual:.2f})" for each in others)
-        assert f"| {layer} | {tokens} | {usual:.0f} | {cells} |" in page
-
-
-def test_the_page_shows_what_quantised_blocks_of_stock_models_take() -> None:
-    page = PAGE.partition("### Weights of 4 bits")[2]
-    lines = [
-        line.split() for line in IN_4_BITS.read_text().splitlines() if line.startswith(("Qwen3", "gpt-oss"))
-    ]
-    assert len(lines) == 6
-    for line in lines:
-        figures = dict(re.findall(r"(bfloat16|float8 rows|MXFP4|int4)=([\d.]+)", " ".join(line)))
-        assert len(figures) == 4 and all(f"| {each} |" in page for each in figures.values())
 
 
 def test_the_page_shows_what_batch_invariance_costs() -> None:

@@ -1,0 +1,126 @@
+"""What the documents claim of quantised experts is what the recorded results say."""
+
+import csv
+import re
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+QUANTISED = RESULTS / "h200-2026-11-29"
+IN_4_BITS = RESULTS / "h200-2026-11-28" / "in-4-bits.txt"
+PAGE = (ROOT / "docs" / "PERFORMANCE.md").read_text()
+
+
+def test_the_page_shows_what_quantised_experts_take() -> None:
+    rows = list(csv.DictReader((RESULTS / "h200-2026-11-30" / "quantised.csv").open()))
+    ways = (
+        "float8 rows",
+        "float8 rows, given",
+        "float8 blocks",
+        "int8 rows",
+        "float8 rows, exact",
+        "MXFP4",
+        "int4",
+    )
+    section = PAGE.partition("## Quantised experts")[2].partition("\n## ")[0]
+    assert len(rows) == 40
+    for row in rows:
+        usual = float(row["bfloat16"])
+        assert f" {usual:.0f} |" in section
+        for way in ways:
+            assert f" {float(row[way]):.0f} ({float(row[way]) / usual:.2f}) |" in section
+    ratios = [float(row["float8 rows"]) / float(row["bfloat16"]) for row in rows if int(row["tokens"]) >= 4]
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} of bfloat16's time" in section
+    given = [float(row["float8 rows, given"]) / float(row["float8 rows"]) for row in rows]
+    assert f"they take {min(given):.2f} to {max(given):.2f} of the time" in section
+    errors = [100 * float(row["error of float8 rows"]) for row in rows]
+    blocks = [100 * float(row["error of float8 blocks"]) for row in rows]
+    assert f"by {min(errors + blocks):.1f} to {max(errors + blocks):.1f} %" in section
+    in_4_bits = [100 * float(row[f"error of {way}"]) for row in rows for way in ("MXFP4", "int4")]
+    assert f"by {min(in_4_bits):.0f} to {max(in_4_bits):.0f} %" in section
+
+
+def test_the_page_shows_what_nvfp4_takes() -> None:
+    section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
+    rows = list(csv.DictReader((RESULTS / "h200-2026-11-30" / "nvfp4.csv").open()))
+    assert len(rows) == 32
+    lines = section[section.index("| Mixtral-8x7B | MXFP4 |") :].splitlines()[:12]
+    for (layer, way), line in zip(
+        product(("W1", "W2", "W4", "W5"), ("MXFP4", "NVFP4", "int4")), lines, strict=True
+    ):
+        of_layer = [(float(row[way]), float(row["bfloat16"])) for row in rows if row["workload"] == layer]
+        assert line.endswith(
+            f"| {way} | {' | '.join(f'{us:.0f} ({us / usual:.2f})' for us, usual in of_layer)} |"
+        )
+    ratios = {
+        few: [float(row["NVFP4"]) / float(row["MXFP4"]) for row in rows if int(row["tokens"]) in counts]
+        for few, counts in ((True, (1, 4)), (False, (16, 64, 256)))
+    }
+    assert f"{min(ratios[True]):.2f} to {max(ratios[True]):.2f} of MXFP4" in section
+    assert f"made into factors, {min(ratios[False]):.2f} to {max(ratios[False]):.2f}" in section
+    errors = [100 * float(row["error of NVFP4"]) for row in rows]
+    assert f"a layer by {min(errors):.0f} to {max(errors):.0f} % instead of 20" in section
+
+
+def test_the_page_shows_what_scales_in_one_load_take() -> None:
+    text = (RESULTS / "h200-2026-11-30" / "scales-together.txt").read_text()
+    rows = re.findall(r"^W\d +(\d+) +\S+ +\S+ +(\S+) +\S+ +\S+ +\S+ +(\S+)$", text, re.MULTILINE)
+    assert len(rows) == 15
+    low = [(float(mxfp4), float(nvfp4)) for tokens, mxfp4, nvfp4 in rows if 16 <= int(tokens) <= 256]
+    mxfp4, nvfp4 = (sorted(each) for each in zip(*low, strict=True))
+    integers = sorted(map(float, re.findall(r"^W\d +\d+ +\S+ +\S+ +(\S+)$", text, re.MULTILINE)[:6]))
+    for shares, words in (
+        (mxfp4, "rows take {} to {} of"),
+        (integers, "32 {} to {},"),
+        (nvfp4, "NVFP4 {} to {} ("),
+    ):
+        assert words.format(f"{shares[0]:.2f}", f"{shares[-1]:.2f}") in PAGE, words
+
+
+def test_the_page_shows_what_zero_points_cost() -> None:
+    section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
+    line = re.compile(r" *(.+) groups of (\d+) +T=(\d+) +symmetric +(\S+) +with zeros +(\S+) us")
+    found = list(filter(None, map(line.match, (QUANTISED / "zero-points.txt").read_text().splitlines())))
+    assert len(found) == 48
+    for layer, columns, tokens, without, with_zeros in (each.groups() for each in found):
+        (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {columns} |")]
+        share = float(with_zeros) / float(without)
+        assert share < 1.405
+        if tokens != "2":
+            assert f"| {float(with_zeros):.0f} ({share:.2f}) |" in row
+
+
+def test_the_page_shows_what_words_take() -> None:
+    section = PAGE.partition("### Weights of 4 bits")[2].partition("Since then the scales of a step")[0]
+    line = re.compile(r"(\S+) +(MXFP4|int4|int4 zero 32) +T=(\d+) +(\S+) +(\S+) +(\S+)  \S+e-?\S+")
+    lines = (QUANTISED / "words.txt").read_text().splitlines()
+    found = [each.groups() for each in map(line.fullmatch, lines) if each]
+    assert len(found) == 96
+    for layer, how, tokens, before, since, share in found:
+        (row,) = [each for each in section.splitlines() if each.startswith(f"| {layer} | {how} |")][-1:]
+        assert abs(float(since) / float(before) - float(share)) < 1e-3
+        if tokens != "8":
+            assert f"| {float(since):.0f} ({float(share):.2f}) |" in row
+
+
+def test_the_page_shows_what_adapters_beside_quantised_experts_take() -> None:
+    page, line = (ROOT / "docs" / "lora.md").read_text(), re.compile(r"(\S+) T=(\d+): (.*)")
+    lines = (QUANTISED / "quantised-lora.txt").read_text().splitlines()
+    found = list(filter(None, map(line.match, lines)))
+    assert len(found) == 10
+    for layer, tokens, figures in (each.groups() for each in found):
+        usual, *others = (float(each) for each in re.findall(r" ([\d.]+)(?:  |$)", figures))
+        cells = " | ".join(f"{each:.0f} ({each / usual:.2f})" for each in others)
+        assert f"| {layer} | {tokens} | {usual:.0f} | {cells} |" in page
+
+
+def test_the_page_shows_what_quantised_blocks_of_stock_models_take() -> None:
+    page = PAGE.partition("### Weights of 4 bits")[2]
+    lines = [
+        line.split() for line in IN_4_BITS.read_text().splitlines() if line.startswith(("Qwen3", "gpt-oss"))
+    ]
+    assert len(lines) == 6
+    for line in lines:
+        figures = dict(re.findall(r"(bfloat16|float8 rows|MXFP4|int4)=([\d.]+)", " ".join(line)))
+        assert len(figures) == 4 and all(f"| {each} |" in page for each in figures.values())
