@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import moe_ops  # noqa: F401  (registers torch.ops.moe)
-from tests.ops.samples import samples, samples_in_float8
+from tests.ops.samples import samples
+from tests.ops.samples_in_float8 import samples_in_float8
 
 # What may be anything: sizes that nothing else has, and dtypes that need not be those of another argument.
 FREE_SIZES = {

@@ -12,7 +12,7 @@ from moe_ops.weight_formats import dequantised, quantised_weight
 from tests.helpers import assert_matches_oracle, assert_same, grads_of
 from tests.kernels import oracles
 from tests.kernels.test_scaled_nvfp4 import FLOAT8, dense, float8, made
-from tests.ops.samples import samples_in_float8
+from tests.ops.samples_in_float8 import samples_in_float8
 
 E, B, A, T, K = 5, 14, 84, 7, 2
 GROUPS = (1, 16)
