@@ -20,6 +20,8 @@ CLOSE = 1e-9
 _MIN_ROWS = 256
 _SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
 """Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
+_EXTREME = ((4.0, 60.0), (400.0, 0.0))
+"""Logits of which float64 makes scores that are alike: sigmoids of one, shares of zero."""
 _SPOILT = (math.nan, -math.inf, math.nan)
 _FURTHEST = 1e5
 """Constants up to this one may be limits of logits."""
@@ -62,8 +64,8 @@ def tried(choice: Choice, num_experts: int) -> Trial:
 
 
 def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int) -> bool:
-    """Whether a router is a config for logits around each constant in it, for many tokens at the same experts, and for
-    logits that are not finite wherever it makes finite weights of them.
+    """Whether a router is a config for logits around each constant in it, for many tokens at the same experts, for
+    logits that are not finite wherever it makes finite weights of them, and for those whose scores are alike.
 
     None of these limits shows where logits are random.
     """
@@ -76,7 +78,35 @@ def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int)
     around = _logits(-(-len(spreads) // rows) * rows, num_experts, spreads)
     spoilt = _spoilt(-(-len(_SPREADS) * len(_SPOILT) // rows) * rows, num_experts)
     batches_tried = (crowd,), around.split(rows), spoilt.split(rows)
-    return all(agrees(config, _finite(_run(choice, each)), most=False) for each in batches_tried)
+    alike = _logits(-(-_MIN_ROWS // rows) * rows, num_experts, _EXTREME).split(rows)
+    return all(
+        agrees(config, _finite(_run(choice, each)), most=False) for each in batches_tried
+    ) and _chooses_alike(config, choice, alike)
+
+
+def _chooses_alike(config: RoutingConfig, choice: Choice, batches: Sequence[Tensor]) -> bool:
+    """Whether a config chooses as the router does wherever the order of experts does not matter to the router.
+
+    One that ranks logits tells those apart whose scores are alike; a config that ranks scores does not.
+    """
+    trial = _run(choice, batches)
+    ours, theirs = (ids.sort(1).values for ids in (_routed(config, trial)[1], trial.ids))
+    is_decided = trial.weights.isfinite().all(1)
+    for order in _orders(trial.logits.shape[1], config.num_groups):
+        turned = _run(choice, [each[:, order] for each in batches], order)
+        is_decided &= (order[turned.ids].sort(1).values == theirs).all(1)
+    return torch.equal(ours[is_decided], theirs[is_decided])
+
+
+def _orders(num_experts: int, num_groups: int) -> list[Tensor]:
+    """Some orders [E] of experts that leave groups together."""
+    generator = torch.Generator().manual_seed(0)
+    by_group = torch.arange(num_experts).view(num_groups, -1)
+    drawn = [
+        by_group[torch.randperm(size, generator=generator)][:, torch.randperm(width, generator=generator)]
+        for size, width in [by_group.shape] * 3
+    ]
+    return [each.flatten() for each in (by_group.flip(0, 1), *drawn)]
 
 
 def _logits(rows: int, num_experts: int, spreads: Sequence[tuple[float, float]]) -> Tensor:
@@ -102,10 +132,11 @@ def _finite(trial: Trial) -> Trial:
     return trial._replace(logits=trial.logits[rows], weights=trial.weights[rows], ids=trial.ids[rows])
 
 
-def _run(choice: Choice, batches: Sequence[Tensor]) -> Trial:
-    """What the router gives for batches of logits [T, E]."""
+def _run(choice: Choice, batches: Sequence[Tensor], order: Tensor | None = None) -> Trial:
+    """What the router gives for batches of logits [T, E]; `order` [E] is that of their experts."""
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(batches[0].shape[1], generator=generator, dtype=torch.float64) / 4
+    bias = bias if order is None else bias[order]
     given = [_given(choice, logits, bias) for logits in batches]
     weights, ids = (torch.cat(each) for each in zip(*given, strict=True))
     return Trial(torch.cat([*batches]), None if choice.bias is None else bias, weights, ids)

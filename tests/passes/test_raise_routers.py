@@ -125,6 +125,12 @@ def deepseek_v3(x, bias):
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, ids
 
 
+def chosen_then_sigmoid(x):
+    """Of large logits all sigmoids are one: by them any three could be the best."""
+    weights, ids = top(x)
+    return weights.sigmoid(), ids
+
+
 def biased_softmax(x, bias):
     scores = x.softmax(-1)
     ids = (scores + bias).topk(TOP_K).indices
@@ -141,7 +147,8 @@ KNOWN = {
     softmax: "top_k=3;renormalize=False",
     renormalized: "top_k=3",
     in_bfloat16: "top_k=3;renormalize=False",
-    chosen_then_softmax: "top_k=3",
+    chosen_then_softmax: "top_k=3;order=topk_then_score;renormalize=False",
+    chosen_then_sigmoid: "top_k=3;score_fn=sigmoid;order=topk_then_score;renormalize=False",
     scaled: "top_k=3;scale=2.5",
     averaged: f"top_k=3;scale={1 / 3}",
     sorted_not_topk: "top_k=3;renormalize=False",

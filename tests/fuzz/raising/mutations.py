@@ -1,0 +1,97 @@
+"""Wrong edits: lines put into a layer, each at a place. What comes of them is what eager gives, raised or not."""
+
+MUTATIONS = {
+    "ids of the next expert": ("ids", "ids = (ids + 1) % E"),
+    "ids from behind": ("ids", "ids = E - 1 - ids"),
+    "ids turned": ("ids", "ids = ids.flip(1)"),
+    "ids of other tokens": ("ids", "ids = ids.roll(1, 0)"),
+    "ids clamped": ("ids", "ids = ids.clamp(max=E - 2)"),
+    "ids of the first choice": ("ids", "ids = ids[:, :1].expand(-1, K)"),
+    "second ids next": ("ids2", "ids2 = (ids2 + 1) % E"),
+    "second ids turned": ("ids2", "ids2 = ids2.flip(1)"),
+    "second ids of other tokens": ("ids2", "ids2 = ids2.flip(0)"),
+    "second ids clamped": ("ids2", "ids2 = ids2.clamp(min=1)"),
+    "weighed ids next": ("idsw", "idsw = (idsw + 1) % E"),
+    "weighed ids turned": ("idsw", "idsw = idsw.flip(1)"),
+    "weighed ids of other tokens": ("idsw", "idsw = idsw.roll(1, 0)"),
+    "weights turned": ("weights", "weights = weights.flip(1)"),
+    "weights of other tokens": ("weights", "weights = weights.roll(1, 0)"),
+    "weights twice": ("weights", "weights = weights * weights"),
+    "weights of the first choice": ("weights", "weights = weights[:, :1].expand(-1, K)"),
+    "weights of the first token": ("weights", "weights = weights[:1].expand_as(weights)"),
+    "weights added up": ("weights", "weights = weights.cumsum(1)"),
+    "weights of a slot later": ("weights", "weights = weights.reshape(-1).roll(1).view_as(weights)"),
+    "weights in order": ("weights", "weights = weights.sort(1).values"),
+    "weights seen by choice": ("weights", "weights = weights.reshape(K, -1).T"),
+    "weights but the last": ("weights", "weights = weights * (torch.arange(K) < K - 1)"),
+    "weights of small ids": ("weights", "weights = weights * (ids < E - 1)"),
+    "weights by id": ("weights", "weights = weights * (1 + ids)"),
+    "weights of even tokens": (
+        "weights",
+        "weights = weights * (torch.arange(weights.shape[0]) % 2 == 0).unsqueeze(1)",
+    ),
+    "weights limited": ("weights", "weights = weights.clamp(max=0.45)"),
+    "weights divided": ("weights", "weights = weights / (weights.sum(-1, keepdim=True) + 0.01)"),
+    "weights by a sum of tokens": ("weights", "weights = weights / weights.sum(0, keepdim=True)"),
+    "weights less their mean": ("weights", "weights = weights - weights.mean(1, keepdim=True)"),
+    "tokens next": ("x1", "x1 = x1.roll(1, 0)"),
+    "tokens turned": ("x1", "x1 = x1.flip(0)"),
+    "features turned": ("x1", "x1 = x1.flip(1)"),
+    "tokens weighed": ("x1", "x1 = x1 * weights.sum(-1, keepdim=True)"),
+    "tokens more": ("x1", "x1 = x1 + 1e-3"),
+    "tokens less their mean": ("x1", "x1 = x1 - x1.mean(0, keepdim=True)"),
+    "tokens changed": ("x1", "x1 = x1.clone()\nx1[0] = 0.5"),
+    "hidden turned": ("hidden", "hidden = hidden.flip(0)"),
+    "hidden features turned": ("hidden", "hidden = hidden.flip(-1)"),
+    "hidden and a mean": ("hidden", "hidden = hidden + hidden.mean(0, keepdim=True)"),
+    "hidden by a maximum": ("hidden", "hidden = hidden / (1 + hidden.abs().amax(-1, keepdim=True))"),
+    "hidden more": ("hidden", "hidden = hidden * 1.001"),
+    "hidden limited": ("hidden", "hidden = hidden.clamp(max=2.0)"),
+    "hidden and a number": ("hidden", "hidden = hidden + 0.01"),
+    "hidden but the last": ("hidden", "hidden = hidden * (torch.arange(hidden.shape[-1]) < I - 1)"),
+    "out turned": ("out", "out = out.flip(0)"),
+    "out next": ("out", "out = out.roll(1, 0)"),
+    "out features turned": ("out", "out = out.flip(-1)"),
+    "out limited": ("out", "out = out.clamp(-0.5, 0.5)"),
+    "out and a number": ("out", "out = out + 0.01"),
+    "out and tokens": ("out", "out = out + x.mean()"),
+    "out normed": ("out", "out = out / (1 + out.norm(dim=-1, keepdim=True))"),
+    "out of the first row": ("out", "out = out - out[:1]"),
+    "out but the first": (
+        "out",
+        "out = out * (torch.arange(out.shape[0]) > 0).view(-1, *[1] * (out.dim() - 1))",
+    ),
+    "out scaled by feature": ("out", "out = out * torch.arange(H)"),
+    "total turned": ("total", "total = total.flip(0)"),
+    "total more": ("total", "total = total * 1.01"),
+    "one expert off": ("expert", "(e + 1) % E"),
+    "first expert once more": ("expert", "e // 2"),
+    "experts but the last": ("experts", "range(E - 1)"),
+    "experts but the first": ("experts", "range(1, E)"),
+    "experts twice": ("experts", "[*range(E), 0]"),
+    "choices but the last": ("choices", "range(K - 1)"),
+    "choices twice": ("choices", "[*range(K), K - 1]"),
+    "choices from behind": ("choices", "range(K - 1, -1, -1)"),
+    "offsets one on": ("offsets", "offsets = torch.cat([(offsets[:-1] - 1).clamp(min=0), offsets[-1:]])"),
+    "offsets turned": ("offsets", "offsets = torch.cat([(offsets[-1] - offsets.flip(0))[1:], offsets[-1:]])"),
+    "order next": ("order", "order = order.roll(1)"),
+    "order turned": ("order", "order = order.flip(0)"),
+    "back by order": ("back", "back = order"),
+    "back next": ("back", "back = back.roll(1)"),
+    "gate and up changed": ("gate", "gate, up = up, gate"),
+    "gate twice": ("gate", "up = gate"),
+    "gate more": ("gate", "gate = gate + 0.01"),
+    "up of other rows": ("gate", "up = up.roll(1, 0)"),
+}
+"""Name: where, and the line there, or what stands there instead."""
+
+
+def line_at(place: str, mutations: tuple[str, ...]) -> list[str]:
+    """The lines that mutations put at a place."""
+    texts = (text for where, text in map(MUTATIONS.__getitem__, mutations) if where == place)
+    return [line for text in texts for line in text.split("\n")]
+
+
+def instead(place: str, mutations: tuple[str, ...], plain: str) -> str:
+    """What stands at a place of a single expression."""
+    return next(iter(line_at(place, mutations)), plain)
