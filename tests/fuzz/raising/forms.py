@@ -34,17 +34,24 @@ def _weights_of_one(case: Case) -> tuple[list[str], Case]:
     return ["weights = torch.ones_like(weights)"], case.but("weighed", "after")
 
 
+def _dense(case: Case) -> list[str]:
+    """Weights [T, E], zero for those that nobody chose."""
+    return [*DENSE[case["dense"]].split("\n"), *line_at("dense", case.mutations)]
+
+
 def _added(case: Case) -> tuple[list[str], list[str], list[str]]:
     """What stands before, in and after a loop in which `out` is added up."""
     begin = BEGIN[case["begin"]]
+    turn = line_at("turn", case.mutations)
     if case["begin"] != "nothing":
-        return [f"total = {begin}"], [case.chosen("sum", ("total = total + out", "total = out + total"))], []
+        step = case.chosen("sum", ("total = total + out", "total = out + total"))
+        return [f"total = {begin}"], [step, *turn], []
     ways = (
-        ([f"total = {begin}"], ["total = total + out"], []),
-        (["total = None"], ["total = out if total is None else total + out"], []),
+        ([f"total = {begin}"], ["total = total + out", *turn], []),
+        (["total = None"], ["total = out if total is None else total + out", *turn], []),
         (["outs = []"], ["outs.append(out)"], ["total = torch.stack(outs).sum(0)"]),
         (["outs = []"], ["outs.append(out)"], ["total = sum(outs)"]),
-        ([f"total = {begin}"], ["total += out"], []),
+        ([f"total = {begin}"], ["total += out", *turn], []),
     )
     return ways[int(case["sum"])]
 
@@ -58,7 +65,7 @@ def _loop(case: Case) -> list[str]:
     way = Way("row", "row", "x1", "[e]", index, "[e]", index, "weight", "row", rows)
     body = [weight or "weight = dense[:, e, None]", *expert_lines(case, way), *weighed(case, way), *within]
     experts = instead("experts", case.mutations, "range(E)")
-    dense = [] if weight else [DENSE[case["dense"]]]
+    dense = [] if weight else _dense(case)
     return [*ones, *dense, *before, f"for e in {experts}:", *_indented(body), *after]
 
 
@@ -223,7 +230,7 @@ def _at_once(case: Case) -> list[str]:
             'total = torch.einsum("teh,te->th", out.to(dense.dtype), dense)',
             "total = torch.bmm(dense.unsqueeze(1), out.to(dense.dtype)).squeeze(1)",
         )
-    return _begun(case, [*ones, DENSE[case["dense"]], *expert_lines(case, way), case.chosen("sum", sums)])
+    return _begun(case, [*ones, *_dense(case), *expert_lines(case, way), case.chosen("sum", sums)])
 
 
 def _by_expert(case: Case) -> list[str]:
@@ -236,7 +243,7 @@ def _by_expert(case: Case) -> list[str]:
     if case["weighed"] == "after":
         sums = tuple(f"out = out * {weight}\n{each}" for each in sums)
         sums += ('total = torch.einsum("eth,te->th", out.to(dense.dtype), dense)',)
-    lines = [*ones, DENSE[case["dense"]], *expert_lines(case, way), *case.chosen("sum", sums).split("\n")]
+    lines = [*ones, *_dense(case), *expert_lines(case, way), *case.chosen("sum", sums).split("\n")]
     return _begun(case, lines)
 
 
@@ -268,12 +275,14 @@ def _masks(case: Case) -> list[str]:
     chosen = ("(dense > 0).int()", "(idsw.unsqueeze(-1) == torch.arange(E)).any(1).int()")
     lines = [
         *ones,
-        DENSE[case["dense"]],
+        *_dense(case),
         f"chosen = {case.chosen('rows', chosen)}",
         "place = chosen.cumsum(0) - 1",
+        *line_at("place", case.mutations),
     ]
     lines += [
         "slots = F.one_hot(place.clamp(0, 3), 4).to(x.dtype) * (chosen * (place < 4)).to(x.dtype).unsqueeze(-1)",
+        *line_at("slots", case.mutations),
         'rows = torch.einsum("tec,th->ech", slots, x1)',
         *expert_lines(case, way),
         'total = torch.einsum("tec,ech->th", (slots * dense.unsqueeze(-1)).to(x.dtype), out)',

@@ -101,6 +101,10 @@ ACTIVATIONS = {
     "sigmoid": "{0}.sigmoid()",
     "quick": "{0} * ({0} * 1.702).sigmoid()",
     "nothing": "{0}",
+    "softplus": "F.softplus({0})",
+    "leaky": "F.leaky_relu({0}, 0.01)",
+    "relu6": "F.relu6({0})",
+    "hardswish": "F.hardswish({0})",
 }
 
 

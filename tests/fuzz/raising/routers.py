@@ -31,6 +31,11 @@ SCORES = {
     "sqrtsoftplus": "scores = F.softplus(logits).sqrt()",
     "squares": "scores = logits.softmax(-1).square()",
     "raw": "scores = logits",
+    "exp": "scores = logits.exp()",
+    "tanh": "scores = logits.tanh()",
+    "relu": "scores = logits.relu()",
+    "product": "scores = logits.sigmoid() * logits.softmax(-1)",
+    "of tokens": "scores = logits.softmax(0)",
 }
 BEST = "weights, ids = scores.topk(K, dim=-1)"
 GATHERED = "weights = scores.gather(1, ids)"
@@ -101,6 +106,17 @@ ROUTES: dict[str, tuple[str, list[str]]] = {
         "softmax",
         ["ids = (torch.arange(x.shape[0]).unsqueeze(1) * 3 + torch.arange(K)) % E", GATHERED],
     ),
+    "exp": ("exp", [BEST]),
+    "tanh": ("tanh", [BEST]),
+    "relu": ("relu", [BEST]),
+    "product": ("product", [BEST]),
+    "of tokens": ("of tokens", [BEST]),
+    "one more within": (
+        "raw",
+        ["best, ids = scores.topk(min(K + 1, E))", "weights, ids = best.softmax(-1)[:, :K], ids[:, :K]"],
+    ),
+    "bias behind": ("sigmoid", [BEST, "weights = weights + bias[ids]"]),
+    "softmax of sigmoids": ("sigmoid", [BEST, "weights = weights.softmax(-1)"]),
     "by max": ("softmax", ["weights, ids = scores.max(-1, keepdim=True)"]),
 }
 RENORMALISED = {
@@ -150,7 +166,8 @@ CASTS = {"cast": "weights = weights.to(x.dtype)", "as they are": ""}
 def route_lines(case: Case) -> list[str]:
     """The body of `route(x, ...)`."""
     score, chosen = ROUTES[case["route"]]
-    texts = [LOGITS[case["logits"]], CHANGES[case["change"]], SCORES[score], *chosen]
+    texts = [LOGITS[case["logits"]], CHANGES[case["change"]], SCORES[score]]
+    texts += [*line_at("scores", case.mutations), *chosen]
     texts += [RENORMALISED[case["renormalise"]], SCALES[case["scale"]], LATE[case["late"]]]
     texts += [*line_at("ids", case.mutations), *line_at("weights", case.mutations), CASTS[case["weights"]]]
     return [line for text in texts if text for line in text.split("\n")]

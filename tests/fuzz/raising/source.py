@@ -81,7 +81,12 @@ def _experts(case: Case) -> list[str]:
     lines = ["ids2, idsw, x1 = ids, ids, x"]
     for place in ("ids2", "idsw", "x1"):
         lines += line_at(place, case.mutations)
-    lines += [*_stored(case), *FORMS[case["form"]](case), *line_at("total", case.mutations)]
+    lines += [
+        *_stored(case),
+        *line_at("stored", case.mutations),
+        *FORMS[case["form"]](case),
+        *line_at("total", case.mutations),
+    ]
     return [*lines, *filter(None, [_ENDS[case["end"]]]), "return total.to(x.dtype)"]
 
 

@@ -6,9 +6,21 @@ from torch import Tensor
 from tests.fuzz.raising.grammar import Case
 from tests.fuzz.raising.source import PARAMETERS
 
-KINDS = ("plain", "alike", "zero", "far", "tiny", "same experts", "one expert", "no experts", "masked")
+KINDS = (
+    "plain",
+    "alike",
+    "zero",
+    "far",
+    "tiny",
+    "same experts",
+    "one expert",
+    "no experts",
+    "masked",
+    "large",
+)
 """Tokens far apart in their logits; all alike; zero; logits large or all nearly alike; experts that are the same, so
-that a tie may go either way; all tokens to the same experts; weights that are zero; some tokens that are zero."""
+that a tie may go either way; all tokens to the same experts; weights that are zero; some tokens that are zero;
+features beyond limits that random numbers do not reach."""
 
 
 def _weights(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
@@ -54,6 +66,8 @@ def _tokens(case: Case, kind: str, tokens: int, generator: torch.Generator) -> T
         x.zero_()
     if kind in ("far", "tiny"):
         x[:, : sizes.experts] *= 60 if kind == "far" else 1e-3
+    if kind == "large":
+        x[:, sizes.experts :] *= 200
     if kind == "masked":
         x[::2] = 0.0
     return x
