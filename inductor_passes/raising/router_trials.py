@@ -20,8 +20,8 @@ CLOSE = 1e-9
 _MIN_ROWS = 256
 _SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
 """Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
-_EXTREME = ((4.0, 60.0), (400.0, 0.0))
-"""Logits of which float64 makes scores that are alike: sigmoids of one, shares of zero."""
+_EXTREME = ((400.0, 0.0),)
+"""Logits of many of which float64 makes scores that are alike: sigmoids of one, shares of zero."""
 _SPOILT = (math.nan, -math.inf, math.nan)
 _FURTHEST = 1e5
 """Constants up to this one may be limits of logits."""

@@ -125,6 +125,7 @@ def _recognised(weights: Node, ids: Node, num_experts: int, known: Known) -> tup
             for choice in _choices(candidate, ids, num_experts):
                 config = _known_config(choice, num_experts, known)
                 if config is not None:
+                    _expect_one_order(choice)
                     return choice, config
             raise Refusal(
                 candidate, "the router is no RoutingConfig: none gives its weights for the logits tried"
@@ -133,6 +134,27 @@ def _recognised(weights: Node, ids: Node, num_experts: int, known: Known) -> tup
             first = first or refusal
     assert first is not None
     raise first
+
+
+def _expect_one_order(choice: Choice) -> None:
+    """Refuses where weights of another order would be read beside new ids: a top-k that does not sort gives any."""
+    pending = [user for node in choice.cut.nodes if _is_unsorted(node) for user in _values_of(node)]
+    while pending:
+        node = pending.pop()
+        if node is choice.weights:
+            continue
+        others = [user for user in node.users if user not in choice.cut.nodes]
+        if others:
+            raise Refusal(others[0], f"{describe(others[0])} reads weights in the order of a top-k unsorted")
+        pending += node.users
+
+
+def _is_unsorted(node: Node) -> bool:
+    return node.target is aten.topk.default and args(node)[4:5] == (False,)
+
+
+def _values_of(topk: Node) -> list[Node]:
+    return [user for user in topk.users if user.args[1] == 0]
 
 
 def _other_weights(weights: Node, ids: Node) -> list[Node]:

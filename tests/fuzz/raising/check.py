@@ -22,7 +22,7 @@ from tests.helpers import RELATIVE_NORM, relative_error
 
 Model = Callable[..., Tensor]
 RANKING = ("topk", "sort", "argsort", "argmax", "max")
-RANKED = {"float32": 4e-7, "bfloat16": 2e-2}  # by how much what is ranked may be off
+RANKED = {"float32": 2e-6, "bfloat16": 2e-2}  # by how much what is ranked may be off
 MORE_THAN_EAGER = 4  # times what PyTorch itself is off: a tie that rounding decides may go either way
 
 
@@ -101,7 +101,7 @@ def _sizes(case: Case, right: dict[str, Tensor | None]) -> dict[str, float]:
     """What rounding may be relative to, where a result is less: sums that cancel are nearly zero."""
     grads = (each for name, each in right.items() if name != "output" and each is not None)
     norms = [each.norm().item() for each in grads if each.isfinite().all()]
-    of_grads = max([1e-3, *norms]) / (1 if case.dtype == "bfloat16" else 10)
+    of_grads = max([1e-3, *norms]) / (1 if case.dtype == "bfloat16" else 4)
     output = right["output"]
     return dict.fromkeys(right, of_grads) | {
         "output": 1e-2 * (output.numel() if output is not None else 1) ** 0.5
@@ -131,7 +131,7 @@ def _moved(case: Case, exact: Model, double: list[Tensor]) -> set[str]:
             x = double[0] + by * torch.linspace(1, 2, double[0].shape[-1], dtype=torch.float64)
             results = _results(case, exact, [x, *double[1:]])
         for name, result in results.items():
-            if result is not None and not relative_error(result, right[name]) <= 1e-5:
+            if result is not None and not relative_error(result, right[name]) <= 5 * RANKED[case.dtype]:
                 moved.add(name)
     return moved
 

@@ -212,6 +212,8 @@ def _possible(case: Case) -> Case:
         "late"
     ].startswith("dropped"):
         case = case.but("dense", "mask")
+    if case["route"] == "unsorted" and (case.mutations or case["late"] != "none"):
+        case = case.but("route", "softmax, topk")  # of an order that nobody promises
     if case["form"] == "turns and experts" and experts * top_k > 12:
         case = case.but("form", "loop")
     if "grouped" in (case["form"], case["other form"]):
