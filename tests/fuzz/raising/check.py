@@ -1,10 +1,11 @@
 """Runs a random layer as PyTorch does, in its dtype and in float64, and as our passes rewrite it."""
 
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ class Verdict:
     text: str = ""
     raised: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+
+
+class Difference(NamedTuple):
+    """What is wrong with a result, and by how much."""
+
+    text: str
+    error: float
 
 
 class Compiled:
@@ -80,21 +88,24 @@ def _results(case: Case, model: Model, given: list[Tensor]) -> dict[str, Tensor 
 
 def _difference(
     name: str, dtype: str, size: float, results: tuple[Tensor | None, Tensor | None, Tensor | None]
-) -> str:
+) -> Difference | None:
     """What is wrong with a result of (ours, eager, float64), if anything is."""
     there = next((each for each in results if each is not None), None)
     if there is None:
-        return ""
+        return None
     ours, eager, exact = (torch.zeros_like(there) if each is None else each for each in results)
     if ours.shape != eager.shape or (results[0] is not None and ours.dtype != eager.dtype):
-        return f"{name} is {ours.dtype} {tuple(ours.shape)}, eager's {eager.dtype} {tuple(eager.shape)}"
+        text = f"{name} is {ours.dtype} {tuple(ours.shape)}, eager's {eager.dtype} {tuple(eager.shape)}"
+        return Difference(text, math.inf)
     is_known = eager.isfinite() & exact.isfinite()
     if not is_known.any() or (name != "output" and not is_known.all()):
-        return ""
+        return None
     ours, eager, exact = (each.double()[is_known] for each in (ours, eager, exact))
     error, theirs = (((each - exact).norm() / max(exact.norm(), size)).item() for each in (ours, eager))
     allowed = RELATIVE_NORM[getattr(torch, dtype)] + MORE_THAN_EAGER * theirs
-    return "" if error <= allowed or theirs > 0.05 else f"{name} is off by {error:.2e}, eager by {theirs:.2e}"
+    if error <= allowed or theirs > 0.05:
+        return None
+    return Difference(f"{name} is off by {error:.2e}, eager by {theirs:.2e}", error)
 
 
 def _sizes(case: Case, right: dict[str, Tensor | None]) -> dict[str, float]:
@@ -122,17 +133,18 @@ class _Nudged(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _moved(case: Case, exact: Model, double: list[Tensor]) -> set[str]:
-    """Results that a movement by nearly nothing changes, of tokens or where they are ranked: a tie decides them."""
+def _moved(case: Case, exact: Model, double: list[Tensor]) -> dict[str, float]:
+    """By how much a movement by nearly nothing changes results, of tokens or where they are ranked: a tie decides."""
     right = _results(case, exact, double)
-    moved: set[str] = set()
+    moved = dict.fromkeys(right, 0.0)
     for by in (1e-9, -1e-9, 0.0):
         with _Nudged(RANKED[case.dtype] if by == 0.0 else by):
             x = double[0] + by * torch.linspace(1, 2, double[0].shape[-1], dtype=torch.float64)
             results = _results(case, exact, [x, *double[1:]])
         for name, result in results.items():
-            if result is not None and not relative_error(result, right[name]) <= 5 * RANKED[case.dtype]:
-                moved.add(name)
+            before = right[name]
+            if result is not None and before is not None:
+                moved[name] = max(moved[name], relative_error(result.nan_to_num(), before.nan_to_num()))
     return moved
 
 
@@ -146,9 +158,9 @@ def _differences(case: Case, models: tuple[Model, Model, Model], given: list[Ten
         name: _difference(name, case.dtype, sizes[name], (mine[name], theirs[name], right[name]))
         for name in right
     }
-    found = {name: text for name, text in texts.items() if text}
-    undecided = _moved(case, exact, double) if found else set()
-    return [text for name, text in found.items() if name not in undecided]
+    found = {name: each for name, each in texts.items() if each is not None}
+    moved = _moved(case, exact, double) if found else {}
+    return [each.text for name, each in found.items() if not each.error <= MORE_THAN_EAGER * moved[name]]
 
 
 def is_void(case: Case, eager: Model, given: list[Tensor]) -> str:
