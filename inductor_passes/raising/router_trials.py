@@ -22,6 +22,7 @@ _SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
 """Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
 _EXTREME = ((400.0, 0.0),)
 """Logits of many of which float64 makes scores that are alike: sigmoids of one, shares of zero."""
+_NOTHING = 1e-30
 _SPOILT = (math.nan, -math.inf, math.nan)
 _FURTHEST = 1e5
 """Constants up to this one may be limits of logits."""
@@ -64,8 +65,8 @@ def tried(choice: Choice, num_experts: int) -> Trial:
 
 
 def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int) -> bool:
-    """Whether a router is a config for logits around each constant in it, for many tokens at the same experts, for
-    logits that are not finite wherever it makes finite weights of them, and for those whose scores are alike.
+    """Whether a router is a config for logits around each constant in it, for many tokens at the same experts, and for
+    logits that are not finite wherever it makes finite weights of them.
 
     None of these limits shows where logits are random.
     """
@@ -78,24 +79,32 @@ def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int)
     around = _logits(-(-len(spreads) // rows) * rows, num_experts, spreads)
     spoilt = _spoilt(-(-len(_SPREADS) * len(_SPOILT) // rows) * rows, num_experts)
     batches_tried = (crowd,), around.split(rows), spoilt.split(rows)
-    alike = _logits(-(-_MIN_ROWS // rows) * rows, num_experts, _EXTREME).split(rows)
-    return all(
-        agrees(config, _finite(_run(choice, each)), most=False) for each in batches_tried
-    ) and _chooses_alike(config, choice, alike)
+    return all(agrees(config, _finite(_run(choice, each)), most=False) for each in batches_tried)
 
 
-def _chooses_alike(config: RoutingConfig, choice: Choice, batches: Sequence[Tensor]) -> bool:
-    """Whether a config chooses as the router does wherever the order of experts does not matter to the router.
+class Alike(NamedTuple):
+    """What a config does as a router does, of logits whose scores are alike."""
 
-    One that ranks logits tells those apart whose scores are alike; a config that ranks scores does not.
+    chooses: bool
+    weighs: bool
+
+
+def where_scores_are_alike(config: RoutingConfig, choice: Choice, num_experts: int) -> Alike:
+    """Whether a config does what the router does wherever the order of experts does not matter to the router.
+
+    One that ranks logits tells those apart whose scores are alike; a config that ranks scores does not. What it chooses
+    instead may have a weight of zero.
     """
+    rows = concrete(choice.ids.meta["val"].shape[0]) or 1
+    batches = _logits(-(-_MIN_ROWS // rows) * rows, num_experts, _EXTREME).split(rows)
     trial = _run(choice, batches)
     ours, theirs = (ids.sort(1).values for ids in (_routed(config, trial)[1], trial.ids))
     is_decided = trial.weights.isfinite().all(1)
     for order in _orders(trial.logits.shape[1], config.num_groups):
         turned = _run(choice, [each[:, order] for each in batches], order)
         is_decided &= (order[turned.ids].sort(1).values == theirs).all(1)
-    return torch.equal(ours[is_decided], theirs[is_decided])
+    off = (dense_weights(config, trial) - trial.weights).abs() > CLOSE * trial.weights.abs() + _NOTHING
+    return Alike(torch.equal(ours[is_decided], theirs[is_decided]), not off[is_decided].any())
 
 
 def _orders(num_experts: int, num_groups: int) -> list[Tensor]:

@@ -39,6 +39,7 @@ from inductor_passes.raising.router_trials import (
     decided_rows,
     dense_weights,
     tried,
+    where_scores_are_alike,
 )
 from inductor_passes.raising.views_of_rows import args, aten
 from inductor_passes.raising.writing import erase_unread, record, written
@@ -239,14 +240,24 @@ def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConf
 
 
 def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
-    """The config that gives what the router gives."""
+    """The config that gives what the router gives; rather one that chooses the same where weights are zero, too."""
+    second: RoutingConfig | None = None
+    for config in _agreeing(choice, num_experts):
+        alike = where_scores_are_alike(config, choice, num_experts)
+        if alike.chooses and alike.weighs:
+            return config
+        if alike.weighs and second is None:
+            second = config
+    return second
+
+
+def _agreeing(choice: Choice, num_experts: int) -> Iterator[RoutingConfig]:
     trial = tried(choice, num_experts)
     top_k = concrete(choice.ids.meta["val"].shape[1]) or 0
     for config in _selections(choice.cut, num_experts, top_k):
         for weighed in _weighed(config, trial, choice.cut):
             if agrees(weighed, trial) and agrees_at_the_edges(weighed, choice, num_experts):
-                return weighed
-    return None
+                yield weighed
 
 
 def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingConfig]:
