@@ -35,8 +35,11 @@ def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> tor
         return trace(torch.func.functionalize(function), fresh, kept=_KEPT)
 
 
-_KEPT = tuple(getattr(torch.ops.aten, name).default for name in ("silu", "softplus", "mish", "elu"))
-"""Functions whose derivative overflows when it is that of their parts."""
+_KEPT = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("silu", "softplus", "mish", "elu", "celu", "hardtanh", "hardsigmoid")
+)
+"""Functions whose derivative is not that of their parts: it overflows, or is another at a corner (ReLU6's at zero)."""
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:

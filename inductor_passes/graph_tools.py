@@ -1,7 +1,7 @@
 """Small helpers to read and rewrite graphs of MoE operators. Guards raise `Refusal` with a reason for people."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -214,10 +214,17 @@ def replacement(graph: Graph, arguments: Any, old: Node) -> Node:
 
 
 def write_out(
-    graph: Graph, function: Callable[..., Any], args: Sequence[Node], like: Node, results: Sequence[Node] = ()
+    graph: Graph,
+    function: Callable[..., Any],
+    args: Sequence[Node],
+    like: Node,
+    results: Sequence[Node] = (),
+    kept: Collection[Any] = (),
 ) -> list[Node]:
-    """Inserts the ATen graph of `function(*args)`; its outputs, which must equal `results`, if given."""
-    traced = _compat.trace(function, [arg.meta["val"] for arg in args]).graph
+    """Inserts the ATen graph of `function(*args)`, in which operators that are `kept` are not decomposed; its outputs,
+    which must equal `results`, if given.
+    """
+    traced = _compat.trace(function, [arg.meta["val"] for arg in args], kept).graph
     return write_traced(graph, traced, args, like, results, lambda copy: copy.meta["val"])
 
 

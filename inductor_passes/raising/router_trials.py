@@ -20,6 +20,9 @@ CLOSE = 1e-9
 _MIN_ROWS = 256
 _SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0))
 """Scale and shift of the logits tried, row by row: scores that are alike, far apart, and next to nothing."""
+_EXTREME = ((400.0, 0.0),)
+"""Logits of many of which float64 makes scores that are alike: sigmoids of one, shares of zero."""
+_NOTHING = 1e-30
 _SPOILT = (math.nan, -math.inf, math.nan)
 _FURTHEST = 1e5
 """Constants up to this one may be limits of logits."""
@@ -79,6 +82,42 @@ def agrees_at_the_edges(config: RoutingConfig, choice: Choice, num_experts: int)
     return all(agrees(config, _finite(_run(choice, each)), most=False) for each in batches_tried)
 
 
+class Alike(NamedTuple):
+    """What a config does as a router does, of logits whose scores are alike."""
+
+    chooses: bool
+    weighs: bool
+
+
+def where_scores_are_alike(config: RoutingConfig, choice: Choice, num_experts: int) -> Alike:
+    """Whether a config does what the router does wherever the order of experts does not matter to the router.
+
+    One that ranks logits tells those apart whose scores are alike; a config that ranks scores does not. What it chooses
+    instead may have a weight of zero.
+    """
+    rows = concrete(choice.ids.meta["val"].shape[0]) or 1
+    batches = _logits(-(-_MIN_ROWS // rows) * rows, num_experts, _EXTREME).split(rows)
+    trial = _run(choice, batches)
+    ours, theirs = (ids.sort(1).values for ids in (_routed(config, trial)[1], trial.ids))
+    is_decided = trial.weights.isfinite().all(1)
+    for order in _orders(trial.logits.shape[1], config.num_groups):
+        turned = _run(choice, [each[:, order] for each in batches], order)
+        is_decided &= (order[turned.ids].sort(1).values == theirs).all(1)
+    off = (dense_weights(config, trial) - trial.weights).abs() > CLOSE * trial.weights.abs() + _NOTHING
+    return Alike(torch.equal(ours[is_decided], theirs[is_decided]), not off[is_decided].any())
+
+
+def _orders(num_experts: int, num_groups: int) -> list[Tensor]:
+    """Some orders [E] of experts that leave groups together."""
+    generator = torch.Generator().manual_seed(0)
+    by_group = torch.arange(num_experts).view(num_groups, -1)
+    drawn = [
+        by_group[torch.randperm(size, generator=generator)][:, torch.randperm(width, generator=generator)]
+        for size, width in [by_group.shape] * 3
+    ]
+    return [each.flatten() for each in (by_group.flip(0, 1), *drawn)]
+
+
 def _logits(rows: int, num_experts: int, spreads: Sequence[tuple[float, float]]) -> Tensor:
     """Random logits [R, E], row by row of another of the spreads."""
     generator = torch.Generator().manual_seed(0)
@@ -102,10 +141,11 @@ def _finite(trial: Trial) -> Trial:
     return trial._replace(logits=trial.logits[rows], weights=trial.weights[rows], ids=trial.ids[rows])
 
 
-def _run(choice: Choice, batches: Sequence[Tensor]) -> Trial:
-    """What the router gives for batches of logits [T, E]."""
+def _run(choice: Choice, batches: Sequence[Tensor], order: Tensor | None = None) -> Trial:
+    """What the router gives for batches of logits [T, E]; `order` [E] is that of their experts."""
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(batches[0].shape[1], generator=generator, dtype=torch.float64) / 4
+    bias = bias if order is None else bias[order]
     given = [_given(choice, logits, bias) for logits in batches]
     weights, ids = (torch.cat(each) for each in zip(*given, strict=True))
     return Trial(torch.cat([*batches]), None if choice.bias is None else bias, weights, ids)

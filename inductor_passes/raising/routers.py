@@ -39,6 +39,7 @@ from inductor_passes.raising.router_trials import (
     decided_rows,
     dense_weights,
     tried,
+    where_scores_are_alike,
 )
 from inductor_passes.raising.views_of_rows import args, aten
 from inductor_passes.raising.writing import erase_unread, record, written
@@ -125,6 +126,7 @@ def _recognised(weights: Node, ids: Node, num_experts: int, known: Known) -> tup
             for choice in _choices(candidate, ids, num_experts):
                 config = _known_config(choice, num_experts, known)
                 if config is not None:
+                    _expect_one_order(choice)
                     return choice, config
             raise Refusal(
                 candidate, "the router is no RoutingConfig: none gives its weights for the logits tried"
@@ -133,6 +135,27 @@ def _recognised(weights: Node, ids: Node, num_experts: int, known: Known) -> tup
             first = first or refusal
     assert first is not None
     raise first
+
+
+def _expect_one_order(choice: Choice) -> None:
+    """Refuses where weights of another order would be read beside new ids: a top-k that does not sort gives any."""
+    pending = [user for node in choice.cut.nodes if _is_unsorted(node) for user in _values_of(node)]
+    while pending:
+        node = pending.pop()
+        if node is choice.weights:
+            continue
+        others = [user for user in node.users if user not in choice.cut.nodes]
+        if others:
+            raise Refusal(others[0], f"{describe(others[0])} reads weights in the order of a top-k unsorted")
+        pending += node.users
+
+
+def _is_unsorted(node: Node) -> bool:
+    return node.target is aten.topk.default and args(node)[4:5] == (False,)
+
+
+def _values_of(topk: Node) -> list[Node]:
+    return [user for user in topk.users if user.args[1] == 0]
 
 
 def _other_weights(weights: Node, ids: Node) -> list[Node]:
@@ -217,14 +240,24 @@ def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConf
 
 
 def _config(choice: Choice, num_experts: int) -> RoutingConfig | None:
-    """The config that gives what the router gives."""
+    """The config that gives what the router gives; rather one that chooses the same where weights are zero, too."""
+    second: RoutingConfig | None = None
+    for config in _agreeing(choice, num_experts):
+        alike = where_scores_are_alike(config, choice, num_experts)
+        if alike.chooses and alike.weighs:
+            return config
+        if alike.weighs and second is None:
+            second = config
+    return second
+
+
+def _agreeing(choice: Choice, num_experts: int) -> Iterator[RoutingConfig]:
     trial = tried(choice, num_experts)
     top_k = concrete(choice.ids.meta["val"].shape[1]) or 0
     for config in _selections(choice.cut, num_experts, top_k):
         for weighed in _weighed(config, trial, choice.cut):
             if agrees(weighed, trial) and agrees_at_the_edges(weighed, choice, num_experts):
-                return weighed
-    return None
+                yield weighed
 
 
 def _selections(router: Cut, num_experts: int, top_k: int) -> Iterator[RoutingConfig]:

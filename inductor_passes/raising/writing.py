@@ -183,7 +183,7 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     if sees_all and shaping is not None:
         raise Refusal(shaping, f"the gate of an expert names its shape: {describe(shaping)}")
     if sees_all or (layer.indices.ids.meta["val"].dim() > 2 and not shaping and not layer.parts.masks):
-        return written(graph, of_any_rows(layer.parts.gate, outcomes, layer.parts.activated), products, like)
+        return _of_any_rows(graph, layer, products)
     expect_rowwise(layer.parts.gate, outcomes, layer.parts.masks, layer.parts.firsts[0].product.num_slots)
     shown = map(partial(_as_given, graph, layer.indices.ids), products, outcomes)
     copies = dict(zip(outcomes, shown, strict=True))
@@ -193,6 +193,14 @@ def _gate(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
     if are_columns(activated.meta["val"]):
         return written(graph, lambda columns: columns.squeeze(-1), (activated,), like)
     return _flat(graph, activated, like)
+
+
+def _of_any_rows(graph: Graph, layer: Experts, products: Sequence[Node]) -> Node:
+    """The gate on the new rows, of the same operators: derivatives of what those are made of overflow."""
+    outcomes = [outcome.node for outcome in layer.parts.firsts]
+    gate = of_any_rows(layer.parts.gate, outcomes, layer.parts.activated)
+    operators = {node.target for node in layer.parts.gate.nodes}
+    return write_out(graph, gate, products, layer.parts.second.product.node, kept=operators)[0]
 
 
 def _as_given(graph: Graph, ids: Node, rows: Node, outcome: Node) -> Node:

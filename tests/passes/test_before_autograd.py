@@ -196,7 +196,7 @@ def test_zeros_like_the_tokens_stop_no_gradients():
     assert run.graphs[0].count("gather_gemm") == 1  # of both weights
 
 
-@pytest.mark.parametrize("gate", [F.silu, F.softplus, F.mish, F.elu], ids=lambda gate: gate.__name__)
+@pytest.mark.parametrize("gate", [F.silu, F.softplus, F.mish, F.elu, F.celu], ids=lambda gate: gate.__name__)
 def test_gradients_of_large_numbers_in_a_gate_are_finite(gate):
     """Those of `x / (1 + exp(-x))`, term by term, are not; a gate of two products is written out."""
 
