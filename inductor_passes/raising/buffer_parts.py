@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from inductor_passes.raising.evaluation import WIDE, Cut, aten, concrete, cut, is_size
+from inductor_passes.raising.evaluation import WIDE, Cut, aten, concrete, cut
 from inductor_passes.raising.finders import may_repeat
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.moved_rows import is_choice, is_drawn, num_rows
@@ -80,9 +80,9 @@ class Buffers:
 
     @cached_property
     def weights(self) -> tuple[Node, ...]:
-        """What may be the weights [T, K] of slots: nothing else is floating behind it. Nearest the router first."""
+        """What may be the weights [T, K] of slots, if it has their values. Nearest the router first."""
         nodes = (*self.made.leaves, *self.made.nodes)
-        return tuple(node for node in nodes if self._has_a_weight_of_each(node) and self._are_alone(node))
+        return tuple(node for node in nodes if self._has_a_weight_of_each(node) and self._is_followed(node))
 
     def _has_a_weight_of_each(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -91,14 +91,12 @@ class Buffers:
         shape = (math.prod(value.shape[:-1]), *value.shape[-1:]) if value.dim() > 1 else (*value.shape, 1)
         return same_shape(shape, (self.num_tokens, self.top_k))
 
-    def _are_alone(self, weights: Node) -> bool:
-        """Whether all that rows meet on their way back is made of `weights`, and of them as they are."""
+    def _is_followed(self, weights: Node) -> bool:
+        """Whether gradients stop nowhere between rows and `weights`."""
         behind = self.read.behind
         met = {each for node in behind - {*self.ends} for each in node.all_input_nodes} - behind
-        between = cut(met, lambda node: node is weights or is_integral(node))
-        if any(node.target is aten.alias.default for node in between.nodes):  # where gradients may stop
-            return False
-        return all(leaf is weights or is_integral(leaf) or is_size(leaf) for leaf in between.leaves)
+        between = cut(met, lambda node: node is weights or is_integral(node) or is_drawn(node))
+        return all(node.target is not aten.alias.default for node in between.nodes)
 
     @cached_property
     def slots(self) -> "Slots":

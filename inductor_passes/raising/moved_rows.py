@@ -15,7 +15,7 @@ from inductor_passes.raising.evaluation import VIEWS, cut, is_size
 from inductor_passes.raising.finders import num_found_among
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.place_masks import is_found, num_choices
-from inductor_passes.raising.row_trials import is_filled
+from inductor_passes.raising.row_trials import filled_by
 from inductor_passes.raising.totals import is_understood
 from inductor_passes.raising.views_of_rows import args, aten, changes_dtype, is_cast, is_shown, rank, size
 
@@ -128,7 +128,7 @@ def _rows_read(node: Node, columns: Any) -> tuple[Node, ...]:
     """Those of which `node` has rows, wherever what was chosen puts them; none where it makes others of them."""
     if node.op != "call_function" or not is_understood(node, columns):
         return ()
-    return tuple(each for each in _rows_in(node) if not is_filled(each))
+    return tuple(each for each in _rows_in(node) if filled_by(each) is None)
 
 
 def _rows_in(node: Node) -> Iterable[Node]:
@@ -146,7 +146,21 @@ def _rows_in(node: Node) -> Iterable[Node]:
         return (given[0], given[put]) if _are_of_ids(given[index]) else ()
     if node.target is aten.where.self:
         return given[1:] if _are_of_ids(given[0]) else ()
+    if node.target is aten.add.Tensor:
+        parts = [
+            each for each in given if isinstance(each, Node) or each != 0
+        ]  # Python's `sum` begins with zero
+        return parts if not node.kwargs and all(map(_is_put, parts)) else ()
     return _multiplied(node)
+
+
+def _is_put(node: object) -> bool:
+    """Whether rows were put into `node`, or into all that it is the sum of."""
+    while isinstance(node, Node) and (node.target in _SHOWS or is_cast(node)):
+        node = args(node)[0]
+    if not isinstance(node, Node) or node.target is not aten.add.Tensor:
+        return isinstance(node, Node) and node.target in _PUTS
+    return all(map(_is_put, node.all_input_nodes))
 
 
 def _multiplied(node: Node) -> Iterator[Node]:

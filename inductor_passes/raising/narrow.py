@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from inductor_passes import _compat
 from inductor_passes.graph_tools import inherit_meta, write_out
-from inductor_passes.raising.row_trials import ALIGNED, Steps, place_of_columns
+from inductor_passes.raising.row_trials import ALIGNED, Steps, filled_by, place_of_columns
 from inductor_passes.raising.views_of_rows import SHOWN, args, aten, is_cast, is_one, rank, size
 
 _SHAPE: dict[Any, int] = {
@@ -47,11 +47,20 @@ def write_narrow(graph: Graph, steps: Steps, parts: Mapping[Node, Node], narrow:
     Casts are left out: they round.
     """
     copies = dict(parts)
-    for node in (*steps.constants, *steps.between.nodes):
-        if node in copies or (node not in steps.behind and node not in steps.constants):
-            continue
-        copies[node] = copies[args(node)[0]] if is_cast(node) else _copied(graph, node, copies, narrow)
+    for node in steps.constants:
+        _write_constant(graph, node, copies, narrow)
+    for node in steps.between.nodes:
+        if node in steps.behind and node not in copies:
+            copies[node] = copies[args(node)[0]] if is_cast(node) else _copied(graph, node, copies, narrow)
     return copies
+
+
+def _write_constant(graph: Graph, node: Node, copies: dict[Node, Node], narrow: Narrow) -> None:
+    """What is filled, back to what fills it."""
+    if node is not filled_by(node):
+        _write_constant(graph, args(node)[0], copies, narrow)
+    if node not in copies:
+        copies[node] = _copied(graph, node, copies, narrow)
 
 
 def _copied(graph: Graph, node: Node, copies: Mapping[Node, Node], narrow: Narrow) -> Node:
@@ -70,8 +79,9 @@ def _copied(graph: Graph, node: Node, copies: Mapping[Node, Node], narrow: Narro
 def _call(node: Node, narrow: Narrow) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """What is called, with fewer columns where a shape is given."""
     given, options, place = [*args(node)], {**node.kwargs}, _SHAPE.get(node.target)
-    if place is not None and rank(node) > 1:
-        sizes, dim = [*given[place]], place_of_columns(node.meta["val"], narrow.columns) or 0
+    dim = place_of_columns(node.meta["val"], narrow.columns) if rank(node) > 1 else None
+    if place is not None and dim is not None:
+        sizes = [*given[place]]
         if sizes[dim] != -1:
             sizes[dim] = narrow.of(size(node, dim))
         given[place] = sizes

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import VIEWS, Cut, evaluate
+from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.views_of_rows import args, aten, is_one, rank, readers
 
 COLUMNS = 5
@@ -30,6 +31,13 @@ ALIGNED = (
     aten.scatter.src,
 )
 """Each column of what they give is made of the same column of what they read."""
+
+_FILLS: dict[Any, int | None] = {
+    aten.full.default: 1,
+    aten.scalar_tensor.default: 0,
+    aten.empty.memory_format: None,
+}
+"""Which argument is the number that all elements have."""
 
 
 def place_of_columns(value: Tensor, columns: Any) -> int | None:
@@ -69,15 +77,19 @@ def steps_between(between: Cut, parts: Iterable[Node]) -> Steps:
     for node in between.nodes:
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
-    constants = [node for node in between.nodes if is_filled(node) and not behind.isdisjoint(node.users)]
+    constants = [
+        node for node in between.nodes if filled_by(node) is not None and not behind.isdisjoint(node.users)
+    ]
     alone = {node for node in constants if behind.issuperset(readers(node))}
     others = [node for node in between.nodes if node not in behind and node not in alone]
     return Steps(between, behind, constants, others)
 
 
-def is_filled(node: Node) -> bool:
-    """Whether `node` holds one number, or anything yet."""
-    return node.target in (aten.full.default, aten.empty.memory_format)
+def filled_by(node: Node) -> Node | None:
+    """What has filled `node`, as it is seen, with one number, or with anything yet; None of an index."""
+    while node.target in (*VIEWS, aten.slice.Tensor, aten.select.int):
+        node = args(node)[0]
+    return node if node.target in _FILLS and not is_integral(node) else None
 
 
 class Few:
@@ -132,8 +144,9 @@ def computed(steps: Steps, known: Mapping[Node, Any], parts: Mapping[Node, Tenso
 
 def _filled(node: Node, few: Few) -> Tensor:
     """One number, as many times as there are rows."""
-    number = args(node)[1] if node.target is aten.full.default else few.unknown
-    value = torch.tensor(number, dtype=torch.float64)
+    source: Any = filled_by(node)
+    place = _FILLS[source.target]
+    value = torch.tensor(few.unknown if place is None else args(source)[place], dtype=torch.float64)
     return value.expand(few.shape(node)) if rank(node) > 1 else value
 
 

@@ -45,6 +45,19 @@ def twice_the_best(logits):
     return torch.stack([weights, weights / 3], 1), torch.stack([ids, logits.argmax(-1)], 1)
 
 
+def best_of_softmax(logits):
+    return logits.float().softmax(-1).topk(1)
+
+
+def squeezed(out, *where):
+    """A dimension of size 1 goes: the only column of weights is none."""
+    return renormalised(out.unsqueeze(0).squeeze(), *where)
+
+
+def cast_in_between(x, *where):
+    return put(x.float(), *where).to(x.dtype)
+
+
 def weighed_before(x, ids, place, capacity, weights):
     where = torch.where(place < capacity, ids * capacity + place, EXPERTS * capacity).reshape(-1)
     rows = x.repeat_interleave(ids.shape[1], 0) * weights.reshape(-1, 1).to(x.dtype)
@@ -80,7 +93,15 @@ def beside_their_weights(x, router, w13, w2):
     return torch.zeros_like(x).index_add(0, at.index_put((where,), tokens)[:-1], out)
 
 
+def summed(x, ids, place, capacity, weights):
+    """Choices have buffers of their own, which are added up."""
+    where = torch.where(place < capacity, ids * capacity + place, EXPERTS * capacity)
+    zeros = x.new_zeros(EXPERTS * capacity + 1, HIDDEN)
+    return sum(zeros.index_copy(0, each, x)[:-1] for each in where.unbind(1))
+
+
 RIGHT = {
+    "a sum of buffers": of(summed),
     "zeros for weights as well": beside_their_weights,
     "a place more": of(with_a_last_place, read_but_at_the_last_place),
     "weights of who has a place": of(read=renormalised),
@@ -88,7 +109,8 @@ RIGHT = {
     "an expert twice, with room for one": of(route=twice_the_best, factor=0.1),
     "weighed before experts": of(weighed_before, unweighed),
     "no weights": of(read=unweighed),
-    "capacity of one": of(factor=0.01),
+    "capacity of one": of(read=renormalised, factor=0.01),
+    "squeezed": of(read=squeezed, route=best_of_softmax),
 }
 
 

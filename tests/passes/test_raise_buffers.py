@@ -8,7 +8,7 @@ from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from inductor_passes.raising import buffer_trials, place_trials
 from tests.helpers import RELATIVE_NORM, mixed, relative_error, usually
 from tests.passes.buffers import STYLES
-from tests.passes.buffers_in_parts import RIGHT, WRONG, of, read
+from tests.passes.buffers_in_parts import RIGHT, WRONG, cast_in_between, of, read
 from tests.passes.capture import Rewritten, computed, rewrite
 from tests.passes.stock import EXPERTS, layer, swiglu
 from tests.passes.test_before_autograd import check
@@ -106,8 +106,17 @@ def test_what_is_dropped_is_zero_whatever_experts_make_of_it():
     args = crowded(torch.float32)
     dropped = STYLES["switch_by_index"](*args).eq(0).all(1)
     args.hidden_states[dropped, EXPERTS:] = 1e30
-    _, out = computed(STYLES["switch_by_index"], *args, passes=PIPELINE)
+    result, out = computed(STYLES["switch_by_index"], *args, passes=PIPELINE)
+    assert kinds(result) == ["experts", "topk_routing"]
     assert dropped.any() and not out[dropped].any() and out.isfinite().all()
+
+
+def test_numbers_of_tokens_are_not_rounded():
+    """Beyond 256 bfloat16 has not all of them."""
+    args = layer(300, torch.bfloat16)
+    result, out = computed(of(cast_in_between), *args, passes=PIPELINE)
+    assert kinds(result) == ["experts", "topk_routing"]
+    assert error_of(of(cast_in_between), args, out) <= RELATIVE_NORM[torch.bfloat16]
 
 
 def test_a_layer_that_is_found_and_not_written_is_as_it_was():
