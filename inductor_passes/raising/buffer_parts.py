@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from inductor_passes.raising.evaluation import WIDE, Cut, aten, concrete, cut
+from inductor_passes.raising.evaluation import VIEWS, WIDE, Cut, aten, concrete, cut
 from inductor_passes.raising.finders import may_repeat
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.moved_rows import is_choice, is_drawn, num_rows
@@ -61,7 +61,7 @@ class Buffers:
     @cached_property
     def chosen(self) -> Chosen:
         """What is tried of it."""
-        values = (node.meta.get("val") for node in self.made.nodes)
+        values = (node.meta.get("val") for node in self.made.nodes if node.target not in VIEWS)
         sizes = (concrete(value.numel()) or 0 for value in values if isinstance(value, Tensor))
         numbers = max([self.num_experts * (concrete(self.num_tokens) or 0), *sizes])
         of = (self.inside, self.choices, self.num_experts, self.num_tokens)

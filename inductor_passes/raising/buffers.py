@@ -32,7 +32,7 @@ from inductor_passes.raising.place_trials import refusal
 from inductor_passes.raising.row_trials import place_of_columns
 from inductor_passes.raising.spreads import Inside, expect_gate, expect_own_rows, outcome
 from inductor_passes.raising.totals import added_to, ends
-from inductor_passes.raising.views_of_rows import rank, size
+from inductor_passes.raising.views_of_rows import is_one, rank, size
 from inductor_passes.raising.writing import or_as_it_was
 
 _MOST_ROOTS = 4
@@ -86,7 +86,10 @@ class Buffered(NamedTuple):
 
 def buffered(inside: Inside, known: Known) -> Buffered | None:
     """The layer around some products, if rows are moved to them by what was chosen, with what is `known` of others."""
-    sources = sources_of([each.rows for each in inside.firsts], inside.second.num_experts)
+    rows = [each.rows for each in inside.firsts]
+    if any(rank(each) != 3 or is_one(size(each, 0)) for each in rows):
+        return None  # all experts read the same ones
+    sources = sources_of(rows, inside.second.num_experts)
     return Buffered(inside, tuple(sources), known) if sources else None
 
 

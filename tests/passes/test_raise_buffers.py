@@ -10,9 +10,9 @@ from tests.helpers import RELATIVE_NORM, mixed, relative_error, usually
 from tests.passes.buffers import STYLES
 from tests.passes.buffers_in_parts import RIGHT, WRONG, cast_in_between, of, read
 from tests.passes.capture import Rewritten, computed, rewrite
-from tests.passes.stock import EXPERTS, layer, swiglu
+from tests.passes.stock import EXPERTS, HIDDEN, layer, swiglu
 from tests.passes.test_before_autograd import check
-from tests.passes.test_raise_masks import crowded, kinds
+from tests.passes.test_raise_masks import TOKENS, crowded, kinds
 
 PIPELINE = (*RAISES, *FUSIONS)
 
@@ -154,6 +154,12 @@ def test_more_numbers_than_are_tried(monkeypatch):
     monkeypatch.setattr(place_trials, "_MOST_NUMBERS", 1000)
     result = rewrite(STYLES["with_trash_row"], *crowded(torch.float32), passes=PIPELINE)
     assert not result.ops() and any("too many to be tried out" in each for each in result.reasons)
+
+
+def test_indices_that_are_repeated_along_columns_are_no_more_numbers(monkeypatch):
+    monkeypatch.setattr(place_trials, "_MOST_NUMBERS", TOKENS * HIDDEN)
+    result = rewrite(STYLES["drop_and_pad"], *crowded(torch.float32), passes=PIPELINE)
+    assert kinds(result) == ["experts", "topk_routing"], result.reasons
 
 
 def test_other_numbers_of_tokens():
