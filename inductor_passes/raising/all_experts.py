@@ -17,6 +17,8 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising import buffer_trials
+from inductor_passes.raising.buffers import Buffered, buffered
 from inductor_passes.raising.choices import chosen_ids, stray_ids
 from inductor_passes.raising.evaluation import concrete
 from inductor_passes.raising.fed import Fed, expect_zero_of_zero, fed_into, weighed_rows, weighed_tokens
@@ -69,14 +71,14 @@ class Everyone(NamedTuple):
         return _experts(self)
 
 
-def everyone(graph: Graph) -> Iterator[Everyone | Placed]:
+def everyone(graph: Graph) -> Iterator[Everyone | Placed | Buffered]:
     """Every layer in `graph` that multiplies rows with all experts at once: all tokens, of which it takes some by a
     choice, or those that it places.
     """
-    known, tried = spreads(graph), Known()
+    known, tried, buffers = spreads(graph), Known(), buffer_trials.Known()
     for second in known.values():
         inside = inside_of(unseen(second.rows), second, known)
-        layer = placed(inside, tried) if inside.firsts else None
+        layer = (placed(inside, tried) or buffered(inside, buffers)) if inside.firsts else None
         layer = layer or _everyone(inside, known)
         if layer is not None:
             yield layer

@@ -12,6 +12,7 @@ from inductor_passes import _compat
 from inductor_passes.base import PassLog, Refusal
 from inductor_passes.raising import all_experts, loops, turns
 from inductor_passes.raising.as_written import as_written
+from inductor_passes.raising.buffers import Buffered
 from inductor_passes.raising.dropped import expect_dropped
 from inductor_passes.raising.indices import Found
 from inductor_passes.raising.layer import Experts
@@ -61,7 +62,7 @@ def _raise_all(graph: Graph, log: PassLog) -> None:
         log.refuse(refusal, refusal.node)
 
 
-def layers_of_all(graph: Graph) -> list[turns.Turns | loops.Loop | all_experts.Everyone | Placed]:
+def layers_of_all(graph: Graph) -> list[turns.Turns | loops.Loop | all_experts.Everyone | Placed | Buffered]:
     """Every layer that takes its experts in turn, or multiplies all tokens with all of them."""
     return [*turns.turns(turns.chains(graph)), *loops.loops(graph), *all_experts.everyone(graph)]
 

@@ -1,7 +1,7 @@
 """Masks of tokens and places, as products read them: which token goes to which place of an expert, and back."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,6 +55,27 @@ class Moved(NamedTuple):
         return -2 if self.rows is args(self.product)[0] else -1
 
 
+class Chosen(NamedTuple):
+    """A layer whose tokens go to places by ids."""
+
+    inside: Inside
+    choices: tuple[Node, ...]
+    """Ids [T, K] each, or [B, S, K], or [T], or [B, S]."""
+    num_experts: int
+    num_tokens: int | torch.SymInt
+    made: Cut
+    """What places and weights are made of: ids, logits, and noise."""
+    numbers: int
+    """How many a tensor of them has at most."""
+    how: str
+    """How tokens come to their places."""
+
+    @property
+    def top_k(self) -> int:
+        """The slots of each token."""
+        return top_k(self.choices, self.num_tokens)
+
+
 class Masks(NamedTuple):
     """The masks of a layer, and what they stand around."""
 
@@ -77,12 +98,19 @@ class Masks(NamedTuple):
     @property
     def top_k(self) -> int:
         """The slots of each token."""
-        return sum(num_choices(each, self.num_tokens) or 0 for each in self.choices)
+        return top_k(self.choices, self.num_tokens)
 
     @property
     def made(self) -> Cut:
         """What both masks are made of: ids, logits, and noise."""
         return _made_of((self.dispatch.mask.node, self.combine.mask.node))
+
+    @property
+    def chosen(self) -> Chosen:
+        """What is tried of them."""
+        numbers = concrete(math.prod(self.combine.mask.node.meta["val"].shape)) or 0
+        of = (self.inside, self.choices, self.num_experts, self.num_tokens)
+        return Chosen(*of, self.made, numbers, "placed by a mask")
 
 
 def masks_around(inside: Inside) -> Masks | None:
@@ -97,9 +125,14 @@ def masks_around(inside: Inside) -> Masks | None:
     return Masks(inside, dispatch, combine, choices) if choices else None
 
 
+def top_k(choices: Sequence[Node], tokens: int | torch.SymInt) -> int:
+    """How many ids of `choices` each of T tokens has."""
+    return sum(num_choices(each, tokens) or 0 for each in choices)
+
+
 def num_choices(node: Node, tokens: int | torch.SymInt) -> int | None:
     """How many ids `node` has for each of T tokens; None where it has none that were found in rows of numbers."""
-    if not _is_found(node):
+    if not is_found(node):
         return None
     *leading, last = node.meta["val"].shape
     if _compat.statically_known_true(math.prod([*leading, last]) == tokens):
@@ -109,10 +142,11 @@ def num_choices(node: Node, tokens: int | torch.SymInt) -> int | None:
 
 
 def _made_of(masks: tuple[Node, ...]) -> Cut:
-    return cut(masks, lambda node: _is_found(node) or is_of_router(node) or is_noise(node))
+    return cut(masks, lambda node: is_found(node) or is_of_router(node) or is_noise(node))
 
 
-def _is_found(node: Node) -> bool:
+def is_found(node: Node) -> bool:
+    """Whether `node` has numbers of what was found in rows."""
     return is_integral(node) and num_found_among(node) is not None and is_found_in_rows(node)
 
 

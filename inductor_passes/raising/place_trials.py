@@ -20,7 +20,7 @@ from inductor_passes.raising.elsewhere import of_sizes
 from inductor_passes.raising.evaluation import WIDE, Cut, aten, concrete, cut, evaluate, is_size
 from inductor_passes.raising.finders import may_repeat, num_found_among
 from inductor_passes.raising.indices import compared, is_integral, samples
-from inductor_passes.raising.place_masks import Masks, num_choices
+from inductor_passes.raising.place_masks import Chosen, Masks, num_choices
 from inductor_passes.raising.seen_rows import Sizes, seen_rows
 from inductor_passes.sizes import is_open
 
@@ -41,6 +41,17 @@ class _Layout(NamedTuple):
     """Whether experts come one after another, and then the next place of each: of weights, and of the mask."""
 
 
+class Draw(NamedTuple):
+    """What is tried at once."""
+
+    ids: Tensor
+    """[T, K]."""
+    power: int
+    """How far apart logits are."""
+    seed: int
+    """Of logits, noise, and what else is drawn."""
+
+
 Known = dict[Hashable, tuple[bool, bool]]
 """What has been found out of masks of one graph, by their form: of alike layers the first is tried for all."""
 
@@ -53,8 +64,8 @@ def order_of_places(layer: Masks, known: Known) -> tuple[bool, bool]:
     """
     key = _form(layer)
     if key not in known:
-        _expect_known(layer)
-        _expect_counted(layer)
+        expect_ids(layer.chosen)
+        _expect_integral(layer)
         known[key] = _tried(layer)
     return known[key]
 
@@ -74,33 +85,41 @@ def _form(layer: Masks) -> Hashable:
 
 def _tried(layer: Masks) -> tuple[bool, bool]:
     orders = [{False, True}, {False, True}]
-    for sizes, tried in _samples(layer):
+    for sizes, tried in draws(layer.chosen):
         layout = _layout(layer, sizes)
         orders = [known & found for known, found in zip(orders, layout.orders, strict=True)]
-        for ids, power in tried:
-            _expect_in_place(layer, layout, sizes, ids, power)
+        for draw in tried:
+            _expect_in_place(layer, layout, sizes, draw)
     if not all(orders):
-        raise _refusal(layer, "places of experts are in no order")
+        raise refusal(layer.chosen, "places of experts are in no order")
     return min(orders[0]), min(orders[1])
 
 
-def _refusal(layer: Masks, reason: str) -> Refusal:
-    return Refusal(layer.inside.products[-1], f"tokens are placed by a mask: {reason}")
+def refusal(layer: Chosen, reason: str) -> Refusal:
+    """Why a layer stays."""
+    return Refusal(layer.inside.products[-1], f"tokens are {layer.how}: {reason}")
 
 
-def _expect_known(layer: Masks) -> None:
-    """Refuses a mask that has a gradient, or ids of other experts."""
+def expect_ids(layer: Chosen) -> None:
+    """Refuses ids of other experts, and places that are not counted right."""
     if any((num_found_among(each) or 0) > layer.num_experts for each in layer.choices):
-        raise _refusal(layer, "its ids may be out of range")
+        raise refusal(layer, "its ids may be out of range")
     if layer.top_k > layer.num_experts:
-        raise _refusal(layer, f"each token has {layer.top_k} ids of {layer.num_experts} experts")
+        raise refusal(layer, f"each token has {layer.top_k} ids of {layer.num_experts} experts")
+    _expect_counted(layer)
+
+
+def _expect_integral(layer: Masks) -> None:
+    """Refuses a mask that has a gradient."""
     counted = cut([layer.dispatch.mask.node], is_integral).leaves
     for leaf in counted:
         if not is_integral(leaf) and not is_size(leaf):
-            raise _refusal(layer, f"{describe(leaf)} is in it, so tokens are weighed where they are placed")
+            raise refusal(
+                layer.chosen, f"{describe(leaf)} is in it, so tokens are weighed where they are placed"
+            )
 
 
-def _expect_counted(layer: Masks) -> None:
+def _expect_counted(layer: Chosen) -> None:
     """Refuses places that are counted in a dtype which has no number for some: two tokens would have one there.
 
     A mask of as many tokens as float32 has integers is in nobody's memory.
@@ -111,25 +130,25 @@ def _expect_counted(layer: Masks) -> None:
         if dtype in (torch.bfloat16, torch.float16) and not statically_known_true(
             slots <= 2 / torch.finfo(dtype).eps
         ):
-            raise _refusal(layer, f"places are counted in {dtype}, which may not have all numbers")
+            raise refusal(layer, f"places are counted in {dtype}, which may not have all numbers")
 
 
-def _samples(layer: Masks) -> Iterator[tuple[Sizes, list[tuple[Tensor, int]]]]:
-    """Ids [T, K], and how far apart logits are, by number of tokens."""
+def draws(layer: Chosen) -> Iterator[tuple[Sizes, list[Draw]]]:
+    """What is tried, by number of tokens."""
     tokens = concrete(layer.num_tokens) or 0
-    places = concrete(math.prod(layer.combine.mask.node.meta["val"].shape)) or 0
+    places = layer.numbers
     batches = _crowded(layer, tokens)
     if not places or places * batches * batches > _MOST_NUMBERS:
-        raise _refusal(layer, f"{places} numbers in it are too many to be tried out")
+        raise refusal(layer, f"{places} numbers in it are too many to be tried out")
     repeats = len(layer.choices) > 1 or any(map(may_repeat, layer.choices))
     *drawn, crowd = samples((tokens, layer.top_k), layer.num_experts, repeats, batches)
     drawn = drawn[: max(1, _MANY_NUMBERS // places)]
-    tried = [*((ids, 0) for ids in drawn), (drawn[0], 2)]
-    for ids, powers in ((tokens, tried), (len(crowd), [(crowd, 0)])):
-        yield Sizes(layer.num_tokens, ids), powers
+    tried = [*(Draw(ids, 0, seed) for seed, ids in enumerate(drawn)), Draw(drawn[0], 2, 0)]
+    for number, each in ((tokens, tried), (len(crowd), [Draw(crowd, 0, 0)])):
+        yield Sizes(layer.num_tokens, number), each
 
 
-def _crowded(layer: Masks, tokens: int) -> int:
+def _crowded(layer: Chosen, tokens: int) -> int:
     """How many times T tokens are tried at the same experts: more than there are places, where T is open."""
     if not is_open(layer.num_tokens):
         return 1
@@ -151,7 +170,7 @@ def _layout(layer: Masks, sizes: Sizes) -> _Layout:
         or outs is None
         or not all(each is not None and torch.equal(each, rows) for each in others)
     ):
-        raise _refusal(layer, "what experts read, or give, is not what is placed")
+        raise refusal(layer.chosen, "what experts read, or give, is not what is placed")
     places = torch.arange(outs.numel()).view(sizes.shape(second.node)[:-1]).movedim(second.place, 0)
     by_out = places.flatten().argsort()  # experts, and their rows, of what they give as it lies
     of_place = by_out[outs.view(-1, outs.shape[-1])]
@@ -168,46 +187,53 @@ def _orders(experts: Tensor, number: int) -> set[bool]:
     return {is_minor for is_minor, each in wanted.items() if bool((experts == each).all())}
 
 
-def _expect_in_place(layer: Masks, layout: _Layout, sizes: Sizes, ids: Tensor, power: int) -> None:
-    values = _values(layer, sizes, ids, power)
+def _expect_in_place(layer: Masks, layout: _Layout, sizes: Sizes, draw: Draw) -> None:
+    values, ids = _values(layer, sizes, draw), draw.ids
     weights = layer.combine.mask.by_token(values[layer.combine.mask.node])
     mask = layer.dispatch.mask.by_token(values[layer.dispatch.mask.node])
     weighed = weights.ne(0)
     by_row = mask.mT.flatten(0, 1)  # [B * P, S]
     batch = torch.arange(len(mask)).unsqueeze(1)
     if not bool((layout.rows // mask.shape[2] == batch).all()):
-        raise _refusal(layer, "tokens of one batch have weights at places of another")
+        raise refusal(layer.chosen, "tokens of one batch have weights at places of another")
     there = by_row[layout.rows].mT
     if not bool((there == 1)[weighed].all()):
-        raise _refusal(layer, "a token with a weight is not there once, as it is")
+        raise refusal(layer.chosen, "a token with a weight is not there once, as it is")
     if bool((there.ne(0).sum(1) > 1)[weighed.any(1)].any()):
-        raise _refusal(layer, "a place may hold several tokens")
+        raise refusal(layer.chosen, "a place may hold several tokens")
     chosen = torch.zeros(len(ids), layer.num_experts, dtype=torch.bool).scatter(1, ids, True)
     chosen = chosen[:, layout.experts].view(weighed.shape)
     if bool((weighed & ~chosen).any()) or not bool(weighed.any()):
-        raise _refusal(layer, "tokens have weights of experts that they did not choose")
+        raise refusal(layer.chosen, "tokens have weights of experts that they did not choose")
 
 
-def _values(layer: Masks, sizes: Sizes, ids: Tensor, power: int) -> Mapping[Node, Any]:
+def _values(layer: Masks, sizes: Sizes, draw: Draw) -> Mapping[Node, Any]:
     """Both masks."""
-    found, generator = layer.made, torch.Generator().manual_seed(0)
-    known: dict[Node, Any] = dict(_ids(layer, sizes, ids))
+    chosen = layer.chosen
     try:
-        for leaf in found.leaves:
-            if leaf not in known:
-                known[leaf] = _drawn(layer, leaf, sizes, power, generator)
-        return _computed(found, known, {layer.combine.mask.node, layer.dispatch.mask.node})
+        known = drawn(chosen, sizes, draw)
+        return only(chosen.made, known, {layer.combine.mask.node, layer.dispatch.mask.node})
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-        raise _refusal(layer, f"it cannot be tried out, {error}") from error
+        raise refusal(chosen, f"it cannot be tried out, {error}") from error
 
 
-def _ids(layer: Masks, sizes: Sizes, ids: Tensor) -> Iterator[tuple[Node, Tensor]]:
+def drawn(layer: Chosen, sizes: Sizes, draw: Draw) -> dict[Node, Any]:
+    """What a layer's places and weights are made of. Raises ValueError where that may be anything."""
+    known: dict[Node, Any] = dict(_ids(layer, sizes, draw.ids))
+    generator = torch.Generator().manual_seed(draw.seed)
+    for leaf in layer.made.leaves:
+        if leaf not in known:
+            known[leaf] = _drawn(leaf, sizes, draw.power, generator)
+    return known
+
+
+def _ids(layer: Chosen, sizes: Sizes, ids: Tensor) -> Iterator[tuple[Node, Tensor]]:
     numbers = [num_choices(each, layer.num_tokens) or 1 for each in layer.choices]
     for node, columns in zip(layer.choices, ids.split(numbers, 1), strict=True):
         yield node, columns.reshape(sizes.shape(node))
 
 
-def _drawn(layer: Masks, leaf: Node, sizes: Sizes, power: int, generator: torch.Generator) -> Any:
+def _drawn(leaf: Node, sizes: Sizes, power: int, generator: torch.Generator) -> Any:
     """What a leaf may hold: logits, noise, or which tokens are padding."""
     if is_size(leaf):
         return sizes.given(leaf.meta["val"])
@@ -218,8 +244,8 @@ def _drawn(layer: Masks, leaf: Node, sizes: Sizes, power: int, generator: torch.
     return numbers > 0 if dtype == torch.bool else numbers
 
 
-def _computed(found: Cut, known: dict[Node, Any], wanted: set[Node]) -> Mapping[Node, Any]:
-    """What is wanted. Masks are large: each is kept until the last that reads it."""
+def only(found: Cut, known: dict[Node, Any], wanted: set[Node]) -> dict[Node, Any]:
+    """What is wanted, for what is known. Masks are large: each is kept until the last that reads it."""
     last = {each: node for node in found.nodes for each in node.all_input_nodes}
     for node in found.nodes:
         known[node] = evaluate([node], known)[node]

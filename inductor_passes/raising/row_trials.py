@@ -6,7 +6,7 @@ of all.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.evaluation import VIEWS, Cut, evaluate
-from inductor_passes.raising.indices import Indices
+from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.views_of_rows import args, aten, is_one, rank, readers
 
 COLUMNS = 5
@@ -28,8 +28,16 @@ ALIGNED = (
     aten.addcmul.default,
     aten.gather.default,
     aten.scatter_add.default,
+    aten.scatter.src,
 )
 """Each column of what they give is made of the same column of what they read."""
+
+_FILLS: dict[Any, int | None] = {
+    aten.full.default: 1,
+    aten.scalar_tensor.default: 0,
+    aten.empty.memory_format: None,
+}
+"""Which argument is the number that all elements have."""
 
 
 def place_of_columns(value: Tensor, columns: Any) -> int | None:
@@ -47,6 +55,10 @@ def place_of_columns(value: Tensor, columns: Any) -> int | None:
     return dense[0] if len(dense) == 1 else None
 
 
+Given = Callable[[int | torch.SymInt], int | None]
+"""What a size of the graph is where rows are tried; None, or ValueError, where that is not known."""
+
+
 class Steps(NamedTuple):
     """How a sum is computed: first what is made of weights, then what is made of rows."""
 
@@ -54,8 +66,9 @@ class Steps(NamedTuple):
     behind: set[Node]
     """Rows, and what is made of them."""
     constants: list[Node]
-    """What rows alone meet."""
+    """What is filled, and rows meet."""
     others: list[Node]
+    """All else but rows."""
 
 
 def steps_between(between: Cut, parts: Iterable[Node]) -> Steps:
@@ -64,21 +77,29 @@ def steps_between(between: Cut, parts: Iterable[Node]) -> Steps:
     for node in between.nodes:
         if not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
-    constants = [node for node in between.nodes if node not in behind and _is_constant(node, behind)]
-    others = [node for node in between.nodes if node not in behind and node not in constants]
+    constants = [
+        node for node in between.nodes if filled_by(node) is not None and not behind.isdisjoint(node.users)
+    ]
+    alone = {node for node in constants if behind.issuperset(readers(node))}
+    others = [node for node in between.nodes if node not in behind and node not in alone]
     return Steps(between, behind, constants, others)
 
 
-def _is_constant(node: Node, behind: set[Node]) -> bool:
-    """Whether rows alone meet what is filled, or holds anything yet."""
-    return node.target in (aten.full.default, aten.empty.memory_format) and behind.issuperset(readers(node))
+def filled_by(node: Node) -> Node | None:
+    """What has filled `node`, as it is seen, with one number, or with anything yet; None of an index."""
+    while node.target in (*VIEWS, aten.slice.Tensor, aten.select.int):
+        node = args(node)[0]
+    return node if node.target in _FILLS and not is_integral(node) else None
 
 
 class Few:
-    """How rows are tried: with few of their `columns`, of so many tokens."""
+    """How rows are tried: with a small number of their `columns`, in sizes that are `given` for those of the graph.
 
-    def __init__(self, columns: Any, indices: Indices, tokens: int) -> None:
-        self.columns, self.indices, self.tokens = columns, indices, tokens
+    `unknown` is what memory holds that nobody has written to.
+    """
+
+    def __init__(self, columns: Any, given: Given, number: int = COLUMNS, unknown: float = math.nan) -> None:
+        self.columns, self.given, self.number, self.unknown = columns, given, number, unknown
         self._shapes: dict[Node, list[int]] = {}  # asked for in every trial
 
     def shape(self, node: Node) -> list[int]:
@@ -90,10 +111,10 @@ class Few:
     def _shape(self, node: Node) -> list[int]:
         value = node.meta["val"]
         shape, place = value.shape, place_of_columns(value, self.columns)
-        sizes = [self.indices.given(each, self.tokens) for each in shape]
+        sizes = [self.given(each) for each in shape]
         if place is None or None in sizes:
             raise ValueError(f"{describe(node)} has a size that does not follow from the number of tokens")
-        sizes[place] = shape[place] // self.columns * COLUMNS
+        sizes[place] = shape[place] // self.columns * self.number
         return [each or 0 for each in sizes]
 
     def narrowed(self, value: Tensor, node: Node) -> Tensor:
@@ -102,7 +123,7 @@ class Few:
         if value.dim() < -place:
             return value
         column = value.narrow(place, 0, 1)
-        if not bool((value == column).all()):
+        if value.stride(place) and not bool((value == column).all()):
             raise ValueError("columns are weighed differently")
         few = [-1] * value.dim()
         few[place] = self.shape(node)[place]
@@ -122,9 +143,10 @@ def computed(steps: Steps, known: Mapping[Node, Any], parts: Mapping[Node, Tenso
 
 
 def _filled(node: Node, few: Few) -> Tensor:
-    """One number, as many times as there are rows; NaN where there may be any."""
-    number = args(node)[1] if node.target is aten.full.default else math.nan
-    value = torch.tensor(number, dtype=torch.float64)
+    """One number, as many times as there are rows."""
+    source: Any = filled_by(node)
+    place = _FILLS[source.target]
+    value = torch.tensor(few.unknown if place is None else args(source)[place], dtype=torch.float64)
     return value.expand(few.shape(node)) if rank(node) > 1 else value
 
 

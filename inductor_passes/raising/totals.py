@@ -6,6 +6,7 @@ rows and products of all experts, where a model weighs what goes into these.
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -50,6 +51,10 @@ _UNDERSTOOD = (
     aten.index_select.default,
     aten.index_put.default,
     aten.index_add.default,
+    aten.slice_scatter.default,
+    aten.constant_pad_nd.default,
+    aten.repeat.default,
+    aten.embedding.default,
     aten.bmm.default,
     aten.mm.default,
     operator.getitem,
@@ -178,13 +183,14 @@ def _first_of(
     candidates: Iterable[tuple[Node, Node, Score]], given: Given, indices: Indices, tried: Sequence[Tensor]
 ) -> WeightedSum | None:
     columns = _columns(given.parts)
-    few = {tokens: Few(columns, indices, tokens) for tokens in {*map(len, tried)}}
+    few = {tokens: Few(columns, partial(indices.given, tokens=tokens)) for tokens in {*map(len, tried)}}
     rows = [*given.parts] if given.into is None else [*given.parts, given.into]
     for root, numbers, score in candidates:
         steps = steps_between(cut([root], {numbers, indices.ids, *rows}.__contains__), rows)
         samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
-        if all(_agrees(steps, numbers, score, given, each) for each in samples):
-            return WeightedSum(numbers, root, score, given.into)
+        found = WeightedSum(numbers, root, score, given.into)
+        if all(_agrees(steps, found, given, indices, each) for each in samples):
+            return found
     return None
 
 
@@ -200,7 +206,7 @@ def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
         read = [each for each in node.all_input_nodes if each in unread and node in readers(each)]
         if node not in missing and not read:
             continue
-        if node not in missing and not _is_understood(node, _columns(parts)):
+        if node not in missing and not is_understood(node, _columns(parts)):
             break
         missing.discard(node)
         for each in read:
@@ -220,7 +226,7 @@ def _columns(parts: Iterable[Node]) -> Any:
     return size(rows, -2 if are_columns(rows.meta["val"]) else -1)
 
 
-def _is_understood(node: Node, columns: Any) -> bool:
+def is_understood(node: Node, columns: Any) -> bool:
     """Whether `node` adds, multiplies or moves whole rows."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
@@ -260,14 +266,15 @@ def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[t
                     yield root, node, _of_ids_by_expert if is_by_expert else _of_ids
 
 
-def _agrees(steps: Steps, numbers: Node, score: Score, given: Given, sample: tuple[Few, int, Tensor]) -> bool:
+def _agrees(
+    steps: Steps, found: WeightedSum, given: Given, indices: Indices, sample: tuple[Few, int, Tensor]
+) -> bool:
     """Whether the sum is ours for ids [T, K]: of numbers large, small and negative.
 
     With ids out of range it is ours, or these are none that PyTorch takes. Each sample has numbers of its own: of few
     tokens those of one may all lie on one side of a limit.
     """
-    few, place, ids = sample
-    indices = few.indices
+    (few, place, ids), (numbers, score) = sample, (found.topk_weights, found.score)
     generator = torch.Generator().manual_seed(place)
     weights = _numbers(of_sizes(ids.shape, 2, generator), ids, score, indices)
     rows = torch.randn(len(ids), given.number, COLUMNS, generator=generator, dtype=torch.float64)

@@ -1,6 +1,7 @@
 """Writes a layer that was found as stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -35,19 +36,29 @@ record: Any = arguments
 
 def write(graph: Graph, layer: Experts) -> None:
     """Puts the stages in the place of `layer`. Raises Refusal, and leaves the graph alone, where they do not fit."""
-    root, before = layer.sum.root, set(graph.nodes)
+    root = layer.sum.root
     try:
-        _expect_private(layer)
-        with graph.inserting_before(root):
+        with or_as_it_was(graph), graph.inserting_before(root):
+            _expect_private(layer)
             result = _stages(graph, layer)
     except Refusal:
-        for node in reversed([node for node in graph.nodes if node not in before]):
-            graph.erase_node(node)
         for node in (layer.indices.ids, layer.sum.topk_weights):
             erase_unread(graph, node)  # where they were written for the layer
         raise
     root.replace_all_uses_with(result)
     erase_unread(graph, root)
+
+
+@contextmanager
+def or_as_it_was(graph: Graph) -> Iterator[None]:
+    """Where a Refusal is raised inside, what was written is erased."""
+    before = set(graph.nodes)
+    try:
+        yield
+    except Refusal:
+        for node in reversed([node for node in graph.nodes if node not in before]):
+            graph.erase_node(node)
+        raise
 
 
 def _expect_private(layer: Experts) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.passes.buffers import drop_and_pad_by_position, late_ones_added, with_trash_row
 from tests.passes.masks import by_group
 from tests.passes.stock import EXPERTS, HIDDEN, TOP_K, softmax_router, sorted_slots, swiglu
 
@@ -274,6 +275,11 @@ STRANGERS = {
     ),
     "masks [T, E, C] that weigh what they place": Stranger(
         of_weights(weighed_at_places), "", "tokens are weighed where they are placed"
+    ),
+    "buffers [E * C, H] into which tokens are put by index": Stranger(with_trash_row, BOTH),
+    "buffers that experts fill up, drop and pad": Stranger(drop_and_pad_by_position, BOTH),
+    "buffers in which late tokens are added to the last place": Stranger(
+        late_ones_added, "", "a place may hold several tokens"
     ),
     "experts choose their tokens": Stranger(expert_choice, "", "not all of them all tokens"),
 }

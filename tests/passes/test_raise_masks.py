@@ -185,7 +185,7 @@ WRONG = {
     "rows of other experts": (one_choice(kept, None, turned_over), "multiplied with all experts at once"),
     "places for experts": (with_places_for_experts, "is not there once, as it is"),
     "experts that choose": (of_experts_that_choose, "cannot be tried out"),
-    "batches turned over": (across_batches, "multiplied with all experts at once"),
+    "batches turned over": (across_batches, "what experts give is not added up by token"),
     "batches that are swapped": (swapped, "at places of another"),
 }
 
