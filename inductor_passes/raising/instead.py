@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch.fx import Graph, Node
 
-from inductor_passes.raising.writing import erase_unread
+from inductor_passes.raising.writing import erase_unread, held
 
 
 @contextmanager
@@ -14,7 +14,8 @@ def instead(graph: Graph, found: Mapping[Node, Node]) -> Iterator[None]:
     for node, other in found.items():
         node.replace_all_uses_with(other)
     try:
-        yield
+        with held(found.items()):
+            yield
     finally:
         for node, other in found.items():
             if other._erased:

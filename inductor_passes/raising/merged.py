@@ -32,18 +32,14 @@ def summed_by_expert(graph: Graph) -> AbstractContextManager[None]:
     return shown_as_sums(graph, _merged)
 
 
-def _by_expert(product: Node, rows: Node, weight: Node, is_turned: bool) -> ShownSum:
+def _by_expert(rows: Node, weight: Node, is_turned: bool) -> ShownSum:
     """Of rows [..., E, A], or with dimensions of size 1 anywhere, and a weight [E, A, B], or turned [E, B, A]."""
 
     def multiply(weight: Tensor, rows: Tensor) -> Tensor:
         weight = weight.mT if is_turned else weight
         return torch.bmm(rows.reshape(-1, *weight.shape[:2]).transpose(0, 1), weight)
 
-    def below(weight: Tensor) -> Tensor:
-        matrix = (weight.mT if is_turned else weight).flatten(0, 1)
-        return matrix.unsqueeze(0) if rank(product) == 3 else matrix
-
-    return ShownSum(rows, weight, multiply, 0, below)
+    return ShownSum(rows, weight, multiply, 0)
 
 
 def _merged(product: Node) -> ShownSum | None:
@@ -57,7 +53,7 @@ def _merged(product: Node) -> ShownSum | None:
     is_stored = is_known and indexed(weight) is None and not _is_given(weight)
     is_turned = _is_turned(weight, right) if is_stored else None
     rows = None if is_turned is None else _unmerged(left, (shape[0], shape[1 + is_turned]))
-    return None if rows is None or is_turned is None else _by_expert(product, rows, weight, is_turned)
+    return None if rows is None or is_turned is None else _by_expert(rows, weight, is_turned)
 
 
 def _is_given(weight: Node) -> bool:

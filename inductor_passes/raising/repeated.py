@@ -30,7 +30,7 @@ from inductor_passes.raising.views_of_rows import (
     size,
     unseen,
 )
-from inductor_passes.raising.writing import erase_unread
+from inductor_passes.raising.writing import erase_unread, held
 
 
 class _Repeated(NamedTuple):
@@ -55,7 +55,8 @@ def multiplied_by_expert(graph: Graph) -> Iterator[None]:
             before[node] = node.args, node.meta["val"]
             found[shown] = _write(graph, node, shown, product)
     try:
-        with instead(graph, found):
+        kept = [(each, node) for node, (factors, _) in before.items() for each in factors]
+        with held(kept), instead(graph, found):
             yield
     finally:
         for node, (factors, value) in before.items():
@@ -91,11 +92,11 @@ def _flat(graph: Graph, product: _Repeated) -> Node:
 
 
 def _restore(graph: Graph, node: Node, factors: Any, value: Any) -> None:
+    written = factors if node._erased else args(node)
     if not node._erased:
-        written = args(node)
         node.args, node.meta["val"] = factors, value
-        for each in written:
-            erase_unread(graph, each)
+    for each in written:
+        erase_unread(graph, each)
 
 
 def _repeated(product: Node, shown: Node) -> _Repeated | None:

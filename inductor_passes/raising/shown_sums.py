@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.graph_tools import write_out
 from inductor_passes.raising.views_of_rows import args, aten, rank
-from inductor_passes.raising.writing import erase_unread
+from inductor_passes.raising.writing import erase_unread, held
 
 
 class ShownSum(NamedTuple):
@@ -21,33 +21,25 @@ class ShownSum(NamedTuple):
     """Matrices, whose sizes the products have, and rows to these, before they are added up."""
     dim: int
     """That is summed."""
-    factor: Callable[[Tensor], Tensor]
-    """Matrices to the second factor of the product."""
 
 
 @contextmanager
 def shown_as_sums(graph: Graph, find: Callable[[Node], ShownSum | None]) -> Iterator[None]:
     """Every product that `find` knows is such a sum, until the end. What is not raised is one product again."""
-    before: dict[Node, tuple[ShownSum, Any, Any]] = {}
+    before: dict[Node, tuple[Any, Any]] = {}
     for node in list(graph.nodes):
         if (found := find(node)) is not None:
-            before[node] = found, node.target, node.args
+            before[node] = node.target, node.args
             with graph.inserting_before(node):
                 product = write_out(graph, found.multiply, (found.matrices, found.rows), node)[0]
             node.target, node.args = aten.sum.dim_IntList, (product, [found.dim], rank(node) == 3)
     try:
-        yield
+        with held([(each, node) for node, (_, factors) in before.items() for each in factors]):
+            yield
     finally:
-        for node, (found, target, factors) in before.items():
+        for node, (target, factors) in before.items():
+            written = factors if node._erased else args(node)[:1]
             if not node._erased:
-                product, (rows, factor) = args(node)[0], factors
-                node.target, node.args = target, (rows, _factor(graph, node, found, factor))
-                erase_unread(graph, product)
-
-
-def _factor(graph: Graph, node: Node, found: ShownSum, factor: Node) -> Node:
-    """The second factor, once more where it went with a layer of the same weights: nobody read it meanwhile."""
-    if not factor._erased:
-        return factor
-    with graph.inserting_before(node):
-        return write_out(graph, found.factor, (found.matrices,), node)[0]
+                node.target, node.args = target, factors
+            for each in written:
+                erase_unread(graph, each)

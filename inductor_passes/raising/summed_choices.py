@@ -50,19 +50,14 @@ def _by_choice(product: Node) -> ShownSum | None:
     found = _summed(product)
     if found is None:
         return None
-    _, _, is_turned, is_by_choice = found
+    is_turned = found.is_turned
 
     def multiply(gathered: Tensor, rows: Tensor) -> Tensor:
         """[T, K, B]. Sizes are those of what was gathered, whoever else reads it."""
         factor = gathered.mT if is_turned else gathered
         return (rows.reshape(factor.shape[:-1]).unsqueeze(-2) @ factor).squeeze(-2).flatten(0, -3)
 
-    def below(gathered: Tensor) -> Tensor:
-        matrices = gathered.mT if is_turned else gathered
-        matrix = (matrices if is_by_choice else matrices.transpose(-3, -2)).flatten(-3, -2)
-        return matrix.flatten(0, -3) if rank(product) == 3 else matrix.flatten(0, -2)
-
-    return ShownSum(found.rows, found.gathered, multiply, 1, below)
+    return ShownSum(found.rows, found.gathered, multiply, 1)
 
 
 def _summed(product: Node) -> _Summed | None:

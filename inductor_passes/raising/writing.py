@@ -1,6 +1,6 @@
 """Writes a layer that was found as stages."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
@@ -305,14 +305,32 @@ def written(graph: Graph, function: Callable[..., Tensor], args: Sequence[Node],
     return write_out(graph, function, args, like)[0]
 
 
+_HELD: dict[Node, Node] = {}
+
+
+@contextmanager
+def held(found: Iterable[tuple[Node, Node]]) -> Iterator[None]:
+    """Keeps nodes that nobody reads while others are there: a layer that shares what they read goes alone."""
+    own = {node: other for node, other in found if node not in _HELD}
+    _HELD.update(own)
+    try:
+        yield
+    finally:
+        for node in own:
+            del _HELD[node]
+
+
 def erase_unread(graph: Graph, node: Node) -> None:
-    """Erases `node` and what only it read, unless somebody reads it for somebody."""
+    """Erases `node` and what only it read, unless somebody reads it for somebody, or it is `held`."""
     pending = [node]
     while pending:
         node = pending.pop()
         if node.op != "call_function" or node._erased or node.is_impure() or is_read(node):
             continue
-        for each in _from_the_last(node):
+        behind = _from_the_last(node)
+        if any(each in _HELD and not _HELD[each]._erased for each in behind):
+            continue
+        for each in behind:
             pending.extend(each.all_input_nodes)
             graph.erase_node(each)
 
