@@ -107,7 +107,7 @@ def test_tokens_that_are_gathered(size, dtype, top_k, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["transposed", "columns apart", "tokens transposed"])
+@pytest.mark.parametrize("layout", ["transposed", "columns apart", "tokens transposed", "tokens apart"])
 def test_layouts(layout, dtype, device):
     product, offsets = (
         Product("a short last step", layout == "transposed"),
@@ -119,6 +119,8 @@ def test_layouts(layout, dtype, device):
         product.weight = apart[:, :, ::2]
     x = torch.randn(SLOTS, 160).to(dtype)
     x = x.t().contiguous().t() if layout == "tokens transposed" else x
+    if layout == "tokens apart":
+        x = torch.full((SLOTS, 320), float("nan"), dtype=dtype)[:, :160].copy_(x)
     assert_close(product.launch(x, offsets, device), oracles.grouped_gemm(x, product.dense, offsets, None))
 
 
