@@ -63,7 +63,7 @@ def test_a_layer_that_pytorch_does_not_run_is_no_finding():
 def test_a_few_layers():
     """Most of which are raised."""
     small = [case for case in DRAWN if case.sizes.experts < 6 and case["model"] == "one"]
-    verdicts = [check.check(case) for case in small[:6]]
+    verdicts = [check.check(case) for case in small[:5]]
     assert [each.text for each in verdicts if each.kind in ("wrong", "refused")] == []
     assert sum("experts" in each.raised for each in verdicts) >= 3
 
