@@ -113,6 +113,11 @@ def of_nobody(gates, *others):
     return weighed(gates, *others) * 0.0
 
 
+def by_two(mask_of):
+    """By the expert that was chosen and by the next one, which has as many places more for that."""
+    return lambda *of: torch.cat([mask_of(*of), mask_of(*of).roll(1, 1)], 2)
+
+
 def gate_and_up_of_different_rows(x, router, w13, w2):
     of = (*top1_of(x, router), capacity_of(len(x), 1))
     mask, other = kept(*of).to(x.dtype), kept(*of).roll(1, 0).to(x.dtype)
@@ -180,6 +185,7 @@ WRONG = {
     ),
     "weights of all": (one_choice(kept, of_its_place_everywhere), "is not there once, as it is"),
     "no weights": (one_choice(kept, of_nobody), "experts that they did not choose"),
+    "two experts": (one_choice(by_two(kept), by_two(weighed)), "experts that they did not choose"),
     "gate and up of different rows": (gate_and_up_of_different_rows, "is not what is placed"),
     "rows that meet": (one_choice(kept, None, of_its_neighbours), "the gate"),
     "rows of other experts": (one_choice(kept, None, turned_over), "multiplied with all experts at once"),
