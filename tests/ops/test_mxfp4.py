@@ -130,20 +130,25 @@ def test_exponents_may_have_the_dtype_that_is_called_so():
     assert torch.equal(found, moe_ops.scaled_grouped_gemm(x, weight, at.expert_offsets))
 
 
-def test_gradients():
-    weight, at = stored_weight(), plan()
+def expect_gradients(weight, value, at):
+    """Of products with a weight, through the `value` that it stands for: of rows in order, and of tokens."""
     for slots, rows in ((None, T * K), (at.sorted_slots, T)):
-        x = torch.randn(rows, A, dtype=torch.float64, requires_grad=True)
-        bias = torch.randn(E, B, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(rows, value.shape[2], dtype=torch.float64, requires_grad=True)
+        bias = torch.randn(value.shape[:2], dtype=torch.float64, requires_grad=True)
 
         def ours(x=x, bias=bias, slots=slots):
             return moe_ops.scaled_grouped_gemm(x, weight, at.expert_offsets, bias, sorted_slots=slots)
 
         def usual(x=x, bias=bias, slots=slots):
             gathered = x if slots is None else moe_ops.permute(x, slots)
-            return moe_ops.grouped_gemm(gathered, value_of(weight), at.expert_offsets, bias)
+            return moe_ops.grouped_gemm(gathered, value, at.expert_offsets, bias)
 
         assert_same(grads_of(ours, (x, bias)), grads_of(usual, (x, bias)), 1e-12)
+
+
+def test_gradients():
+    weight = stored_weight()
+    expect_gradients(weight, value_of(weight), plan())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,10 +9,11 @@ from moe_ops.nvfp4 import NUMBERS
 from moe_ops.pairs import PAIRS
 from moe_ops.scaled import scaled_linear
 from moe_ops.weight_formats import dequantised, quantised_weight
-from tests.helpers import assert_matches_oracle, assert_same, grads_of
+from tests.helpers import assert_matches_oracle, assert_same
 from tests.kernels import oracles
 from tests.kernels.test_scaled_nvfp4 import FLOAT8, dense, float8, made
 from tests.ops.samples_in_float8 import samples_in_float8
+from tests.ops.test_mxfp4 import expect_gradients
 
 E, B, A, T, K = 5, 14, 84, 7, 2
 GROUPS = (1, 16)
@@ -125,19 +126,8 @@ def test_blocks_follow_from_sizes():
 
 
 def test_gradients():
-    weight, at = stored_weight(parts=2), plan()
-    for slots, rows in ((None, T * K), (at.sorted_slots, T)):
-        x = torch.randn(rows, A, dtype=torch.float64, requires_grad=True)
-        bias = torch.randn(E, B, dtype=torch.float64, requires_grad=True)
-
-        def ours(x=x, bias=bias, slots=slots):
-            return moe_ops.scaled_grouped_gemm(x, weight, at.expert_offsets, bias, sorted_slots=slots)
-
-        def usual(x=x, bias=bias, slots=slots):
-            gathered = x if slots is None else moe_ops.permute(x, slots)
-            return moe_ops.grouped_gemm(gathered, value_of(weight), at.expert_offsets, bias)
-
-        assert_same(grads_of(ours, (x, bias)), grads_of(usual, (x, bias)), 1e-12)
+    weight = stored_weight(parts=2)
+    expect_gradients(weight, value_of(weight), plan())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
