@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -251,3 +252,29 @@ def test_alternatives_worth_timing(act: Activation | None, part: int) -> None:
     for config in gemm_config.candidates(gemm)[part::2]:
         program = Program(*plan(gemm, config), ("out",))
         _assert_spill_free(aot.compile_program(program, dtypes))
+
+
+@pytest.mark.parametrize(("rows", "is_loaded_at_once"), [(4, True), (50, True), (200, False)])
+@pytest.mark.parametrize("scale", [torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_high_tiles_load_scales_one_by_one(scale, rows, is_loaded_at_once):
+    """They have no registers for more: the same code, whether or not one load would do."""
+    columns = 16 if scale == torch.float8_e4m3fn else 32
+    weight, scales = (
+        catalogue.meta(8, 256, 128, dtype=torch.uint8),
+        catalogue.meta(8, 256, 256 // columns, dtype=scale),
+    )
+    given = (
+        catalogue.meta(8 * rows, 256),
+        weight,
+        scales,
+        catalogue.meta(9, dtype=torch.int32),
+        *(None,) * 5,
+        1,
+        columns,
+    )
+    program = program_of("scaled_grouped_gemm", *given, torch.bfloat16, gpu=H200)
+    dtypes = aot.known(program, catalogue.TENSORS | {"weight": torch.uint8, "scale": scale})
+    launch = program.launches[-1]
+    others = replace(launch, args={**launch.args, "TOGETHER": False})
+    code = [re.sub(r" loc\(.*|#loc.*", "", aot.ttir_of(each, dtypes)) for each in (launch, others)]
+    assert launch.args["TOGETHER"] and (code[0] != code[1]) == is_loaded_at_once

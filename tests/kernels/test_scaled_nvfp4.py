@@ -1,19 +1,17 @@
 """Kernels of NVFP4 weights: numbers of 4 bits, scales in float8 of 16 columns, a global scale of each matrix."""
 
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-import triton
 
 from moe_ops.kernels.dequantise_weight import takes
 from moe_ops.kernels.gpu import H200
 from moe_ops.pairs import PAIRS
 from tests.helpers import mixed, usually
-from tests.kernels import aot, oracles, test_scaled_exact as of_layers
+from tests.kernels import oracles, test_scaled_exact as of_layers
 from tests.kernels.by_name import launch, program_of, record
-from tests.kernels.catalogue import TENSORS, meta
+from tests.kernels.catalogue import meta
 from tests.kernels.oracles import assert_close
 from tests.kernels.test_scaled_fused import ACTIVATIONS
 from tests.kernels.test_scaled_pairs import number
@@ -249,19 +247,3 @@ def test_where_one_load_takes_scales():
     assert not _planned(scale=apart[:, :, ::2]) and not _planned(scale=apart[:, :, 1:17])
     assert not _planned(scale=meta(8, 256, 18, dtype=FLOAT8)[:, :, :16]) and _planned(scale=apart[:, :, 16:])
     assert not _planned(scale=meta(8, 256 * 16 + 2, dtype=FLOAT8)[:, : 256 * 16].unflatten(1, (256, 16)))
-
-
-@pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize(("rows", "is_loaded_at_once"), [(4, True), (50, True), (200, False)])
-@pytest.mark.parametrize("scale", [PAIRS, FLOAT8], ids=str)
-def test_high_tiles_load_scales_one_by_one(scale, rows, is_loaded_at_once):
-    """They have no registers for more: the same code, whether or not one load would do."""
-    columns = 16 if scale == FLOAT8 else 32
-    weight, scales = meta(8, 256, 128, dtype=PAIRS), meta(8, 256, 256 // columns, dtype=scale)
-    given = meta(8 * rows, 256), weight, scales, meta(9, dtype=torch.int32), *(None,) * 5, 1, columns
-    program = program_of("scaled_grouped_gemm", *given, torch.bfloat16, gpu=H200)
-    dtypes = aot.known(program, TENSORS | {"weight": PAIRS, "scale": scale})
-    launch = program.launches[-1]
-    others = replace(launch, args={**launch.args, "TOGETHER": False})
-    code = [re.sub(r" loc\(.*|#loc.*", "", aot.ttir_of(each, dtypes)) for each in (launch, others)]
-    assert launch.args["TOGETHER"] and (code[0] != code[1]) == is_loaded_at_once

@@ -246,7 +246,8 @@ def stock_model(how, block=BLOCK):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    "how", ["stored", "float8 tensors", "int8 channels", "float8 groups", "int4 channels with zero points"]
+    "how",
+    ["stored", "float8 tensors", "int8 channels", "float8 groups", "int4 channels with zero points", "NVFP4"],
 )
 def test_models_of_transformers(how):
     """gpt-oss has gate and up rows in turns, and biases; scales of tensors are for others."""

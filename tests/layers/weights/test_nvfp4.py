@@ -85,9 +85,11 @@ def test_published_tensors(name):
         experts.weight_loader(experts.w2_weight_scale_2, *given)
 
 
-def test_a_copy_without_attributes_is_loaded_by_the_kind_that_the_module_knows():
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_scales_are_loaded_by_their_kinds(is_copied):
+    """A copy has no attributes: of those the module knows it."""
     experts = _quantised()
-    for name in PARAMETERS:
+    for name in PARAMETERS if is_copied else ():
         setattr(experts, name, torch.nn.Parameter(getattr(experts, name).detach(), requires_grad=False))
     parameter = experts.w13_weight_scale_2
     experts.weight_loader(parameter, torch.tensor(3.0), "experts.2.up_proj.weight_scale_2", "w3", 2)
