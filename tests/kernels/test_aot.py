@@ -259,19 +259,8 @@ def test_alternatives_worth_timing(act: Activation | None, part: int) -> None:
 def test_high_tiles_load_scales_one_by_one(scale, rows, is_loaded_at_once):
     """They have no registers for more: the same code, whether or not one load would do."""
     columns = 16 if scale == torch.float8_e4m3fn else 32
-    weight, scales = (
-        catalogue.meta(8, 256, 128, dtype=torch.uint8),
-        catalogue.meta(8, 256, 256 // columns, dtype=scale),
-    )
-    given = (
-        catalogue.meta(8 * rows, 256),
-        weight,
-        scales,
-        catalogue.meta(9, dtype=torch.int32),
-        *(None,) * 5,
-        1,
-        columns,
-    )
+    weight, scales = _meta(8, 256, 128, dtype=torch.uint8), _meta(8, 256, 256 // columns, dtype=scale)
+    given = _meta(8 * rows, 256), weight, scales, _meta(9, dtype=torch.int32), *(None,) * 5, 1, columns
     program = program_of("scaled_grouped_gemm", *given, torch.bfloat16, gpu=H200)
     dtypes = aot.known(program, catalogue.TENSORS | {"weight": torch.uint8, "scale": scale})
     launch = program.launches[-1]
