@@ -10,7 +10,8 @@ from moe_ops.kernels.common import INTERPRETED, cdiv, next_power_of_2, offset
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.pairs_numbers import MISSING, factors, shifts, spread_scale, unpacked
 from moe_ops.kernels.program import Buffer, Launch, Program, Ref
-from moe_ops.kernels.scaled import converts, global_args, stride_args, zero_args
+from moe_ops.kernels.scaled import converts
+from moe_ops.kernels.scaled_args import global_args, stride_args, zero_args
 from moe_ops.pairs import GROUP
 
 _ROWS, _COLUMNS = 16, 256  # of a program; by measurement on an H200, 3.9 TB/s

@@ -22,6 +22,7 @@ from moe_ops.kernels.gemm_config import is_tuned, loads_rows_in_pieces, rows_per
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.program import Buffer, Descriptor, Launch, Program, Ref
+from moe_ops.kernels.scaled_args import global_args, stride_args, zero_args
 from moe_ops.kernels.scaled_pairs import PairsConfig, pairs_args, scaled_pairs_config, scaled_pairs_kernel
 from moe_ops.kernels.scaled_rows import FEW_ROWS, scaled_rows_config, scaled_rows_kernel, stored_dot
 from moe_ops.kernels.tiles import tile_at, tile_capacity, tile_map, zero_tail_beside
@@ -250,28 +251,9 @@ def _descriptor(linear: Any, box: tuple[int, ...], gpu: Gpu) -> Descriptor | Non
     return Descriptor("weight", boxed.shape, boxed.strides, box)
 
 
-def stride_args(name: str, strides: tuple[int, ...], letters: str) -> dict[str, int]:
-    """A kernel's arguments for the strides of a tensor, a letter for each of its dimensions."""
-    return {f"{name}_{letter}": stride for letter, stride in zip(letters, strides, strict=True)}
-
-
-def zero_args(name: str, zero: Any) -> dict[str, Any]:
-    """A kernel's arguments for zero points, the tensor of that name, if there are any."""
-    strides = (0, 0, 0) if zero is None else zero.strides
-    return {
-        "zero_ptr": None if zero is None else Ref(name),
-        **stride_args("zero_stride", strides, "enk"),
-    }
-
-
-def global_args(name: str, linear: Any) -> dict[str, Any]:
-    """A kernel's arguments for a product's global scales, the tensor of that name, if there are any."""
-    outer, features = linear.global_scale, linear.weight.shape[1]
-    return {
-        "global_ptr": None if outer is None else Ref(name),
-        "global_rows": features if outer is None else features // outer.shape[1],
-        **stride_args("global_stride", (0, 0) if outer is None else outer.strides, "en"),
-    }
+def is_boxed(linear: Any, gpu: Gpu) -> bool:
+    """Whether a weight comes in boxes."""
+    return _descriptor(linear, (1, 1, 1), gpu) is not None
 
 
 def _kernel_and_config(args: Any, rows_per_expert: float, gpu: Gpu) -> tuple[Any, LaunchConfig]:
@@ -282,8 +264,7 @@ def _kernel_and_config(args: Any, rows_per_expert: float, gpu: Gpu) -> tuple[Any
     """
     table, linear = _TABLES[args.x.dtype.itemsize], args.weight
     if linear.weight.dtype == PAIRS:
-        is_boxed = _descriptor(linear, (1, 1, 1), gpu) is not None
-        return scaled_pairs_kernel, scaled_pairs_config(args, rows_per_expert, is_boxed, gpu)
+        return scaled_pairs_kernel, scaled_pairs_config(args, rows_per_expert, is_boxed(linear, gpu), gpu)
     if table is not IN_8_BITS:
         return scaled_grouped_gemm_kernel, table[min(rows_per_tile(rows_per_expert, _EXACT_ROWS), max(table))]
     wanted = rows_per_tile(rows_per_expert)

@@ -1,9 +1,10 @@
-"""Few tokens in float8: the rows of their experts' weights times each token, on no tensor core and with no sort.
+"""Few tokens and weights of 8 bits: the rows of their experts' weights times each token, with no sort.
 
 A program, of one warp, reads the gate and up rows of some features, or down rows, and scales in float32 what it
 multiplies them with: so a scale is met once for all rows of a program. Short rows are quantised by each program that
-multiplies with them, to the same bits, which spares a launch. On an H200 a token of gpt-oss-120b takes 41 microseconds
-so and 50 with tiles, one of Qwen3-30B 20 and 29, four of these 50 and 54; int8 takes longer.
+multiplies with them, to the same bits, which spares a launch; exact ones are multiplied as they are. On an H200 a token
+of gpt-oss-120b takes 41 microseconds so and 50 with tiles, one of Qwen3-30B 20 and 29, four of these 50 and 54; int8
+takes longer. Exact ones take 38 and 69, 20 and 37, 49 and 71, for no weight is converted to 16 bits; int8 too.
 """
 
 import math
@@ -25,16 +26,18 @@ from moe_ops.kernels.quantise_rows import (
     scale_of,
     with_largest,
 )
-from moe_ops.kernels.scaled import stride_args
+from moe_ops.kernels.scaled_args import stride_args
+from moe_ops.pairs import PAIRS
 from moe_ops.types import LEAST_LARGEST, largest_of
 
-_STEP = 1024  # of the depth
+_STEP, _WHOLE = 1024, 2048  # of the depth; up to so much exact rows have one step
 # Rows of a program, gate and up rows together: more of those that are short, up to so much or with a gate twice that.
 _ROWS, _SHORT_ROWS, _SHORT = 4, 8, 1024
 # Columns of a row that programs quantise: a token's, if it has one scale, and a slot's. Beyond it a launch does.
 _MOST_OF_TOKEN, _MOST_OF_SLOT = 2048, 1024
 # Of more than one: each of their slots reads weights of its own, all together up to so much.
 _MOST_TOKENS, _MOST_BYTES = 4, 200e6
+_MOST_EXACT_TOKENS = {True: 8, False: 4}  # by whether weights are in float8
 
 
 @triton.jit
@@ -115,13 +118,13 @@ def scaled_gemv_kernel(
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, COLUMNS: tl.constexpr, COUNT: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXACT: tl.constexpr, ONE_BLOCK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = gate(weight[expert of slot] @ x[slot // slots_of_row]), or without a gate.
 
-    Rows without scales are quantised first, by each program its row. A dropped slot writes nothing. inverse: where each
-    slot's row is, -1 if there is none.
+    Rows without scales are quantised first, by each program its row, unless EXACT. A dropped slot writes nothing.
+    inverse: where each slot's row is, -1 if there is none.
     """
     DTYPE: tl.constexpr = weight_ptr.dtype.element_ty
     blocks = tl.cdiv(features, BLOCK_N)
@@ -143,7 +146,8 @@ def scaled_gemv_kernel(
         up_ptr = expert_ptr + offset(up_rows, weight_stride_n)[:, None]
         gate_scale_ptr = expert_scale_ptr + offset(gate_block // block_rows, scale_stride_n)
         up_scale_ptr = expert_scale_ptr + offset(up_block // block_rows, scale_stride_n)
-        ONE_SCALE: tl.constexpr = x_scale_ptr is None and (ONE_BLOCK or input_scale_ptr is not None)
+        QUANTISES: tl.constexpr = x_scale_ptr is None and not EXACT
+        ONE_SCALE: tl.constexpr = QUANTISES and (ONE_BLOCK or input_scale_ptr is not None)
         if input_scale_ptr is not None:
             row_scale, row_factor = given_scale(
                 input_scale_ptr, num_scales, input_scale_stride, LEAST, SCALES
@@ -162,9 +166,9 @@ def scaled_gemv_kernel(
             x = tl.load(x_row_ptr + offset(inner, x_stride_k), mask=live, other=0.0).to(tl.float32)
             if ONE_SCALE:
                 x = _as_quantised(x, row_scale, row_factor, DTYPE, LARGEST)
-            elif x_scale_ptr is None:
+            elif QUANTISES:
                 x = _as_quantised_by_blocks(x, DTYPE, LARGEST, LEAST, COUNT)
-            else:
+            elif not EXACT:
                 x_scale_row_ptr = x_scale_ptr + offset(slot // slots_of_row, x_blocks)
                 x = _times_scales(x, x_scale_row_ptr, start, 1, DEPTH, COLUMNS, COUNT)
             x = tl.where(live, x, 0.0)
@@ -192,22 +196,47 @@ def scaled_gemv_kernel(
 
 
 def multiplies_rows(args: Any) -> bool:
-    """Whether a layer is for this kernel: a token, or a few of a layer whose experts are small and all here."""
+    """Whether a layer is for this kernel: a token, or a few whose experts are all here, small or mostly different."""
+    if args.rows == "exact":
+        return _multiplies_exact_rows(args)
     w13, w2 = args.w13.weight, args.w2.weight
     num_tokens, num_slots = args.topk_ids.shape[0], math.prod(args.topk_ids.shape)
     num_bytes = num_slots * (math.prod(w13.shape[1:]) + math.prod(w2.shape[1:]))
     small = num_slots <= w13.shape[0] == args.placement.num_ids(w13.shape[0]) and num_bytes <= _MOST_BYTES
     few = num_tokens == 1 or (num_tokens <= _MOST_TOKENS and small)
-    return few and w13.dtype.is_floating_point and args.rows == "quantised"
+    return few and w13.dtype.is_floating_point
 
 
-def quantises_rows(args: Any, name: str) -> bool:
-    """Whether the kernel itself quantises the rows that the weight of that name is multiplied with."""
+def _multiplies_exact_rows(args: Any) -> bool:
+    """By measurement on an H200: each slot reads its expert's weights, those that slots share as well.
+
+    With up to half as many slots as experts layers of seven models take 0.52 to 0.99 of the time of tiles in float8, up
+    to four tokens 0.63 to 0.97 in int8; where features have scales of groups of their own, more tokens up to 1.5.
+    """
+    (num_tokens, top_k), num_experts = args.topk_ids.shape, args.w13.weight.shape[0]
+    linears = (args.w13, args.w2)
+    if any(each.weight.dtype == PAIRS or each.weight.strides[2] != 1 for each in linears):
+        return False
+    are_apart = 2 * num_tokens * top_k <= num_experts == args.placement.num_ids(num_experts)
+    most = min(_most_exact_tokens(each) for each in linears)
+    return num_tokens == 1 or (num_tokens <= most and are_apart)
+
+
+def _most_exact_tokens(linear: Any) -> int:
+    has_groups = linear.block_rows == 1 and not _is_one_block(linear)
+    return 1 if has_groups else _MOST_EXACT_TOKENS[linear.weight.dtype.is_floating_point]
+
+
+def reads_plain_rows(args: Any, name: str) -> bool:
+    """Whether nothing quantises the rows for the weight of that name: exact ones, or such as the kernel quantises."""
     linear, is_given = getattr(args, name), getattr(args, f"{name}_input_scale") is not None
     depth = linear.weight.shape[2]
+    if args.rows == "exact":
+        return True
     if name == "w13":
         return depth <= _MOST_OF_TOKEN and (is_given or _is_one_block(linear))
-    return depth <= _MOST_OF_SLOT and (is_given or _scales_of_step(linear) < _step(linear))
+    step = _step(linear, args.rows)
+    return depth <= _MOST_OF_SLOT and (is_given or _scales_of(step, linear) < step)
 
 
 def scaled_gemv_launch(
@@ -219,16 +248,16 @@ def scaled_gemv_launch(
     """
     (num_tokens, top_k), linear, (x, x_meta) = args.topk_ids.shape, getattr(args, name), rows
     weight, bias, features = linear.weight, linear.bias, out.shape[1]
-    block_n = _features(linear, features, gate)
+    block_n, step = _features(args, linear, features, gate), _step(linear, args.rows)
     from_tokens, input_scale = name == "w13", f"{name}_input_scale"
     given = {
         **route_args(args),
         **bias_args(None if bias is None else Operand(f"{name}_bias", bias)),
-        **_block_args(linear),
+        **_block_args(linear, step),
         **input_scale_args(getattr(args, input_scale), input_scale),
         **gate,
         "x_ptr": Ref(x),
-        "x_scale_ptr": None if quantises_rows(args, name) else Ref(f"{x}_scale"),
+        "x_scale_ptr": None if reads_plain_rows(args, name) else Ref(f"{x}_scale"),
         **stride_args("x_stride", x_meta.strides, "mk"),
         "weight_ptr": Ref(name),
         "scale_ptr": Ref(f"{name}_scale"),
@@ -237,47 +266,49 @@ def scaled_gemv_launch(
         "top_k": top_k,
         "slots_of_row": top_k if from_tokens else 1,
         "features": features,
+        "EXACT": args.rows == "exact",
         "DEPTH": weight.shape[2],
         "BLOCK_N": block_n,
-        "BLOCK_K": _step(linear),
+        "BLOCK_K": step,
     }
     grid = (num_tokens * top_k * cdiv(features, block_n),)
     return Launch(scaled_gemv_kernel, grid, given, 1, 1)
 
 
-def _step(linear: Any) -> int:
-    return min(next_power_of_2(linear.weight.shape[2]), _STEP)
+def _step(linear: Any, rows: str) -> int:
+    whole = next_power_of_2(linear.weight.shape[2])
+    return whole if rows == "exact" and whole <= _WHOLE else min(whole, _STEP)
 
 
 def _is_one_block(linear: Any) -> bool:
     return linear.scale.shape[2] == 1
 
 
-def _scales_of_step(linear: Any) -> int:
+def _scales_of(step: int, linear: Any) -> int:
     """How many scales a step reads for a weight's row: one for each column where blocks end within it."""
-    step = _step(linear)
     if _is_one_block(linear):
         return 1
     return step if step % linear.block_columns else step // linear.block_columns
 
 
-def _block_args(linear: Any) -> dict[str, Any]:
+def _block_args(linear: Any, step: int) -> dict[str, Any]:
     return {
         "block_rows": linear.block_rows,
         "x_blocks": linear.scale.shape[2],
         "LARGEST": largest_of(linear.weight.dtype),
         "LEAST": LEAST_LARGEST,
         "COLUMNS": min(linear.block_columns, linear.weight.shape[2]),
-        "COUNT": _scales_of_step(linear),
+        "COUNT": _scales_of(step, linear),
         "ONE_BLOCK": _is_one_block(linear),
         **stride_args("weight_stride", linear.weight.strides, "enk"),
         **stride_args("scale_stride", linear.scale.strides, "enk"),
     }
 
 
-def _features(linear: Any, features: int, gate: dict[str, Any]) -> int:
-    """Of a program: its rows share scales, unless there is one block of columns."""
+def _features(args: Any, linear: Any, features: int, gate: dict[str, Any]) -> int:
+    """Of a program: its rows share scales, unless there is one block of columns. Many share what quantising takes."""
     halves, apart = 2 if gate["GATED"] else 1, 2 if gate["INTERLEAVED"] else 1
-    block_n = (_SHORT_ROWS if linear.weight.shape[2] <= halves * _SHORT else _ROWS) // halves
+    are_many = args.rows == "quantised" and linear.weight.shape[2] <= halves * _SHORT
+    block_n = (_SHORT_ROWS if are_many else _ROWS) // halves
     shared = linear.block_rows % (apart * block_n) == 0 and (halves == apart or features % block_n == 0)
     return block_n if shared or _is_one_block(linear) else 1

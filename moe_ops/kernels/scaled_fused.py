@@ -1,7 +1,7 @@
 """The program of `moe.scaled_fused_experts`.
 
-For few tokens in float8 or with weights of 4 bits it is two products of single rows, without a sort; else its stages'
-launches, with the gate in that which quantises its rows.
+For few tokens it is two products of single rows, without a sort; else its stages' launches, with the gate in that which
+quantises its rows.
 """
 
 import math
@@ -20,7 +20,7 @@ from moe_ops.kernels.pairs_decode import multiplies_pairs, pairs_gemv_launch
 from moe_ops.kernels.program import Argument, Buffer, Descriptor, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
 from moe_ops.kernels.scaled import copies, expect_converted, scaled_grouped_gemm_program
-from moe_ops.kernels.scaled_decode import multiplies_rows, quantises_rows, scaled_gemv_launch
+from moe_ops.kernels.scaled_decode import multiplies_rows, reads_plain_rows, scaled_gemv_launch
 from moe_ops.scaled_arguments import QuantiseRows, ScaledGroupedGemm
 from moe_ops.slabs import halves_in
 from moe_ops.types import Activation
@@ -42,9 +42,11 @@ def _copies(args: Any, gpu: Gpu) -> bool:
 
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.scaled_fused_experts`."""
-    if args.rows == "quantised":
-        return _of_few_tokens(args, gpu) if multiplies_rows(args) else _sorted(args, gpu)
-    return _of_few_tokens_in_pairs(args) if multiplies_pairs(args, gpu) else _exact(args, gpu)
+    if multiplies_pairs(args, gpu):
+        return _of_few_tokens_in_pairs(args)
+    if multiplies_rows(args):
+        return _of_few_tokens(args, gpu)
+    return _sorted(args, gpu) if args.rows == "quantised" else _exact(args, gpu)
 
 
 def _of_few_tokens_in_pairs(args: Any) -> Program:
@@ -81,7 +83,8 @@ def _exact(args: Any, gpu: Gpu) -> Program:
 
 
 def _of_few_tokens(args: Any, gpu: Gpu) -> Program:
-    expect_converted(args.w13, gpu)
+    for linear in (args.w13, args.w2):
+        expect_converted(linear, gpu)
     x = args.hidden_states
     (hidden_size, features), num_slots = args.w2.weight.shape[1:], math.prod(args.topk_ids.shape)
     activated = Buffer("activated", (num_slots, features), x.dtype)
@@ -102,7 +105,7 @@ def _rows_of_few(
 ) -> tuple[Program, tuple[str, TensorMeta]]:
     """What quantises rows x, called `of`, for the weight `name`, nothing where its launch does, and what this reads."""
     linear = getattr(args, name)
-    if quantises_rows(args, name):
+    if reads_plain_rows(args, name):
         return Program((), (), ()), (of, x)
     input_scale = getattr(args, f"{name}_input_scale")
     program = quantise_rows_program(

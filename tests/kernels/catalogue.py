@@ -163,19 +163,21 @@ def _scaled_rows(block: tuple[int, int]) -> Program:
     )
 
 
-def _scaled_token(**given: torch.Tensor) -> Program:
+def _scaled_token(rows: str = "quantised", **given: torch.Tensor) -> Program:
     """A token's layer in float8."""
     named = {
         "hidden_states": strided(1, 64),
         "topk_weights": strided(1, 2),
         "topk_ids": meta(1, 2, dtype=torch.int32),
     }
-    for name, rows, columns in (("w13", 256, 64), ("w2", 64, 128)):
-        weight = strided(8, rows, columns, dtype=torch.float8_e4m3fn)
-        scale = strided(8, rows // 8, columns // 32, dtype=torch.float32)
-        named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": strided(8, rows)}
+    for name, features, columns in (("w13", 256, 64), ("w2", 64, 128)):
+        weight = strided(8, features, columns, dtype=torch.float8_e4m3fn)
+        if rows == "exact":  # columns of these lie side by side
+            weight = meta(8, features, columns + 16, dtype=torch.float8_e4m3fn)[:, :, :columns]
+        scale = strided(8, features // 8, columns // 32, dtype=torch.float32)
+        named |= {name: weight, f"{name}_scale": scale, f"{name}_bias": strided(8, features)}
         named |= {f"{name}_block_rows": 8, f"{name}_block_columns": 32}
-    return program_of("scaled_fused_experts", activation="silu", rows="quantised", **named, **given)
+    return program_of("scaled_fused_experts", activation="silu", rows=rows, **named, **given)
 
 
 def _gemms(act: Activation) -> list[Program]:
@@ -293,6 +295,7 @@ def programs() -> list[Program]:
         _scaled_rows((1, 64)),
         _scaled_rows((128, 32)),
         _scaled_token(),
+        _scaled_token("exact"),
         _scaled_token(
             **dict.fromkeys(("w13_input_scale", "w2_input_scale"), strided(8, dtype=torch.float32))
         ),

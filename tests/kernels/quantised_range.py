@@ -48,8 +48,9 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
         for tokens in (1, 64):
             if wide or (dtype, tokens) != (torch.float8_e4m3fn, 64):  # int8 has the same tiles
                 yield from _layer(gpu, dtype, tokens, act)
-        if wide or dtype == torch.float8_e4m3fn:  # int8 has no programs of few tokens
+        if wide or dtype == torch.float8_e4m3fn:  # int8 has no programs of few tokens in 8 bits
             yield from _layer(gpu, dtype, 1, act, meta(200, dtype=torch.float32))
+        yield from _layer(gpu, dtype, 1, act, rows="exact")
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     usual = [
         *itertools.product(SCALES[:1], (4, 50, 200, 2880)),
@@ -132,23 +133,23 @@ def _in_pairs(gpu, dtype, form, depth, columns, slots) -> Iterator[Planned]:
         yield replace(each, dtypes=each.dtypes | stored)
 
 
-def _layer(gpu, stored, tokens, act, input_scale=None) -> Iterator[Planned]:
+def _layer(gpu, stored, tokens, act, input_scale=None, rows="quantised") -> Iterator[Planned]:
     ids, weights = meta(tokens, 8, dtype=torch.int32), meta(tokens, 8, dtype=torch.float32)
     named = {
         "hidden_states": meta(tokens, 2048),
         "topk_ids": ids,
         "topk_weights": weights,
         "activation": act.spec,
-        "rows": "quantised",
+        "rows": rows,
     }
-    for name, rows, columns in (("w13", 1536 if act.is_gated else 768, 2048), ("w2", 2048, 768)):
-        scale = meta(16, rows // 128, columns // 128, dtype=torch.float32)
-        named |= {name: meta(16, rows, columns, dtype=stored), f"{name}_scale": scale}
+    for name, features, columns in (("w13", 1536 if act.is_gated else 768, 2048), ("w2", 2048, 768)):
+        scale = meta(16, features // 128, columns // 128, dtype=torch.float32)
+        named |= {name: meta(16, features, columns, dtype=stored), f"{name}_scale": scale}
         named |= {f"{name}_block_rows": 128, f"{name}_block_columns": 128}
     scales = dict.fromkeys(("w13_input_scale", "w2_input_scale"), input_scale)
     program = program_of("scaled_fused_experts", gpu=gpu, **named, **scales)
     dtypes = {"w13": stored, "w2": stored} | dict.fromkeys(scales, torch.float32)
-    for each in _programs(f"{stored} layer of {tokens}, {act.spec}", torch.bfloat16, program):
+    for each in _programs(f"{stored} layer of {tokens} {rows}, {act.spec}", torch.bfloat16, program):
         yield replace(each, dtypes=each.dtypes | dtypes)
 
 

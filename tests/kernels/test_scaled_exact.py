@@ -1,4 +1,7 @@
-"""The program of a quantised layer whose rows are exact: weights of 8 and of 4 bits, and few tokens of the latter."""
+"""The program of a quantised layer whose rows are exact: weights of 8 and of 4 bits, and few tokens of the latter.
+
+Few tokens and weights of 8 bits are in `test_exact_rows`.
+"""
 
 import itertools
 
@@ -15,6 +18,7 @@ from tests.kernels.test_scaled_fused import ACTIVATIONS, STORED
 from tests.kernels.test_scaled_pairs import dense
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+FLOAT8 = STORED[0]
 # Tokens, experts, K, H, I; sizes of blocks of both weights.
 SIZES = {
     "a token": (1, 13, 3, 96, 64, (1, 32), (1, 32)),
@@ -141,7 +145,7 @@ def test_powers_of_a_token(device):
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("size", ["T7", "rows"])
+@pytest.mark.parametrize("size", ["T7", "T33"])
 def test_layers_in_8_bits(size, stored, device):
     at = quantised._layer(size, stored, torch.float32, ACTIVATIONS["silu"]) | {
         "rows": "exact",
@@ -183,3 +187,35 @@ def test_launches():
     assert _kernels(1) == _kernels(4) == _kernels(8, experts=16) == rows
     assert _kernels(5) == _kernels(9, experts=64) == tiles  # more slots than experts, and tokens
     assert _kernels(1, hidden=260) == _kernels(1, gpu=Gpu(80, 108, H200.shared_memory)) == tiles
+
+
+def _first(tokens, slots, scale=torch.uint8, dtype=torch.bfloat16, short=0, gpu=H200, of=(64, 64)):
+    """The first kernel that reads weights. of: experts here, and in all."""
+    (here, everywhere), columns, inner = of, 16 if scale == FLOAT8 else 32, 1024 - short
+    ids = meta(tokens, slots // tokens, dtype=torch.int32)
+    named = {"hidden_states": meta(tokens, 2048, dtype=dtype), "topk_ids": ids, "activation": "silu"}
+    named |= {"topk_weights": meta(*ids.shape, dtype=torch.float32), "rows": "exact"}
+    named |= {"expert_map": None if here == everywhere else meta(everywhere, dtype=torch.int32)}
+    for name, rows, depth in (("w13", 2 * inner, 2048), ("w2", 2048, inner)):
+        named |= {name: meta(here, rows, depth // 2, dtype=torch.uint8)}
+        named |= {f"{name}_scale": meta(here, rows, -(-depth // columns), dtype=scale)}
+        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": columns}
+    launches = program_of("scaled_fused_experts", gpu=gpu, **named).launches
+    names = [each.kernel.__name__ for each in launches]
+    return next(name for name in names if name.startswith(("pairs", "scaled"))).removesuffix("_kernel")
+
+
+def test_several_tokens_of_many_numbers_are_tiles():
+    """300 million, in NVFP4 400: 47.7 and 63.6 slots of these. Not a token, nor what is not unpacked to 16 bits."""
+    rows, tiles = "pairs_gemv", "scaled_pairs"
+    assert _first(2, 46) == rows and _first(2, 48) == _first(8, 64) == tiles
+    assert _first(1, 48) == _first(1, 64) == rows == _first(2, 48, short=64)
+    assert _first(2, 62, FLOAT8) == rows and _first(2, 64, FLOAT8) == tiles
+    for scale, dtype, kernel in (
+        (torch.bfloat16, torch.float16, tiles),
+        (torch.uint8, torch.float16, rows),
+        (torch.bfloat16, torch.float32, rows),
+    ):
+        assert _first(2, 48, scale, dtype) == kernel
+    assert _first(2, 48, of=(64, 128)) == rows and _first(2, 96, of=(128, 256)) == tiles
+    assert _first(2, 48, torch.bfloat16, gpu=Gpu(80, 108, H200.shared_memory)) == rows  # no boxes

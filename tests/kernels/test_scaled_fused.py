@@ -168,7 +168,7 @@ def test_which_rows_a_program_quantises(depth, columns, of_tokens, of_slots):
     weight, blocks = meta(4, 64, depth, dtype=STORED[0]), -(-depth // columns)
     linear = ScaledLinear(describe(weight), describe(meta(4, 1, blocks)), None, 64, columns)
     args = record("scaled_fused_experts", **_of_tokens(1, STORED[0]))._replace(w13=linear, w2=linear)
-    assert [scaled_decode.quantises_rows(args, name) for name in ("w13", "w2")] == [of_tokens, of_slots]
+    assert [scaled_decode.reads_plain_rows(args, name) for name in ("w13", "w2")] == [of_tokens, of_slots]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_which_layers_of_few_tokens_are_single_rows():
     assert of(1, hidden=7168, features=2048) and of(1, experts=4)
     elsewhere = meta(128, dtype=torch.int32)
     assert of(1, expert_map=elsewhere) and not of(2, expert_map=elsewhere)
-    assert not of(1, rows="exact") and not of(1, w13=meta(64, 2048, 2048, dtype=torch.int8))
+    assert not of(1, w13=meta(64, 2048, 2048, dtype=torch.int8))
 
 
 def _is_taken(**changed):

@@ -131,7 +131,8 @@ def test_scales_of_others_and_their_rows_are_not_met(device):
 
 
 def _config(dtype, scale, rows):
-    linear = SimpleNamespace(weight=meta(4, 128, 64), scale=meta(4, 128, 1, dtype=scale))
+    scales = meta(4, 128, 1, dtype=scale)
+    linear = SimpleNamespace(weight=meta(4, 128, 64), scale=scales, block_columns=128)
     return scaled_pairs_config(SimpleNamespace(x=meta(1, 128, dtype=dtype), weight=linear), rows, True, H200)
 
 

@@ -8,6 +8,7 @@ from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.scaled_pairs import (
     IN_16_BITS,
     IN_32_BITS,
+    LONG_STEPS,
     MIXED,
     ONE_BY_ONE,
     scaled_pairs_kernel,
@@ -176,14 +177,15 @@ def _planned(features=256, depth=256, rows=64, dtype=torch.bfloat16, gpu=H200):
 
 
 def test_weights_come_in_boxes_where_they_can():
-    assert _planned().args["weight_desc"].block == (1, 128, 32)
+    assert _planned(depth=192).args["weight_desc"].block == (1, 128, 32)
+    assert _planned(depth=256).args["weight_desc"].block == (1, 128, 64)
     assert _planned(depth=2880).args["weight_desc"] is not None
     assert _planned(depth=48).args["weight_desc"] is None  # rows of 24 bytes
     assert _planned(gpu=Gpu(89, 142, H200.shared_memory)).args["weight_desc"] is None
 
 
 def test_tiles_are_as_high_as_experts_have_rows():
-    in_16_bits = {16: IN_16_BITS[16], 32: MIXED, 64: MIXED, 128: IN_16_BITS[128]}
+    in_16_bits = {16: LONG_STEPS, 32: MIXED, 64: MIXED, 128: IN_16_BITS[128]}
     in_32_bits = IN_32_BITS | dict.fromkeys((64, 128), IN_32_BITS[32])
     for dtype, table in (
         (torch.bfloat16, in_16_bits),
@@ -201,15 +203,32 @@ def test_tiles_are_as_high_as_experts_have_rows():
 def test_tiles_are_low_of_few_rows_and_many_tiles(monkeypatch):
     monkeypatch.setattr(scaled_pairs, "FEW_TILES", 3)
     for features, rows, config in (
-        (50 * 128, 8 * 12, IN_16_BITS[16]),
+        (50 * 128, 8 * 12, LONG_STEPS),
         (50 * 128, 8 * 12 + 1, MIXED),
         (49 * 128, 8 * 12, MIXED),
-        (49 * 128 + 1, 1, IN_16_BITS[16]),
+        (49 * 128 + 1, 1, LONG_STEPS),
         (49 * 128, 8 * 80, MIXED),
         (49 * 128, 8 * 80 + 1, IN_16_BITS[128]),
     ):
         planned = _planned(features, rows=rows)
         assert (planned.args["BLOCK_M"], planned.args["MIXED"]) == (config.block_m, config.is_mixed)
+
+
+def test_steps_are_long_where_a_load_brings_their_scales():
+    """The four of MXFP4 that lie in a word; of low tiles."""
+
+    def of(depth=256, **changed):
+        weight, scale = (meta(8, 256, depth // each, dtype=torch.uint8) for each in (2, 32))
+        named = {"x": meta(8, depth), "weight": weight, "scale": scale, "block_rows": 1, "block_columns": 32}
+        named |= {"expert_offsets": meta(9, dtype=torch.int32), "dtype": torch.bfloat16} | changed
+        args = program_of("scaled_grouped_gemm", **named, gpu=H200).launches[-1].args
+        return args["BLOCK_K"], args["TOGETHER"]
+
+    assert of() == of(2048) == (128, True) and of(192) == of(2880) == (64, True) and of(288) == (64, False)
+    assert of(block_columns=64, scale=meta(8, 256, 4, dtype=torch.uint8)) == (64, False)
+    assert of(scale=meta(8, 256, 10, dtype=torch.uint8)[:, :, :8]) == (64, True)
+    assert of(scale=meta(8, 256, 16, dtype=torch.uint8)[:, :, ::2]) == (64, False)
+    assert of(scale=meta(8, 256, 8)) == (64, True) and of(x=meta(8 * 40, 256)) == (64, True)
 
 
 def test_steps_are_even_where_they_divide_the_depth():
