@@ -269,8 +269,8 @@ def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
 def _are_for_tiles(args: Any, num_slots: int, gpu: Gpu) -> bool:
     """Whether several tokens take less time in tiles: of as many numbers as make up for a sort, unpacked to 16 bits.
 
-    On an H200 layers of Mixtral, DeepSeek-V3, Qwen3-235B and gpt-oss-120b that do take 0.39 to 0.95 of the time with
-    four and eight tokens in MXFP4, 0.41 to 0.90 in int4 and 0.46 to 1.06 in NVFP4; with one or two up to 2.2.
+    On an H200 layers of six models that do take 0.39 to 1.03 of the time in MXFP4, 0.41 to 0.96 in int4 and 0.46 to
+    1.06 in NVFP4; those that do not up to 1.8.
     """
     share = args.w13.weight.shape[0] / args.placement.num_ids(args.w13.weight.shape[0])
     numbers = share * num_slots * sum(each.weight.shape[1] * each.depth for each in _linears(args))

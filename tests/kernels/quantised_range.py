@@ -55,7 +55,7 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     usual = [
         *itertools.product(SCALES[:1], (4, 50, 200, 2880)),
         *((SCALES[1], n) for n in (200, 7168)),
-        *((FLOAT8, n) for n in (4, 50, 7168)),
+        *((FLOAT8, n) for n in (4, 50, 200, 7168)),
     ]
     for dtype, form, rows in itertools.product(dtypes, formats, (4, 25, 50, 200)):
         if wide or (dtype == torch.bfloat16 and (form[0], rows) in usual):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.gpu import H200, Gpu
 from tests.helpers import mixed
 from tests.kernels import test_scaled_exact as exact, test_scaled_fused as quantised
 from tests.kernels.by_name import program_of
@@ -128,6 +128,14 @@ def test_other_weights_are_tiles(name):
     groups = meta(*pairs[name].shape[:2], 2, dtype=torch.float32)
     named = {f"{name}_scale": groups, f"{name}_block_columns": 128}
     assert _are_rows(1, **named) and not _are_rows(2, **named)
+
+
+def test_a_gpu_that_does_not_read_float8():
+    named = {"w2": meta(64, 256, 256, dtype=FLOAT8), "gpu": Gpu(80, 108, H200.shared_memory)}
+    with pytest.raises(
+        ValueError, match=r"^weight has dtype torch.float8_e4m3fn: expected torch.int8 on sm_80$"
+    ):
+        program_of("scaled_fused_experts", **_of(1, stored=INT8, **named))
 
 
 def test_launches():

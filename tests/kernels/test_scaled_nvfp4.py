@@ -117,7 +117,7 @@ def test_layouts(layout, dtype, device):
     assert_close(out, oracles.grouped_gemm(x, expected, torch.tensor(offsets), None))
 
 
-@pytest.mark.parametrize("rows", [32, 200])
+@pytest.mark.parametrize("rows", [32, 100, 200])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_and_scale(dtype, rows, device):
     """Exactly, in rows of 16 bits too: a product with ones on a diagonal, by words and by bytes."""
@@ -134,7 +134,7 @@ def test_every_number_and_scale(dtype, rows, device):
 
 @pytest.mark.parametrize(
     ("rows", "dtype"),
-    [(7, torch.bfloat16), (17, torch.bfloat16), (40, torch.float16), (200, torch.bfloat16)],
+    [*((rows, torch.bfloat16) for rows in (7, 17, 100, 200, 320)), (40, torch.float16)],
     ids=str,
 )
 def test_tiles_of_every_height(rows, dtype, device):
@@ -224,6 +224,22 @@ def test_gpus_that_do_not_read_float8():
             ValueError, match=r"scale has dtype torch\.float8_e4m3fn: expected torch\.uint8 on sm_80"
         ):
             program_of("scaled_grouped_gemm", *given, torch.bfloat16, gpu=old)
+
+
+def test_many_rows_are_high_tiles():
+    """What becomes of scales is worth so many rows more than of other formats."""
+    weight, offsets = meta(8, 256, 128, dtype=PAIRS), meta(9, dtype=torch.int32)
+
+    def height(rows, scale, dtype=torch.bfloat16):
+        given = meta(rows, 256, dtype=dtype), weight, scale, offsets, *(None,) * 5, 1, 256 // scale.shape[2]
+        args = program_of("scaled_grouped_gemm", *given, dtype, gpu=H200).launches[-1].args
+        return args["BLOCK_M"], args["MIXED"]
+
+    scale = meta(8, 256, 16, dtype=FLOAT8)
+    assert height(8 * 160, scale) == (128, False) and height(8 * 160 + 1, scale) == (256, True)
+    for each in (meta(8, 256, 8, dtype=PAIRS), meta(8, 256, 8), meta(8, 256, 2, dtype=torch.float32)):
+        assert height(8 * 200, each) == (128, False)
+    assert height(8 * 200, scale, torch.float32) == (32, False)
 
 
 def _planned(depth=256, block=(1, 16), scale=None, x=None):

@@ -21,6 +21,7 @@ def test_the_page_shows_what_quantised_experts_take() -> None:
         "int8 rows",
         "float8 rows, exact",
         "MXFP4",
+        "NVFP4",
         "int4",
     )
     section = PAGE.partition("## Quantised experts")[2].partition("\n## ")[0]
@@ -43,24 +44,64 @@ def test_the_page_shows_what_quantised_experts_take() -> None:
 
 def test_the_page_shows_what_nvfp4_takes() -> None:
     section = PAGE.partition("### Weights of 4 bits")[2].partition("\n## ")[0]
-    rows = list(csv.DictReader((RESULTS / "h200-2026-11-30" / "nvfp4.csv").open()))
-    assert len(rows) == 32
-    lines = section[section.index("| Mixtral-8x7B | MXFP4 |") :].splitlines()[:12]
-    for (layer, way), line in zip(
-        product(("W1", "W2", "W4", "W5"), ("MXFP4", "NVFP4", "int4")), lines, strict=True
-    ):
-        of_layer = [(float(row[way]), float(row["bfloat16"])) for row in rows if row["workload"] == layer]
-        assert line.endswith(
-            f"| {way} | {' | '.join(f'{us:.0f} ({us / usual:.2f})' for us, usual in of_layer)} |"
-        )
+    rows = list(csv.DictReader((RESULTS / "h200-2026-11-30" / "quantised.csv").open()))
     ratios = {
-        few: [float(row["NVFP4"]) / float(row["MXFP4"]) for row in rows if int(row["tokens"]) in counts]
-        for few, counts in ((True, (1, 4)), (False, (16, 64, 256)))
+        counts: [float(row["NVFP4"]) / float(row["MXFP4"]) for row in rows if int(row["tokens"]) in counts]
+        for counts in ((1,), (16, 64, 256))
     }
-    assert f"{min(ratios[True]):.2f} to {max(ratios[True]):.2f} of MXFP4" in section
-    assert f"made into factors, {min(ratios[False]):.2f} to {max(ratios[False]):.2f}" in section
+    (token, tiles) = ratios.values()
+    assert f"{min(token):.2f} to {max(token):.2f} of MXFP4" in section
+    assert f"made into factors, {min(tiles):.2f} to {max(tiles):.2f}" in section
     errors = [100 * float(row["error of NVFP4"]) for row in rows]
     assert f"a layer by {min(errors):.0f} to {max(errors):.0f} % instead of 20" in section
+
+
+def test_the_page_shows_what_high_tiles_take() -> None:
+    text = (RESULTS / "h200-2026-11-30" / "high-tiles.txt").read_text()
+    found = re.findall(r"^W\d +\d+ +(\d+) +(\S+) +(\d+) +(\d+) +\d+ +\S+ +(\S+)$", text, re.MULTILINE)
+    many = [each for each in found if int(each[0]) >= 192]
+    of = {how: [float(each[4]) for each in many if each[1] in how] for how in (("NVFP4",), ("MXFP4", "int4"))}
+    alone = [int(high) / int(usual) for _, how, usual, high, _ in many if how == "f8"]
+    assert len(many) == 32
+    for values, words in zip(
+        (*of.values(), alone), ("{} to {} of tiles of 128", "int4 take {} to {} and", "alone {} to {} (")
+    ):
+        assert words.format(f"{min(values):.2f}", f"{max(values):.2f}") in PAGE, words
+
+
+NAMES = {"W1": "Mixtral-8x7B", "W2": "Qwen3-30B-A3B", "W3": "DeepSeek-V3", "W4": "gpt-oss-120b"}
+NAMES |= {"W5": "OLMoE", "N": "Qwen3-Next", "Q": "Qwen3-235B"}
+
+
+def _cells(row: str) -> list[str]:
+    """Some are empty, of which one space is left."""
+    return re.split(r" ?\| ?", row)
+
+
+def test_the_page_shows_what_few_exact_tokens_take() -> None:
+    text = (RESULTS / "h200-2026-11-30" / "few-exact-tokens.txt").read_text()
+    line = re.compile(r"^(\w+) +(\d+) +(.+?) +(\S+) +(\S+) +(\S+) +\d\.\d+$|^$", re.MULTILINE)
+    usual = {each[:3]: each[3:] for each in line.findall(text.partition("\nForms of tiles")[0]) if each[0]}
+    assert len(usual) == 224
+    table = PAGE.partition("| layer | tokens | MXFP4 | NVFP4 | int4 | int4, groups of 32 |")[2].partition(
+        "\n\n"
+    )[0]
+    rows = re.findall(r"^\| (\S+) \| (\d) \| (.*) \|$", table, re.MULTILINE)
+    assert len(rows) == 13
+    for name, tokens, shares in rows:
+        (short,) = (each for each in NAMES if NAMES[each] == name)
+        for how, share in zip(("MXFP4", "NVFP4", "int4", "int4 32"), _cells(shares), strict=True):
+            assert share in ("", usual[short, tokens, how][2])
+    forms = text.partition("\nForms of single rows")[2]
+    line = re.compile(r"^(W2|N) +(\d) +(\w+ rows) +(\S+)" + 5 * r" +\S+" + r" +(\S+)", re.MULTILINE)
+    since = {each[:3]: (each[4], each[3]) for each in line.findall(forms)}
+    assert len(since) == 12
+    table = PAGE.partition("| layer | T=1 | T=2 | T=4 | int8, T=1 |")[2].partition("\n\n")[0]
+    for name in ("W1", "W3", "Q", "W4", "W2", "N"):
+        (cells,) = re.findall(rf"^\| {NAMES[name]} \| (.*) \|$", table, re.MULTILINE)
+        for cell, (how, tokens) in zip(_cells(cells), product(("f8 rows", "i8 rows"), "124"), strict=True):
+            rows, tiles = since.get((name, tokens, how), usual[name, tokens, how][:2])
+            assert cell in ("", f"{float(rows):.0f} ({float(tiles):.0f})"), (name, how, tokens)
 
 
 def test_the_page_shows_what_scales_in_one_load_take() -> None:
