@@ -27,10 +27,10 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
     stored = (torch.int8,) if gpu.capability < 89 else (torch.float8_e4m3fn, torch.int8)
     for dtype, block, rows in itertools.product(stored, blocks, (4, 16, 50, 200) if wide else (4, 200)):
         for x_dtype in (dtype, torch.bfloat16, torch.float32):
-            if wide or (dtype, x_dtype) not in _LIGHTER:
+            if wide or ((dtype, x_dtype) not in _LIGHTER and (rows == 200 or block == some[0])):
                 yield from _quantised(gpu, dtype, x_dtype, block, 8 * rows)
     for dtype, columns in itertools.product(stored, (5, 128, 2048, 16384) if wide else (128, 16384)):
-        for given in (None, meta(200, dtype=torch.float32)):
+        for given in (None, meta(200, dtype=torch.float32))[: 2 if wide or columns == 128 else 1]:
             program = program_of("quantise_rows", meta(8, max(columns, 512)), given, columns, dtype, gpu=gpu)
             for each in _programs(f"{dtype} rows of {columns}, {given is None}", torch.bfloat16, program):
                 yield replace(each, dtypes=each.dtypes | {"input_scale": torch.float32})
@@ -41,7 +41,7 @@ def quantised(gpu: Gpu, size: Range) -> Iterator[Planned]:
             if wide or dtype == torch.bfloat16:
                 yield from _dequantised(gpu, (of, torch.float32), False, dtype, block)
         for of, zeros in formats:
-            if wide or (dtype == torch.bfloat16 and of in (*SCALES[:2], FLOAT8)):
+            if wide or (dtype == torch.bfloat16 and of in (SCALES[0], FLOAT8)):
                 of_groups = (1, 16) if of == FLOAT8 and block[0] == 1 else block
                 yield from _dequantised(gpu, (torch.uint8, of), zeros, dtype, of_groups)
     for dtype, act in itertools.product(stored, ACTIVATIONS if wide else (SITU,)):
