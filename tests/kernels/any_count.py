@@ -186,6 +186,14 @@ def _scaled(layer: Layer, tokens: int, offsets: TensorMeta) -> Iterator[Any]:
     shared, epilogue = _joined(layer, tokens)
     joined = _placement(layer), shared, ACTIVATION, epilogue
     yield scaled.ScaledFusedExperts(hidden, linear, down, *_chosen(layer, tokens), *joined)
+    yield scaled.ScaledFusedExperts(hidden, linear, down, *_chosen(layer, tokens), *joined, "exact")
+    pairs = narrow._replace(shape=(layer.num_experts, depth, layer.inner // 2), dtype=torch.uint8)
+    pairs = pairs._replace(strides=(depth * layer.inner // 2, layer.inner // 2, 1))
+    exponents = layer.of(layer.num_experts, depth, -(-layer.inner // 32), dtype=torch.uint8)
+    down_in_pairs = ScaledLinear(pairs, exponents, None, 1, 32)
+    yield scaled.ScaledFusedExperts(
+        hidden, in_pairs, down_in_pairs, *_chosen(layer, tokens), *joined, "exact"
+    )
 
 
 def _fused(layer: Layer, tokens: int) -> Iterator[Any]:
