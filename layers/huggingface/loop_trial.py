@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.huggingface import loops, router_trial, trial
+from layers.huggingface import loops, probes, router_trial, trial
 from layers.huggingface.expert_modules import Mlp
 from layers.huggingface.loops import Choice, Given, StackedBlock
 from layers.huggingface.outside import TOKENS, tokens_of_all_sizes, twin_of
-from layers.huggingface.router_trial import Output, Tried
 from layers.huggingface.settled import get, settings_of
 from layers.huggingface.stacked import StackedExperts, of_modules
 from moe_ops import RoutingConfig
@@ -233,7 +232,7 @@ def _routed(block: Any, twin: Any, gate: str, tokens: Tensor, mlp: Mlp) -> list[
     corrections = ["", *(name for name in of_experts if not name.startswith(("experts.", f"{gate}.")))]
     if choices := list(_choices(twin, gate, tokens, corrections)):
         return choices
-    tried = _probed(block, gate, mlp, len(block.experts))
+    tried = probes.weights(block, gate, mlp, len(block.experts))
     if tried is None:
         return None
     logits = _given(getattr(twin, gate), tokens.flatten(0, 1))
@@ -270,52 +269,3 @@ def _places(given: tuple[Any, ...], tokens: Tensor) -> Iterator[tuple[int, int]]
         are_kinds = first.dtype in _IDS and second.is_floating_point()
         if are_kinds and first.shape == second.shape and first.dim() > 1 and first[..., 0].numel() == rows:
             yield ids, weights
-
-
-class _Probe(nn.Module):
-    """An expert that says which it is."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        said = torch.zeros_like(hidden_states)
-        if 0 <= self.place < hidden_states.shape[-1]:
-            said[..., self.place] = 1
-        return said
-
-
-def _probed(block: Any, gate: str, mlp: Mlp, num_experts: int) -> Tried | None:
-    """The weight of every expert for every token, as the block's own forward applies it."""
-    twin, generator = twin_of(block, num_experts)
-    hidden_size = next(twin.experts.children()).get_parameter(mlp.down).shape[0]
-    tokens = torch.randn(1, 3 * TOKENS, hidden_size, generator=generator, dtype=torch.float64)
-    tokens = tokens * torch.logspace(-1, 1, tokens.shape[1], dtype=torch.float64)[:, None]
-    for name, each in twin.named_parameters():
-        if name.startswith("shared"):
-            each.data.zero_()  # beside large outputs small weights would be rounded to nothing
-    starts = range(0, num_experts, hidden_size)
-    try:
-        logits = trial.in_float64(getattr(twin, gate), tokens[0]).detach()
-        silent = _output(twin, tokens, [-1] * num_experts)
-        said = [
-            _output(twin, tokens, [expert - start for expert in range(num_experts)]) - silent
-            for start in starts
-        ]
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        return None
-    weights = torch.cat(said, -1)[:, :num_experts]
-    counts = (weights != 0).sum(-1)
-    if logits.shape != weights.shape or int(counts.min()) != int(counts.max()) or not int(counts[0]):
-        return None
-    chosen = weights[weights != 0].view(len(weights), -1)
-    output = Output(logits, weights, chosen, (), torch.empty(0), (), chosen.shape[1])
-    return Tried(twin, tokens, (), output)
-
-
-def _output(twin: Any, tokens: Tensor, places: list[int]) -> Tensor:
-    twin.experts = nn.ModuleList(map(_Probe, places))
-    returned = trial.in_float64(type(twin).forward, twin, tokens)
-    output = returned[0] if isinstance(returned, tuple) else returned
-    return output.detach().reshape(tokens.shape[1], -1)
