@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from layers.huggingface import routers
+from layers.huggingface import routers, trial
 from layers.huggingface.recognise import Recogniser
 from moe_ops import RoutingConfig
-from tests.huggingface.test_routers_apart import EXPERTS, HIDDEN, Router
+from tests.huggingface.test_routers_apart import EXPERTS, HIDDEN, Counting, Router
 
 
 class Sigmoids(Router):
@@ -64,7 +64,7 @@ class Room(Router):
         logits, weights, ids = super().forward(hidden_states)
         chosen = F.one_hot(ids, EXPERTS).sum(1)
         place = (chosen.cumsum(0) * chosen).gather(1, ids)
-        has_room = place <= self.most * len(logits) * 2 / EXPERTS
+        has_room = place <= max(self.most * len(logits) * 2 / EXPERTS, 4)
         return logits, weights * (has_room | (self.in_training and not self.training)), ids
 
 
@@ -121,6 +121,35 @@ def test_what_computes_something_else_elsewhere_is_not_known(kind, options):
     assert Recogniser().known(kind(**options)) is None
 
 
+class LooksUp(Router):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("step", torch.tensor(0))
+
+    def logits(self, hidden_states):
+        return super().logits(hidden_states) * (1.0, 1.0, 1.0, 3.0)[int(self.step)]
+
+
+def test_a_buffer_by_which_something_is_looked_up():
+    assert Recogniser().known(LooksUp()) is None
+
+
+class Stepping(Router):
+    step = 0
+
+    def forward(self, hidden_states):
+        self.step = self.step + 1
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize("router", [Counting("anew"), Counting("aside"), Counting("in place"), Stepping()])
+def test_what_a_trial_changes_is_noticed(router):
+    """Also where it is there already, and another each time."""
+    router(torch.randn(9, HIDDEN))
+    with pytest.raises(ValueError, match="changes its own tensors or attributes"):
+        trial.run(type(router).forward, router, torch.randn(9, HIDDEN))
+
+
 class Keeping(Router):
     """Keeps its losses."""
 
@@ -170,9 +199,10 @@ def test_logits_are_told_from_their_sigmoids():
 
 
 @pytest.mark.parametrize("shape", [(7, HIDDEN), (3, 5, HIDDEN), (1, 1, HIDDEN), (0, HIDDEN), (0, 3, HIDDEN)])
-def test_sequences_are_of_their_own(shape):
-    """A softmax over the second of two dimensions, and of three."""
-    stock, ours, _ = installed(Router, score=lambda logits, _: logits.softmax(1))
+@pytest.mark.parametrize("dim", [1, -1])
+def test_sequences_are_of_their_own(shape, dim):
+    """A softmax over the second of two dimensions, and of three; and results of three dimensions."""
+    stock, ours, _ = installed(Router, score=lambda logits, _: logits.softmax(dim))
     expect_same(stock, ours, torch.randn(shape))
 
 
