@@ -102,7 +102,7 @@ def arguments(router: Any, tokens: Tensor, given: Tensor | None) -> Router:
 def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
     """[T, E], as the family computes them."""
     if how.called:
-        logits = _called(get(router, how.module), tokens)
+        logits = called(get(router, how.module), tokens)
     else:
         weight = get(router, how.weight)
         bias = get(router, how.bias) if how.bias else None
@@ -114,7 +114,7 @@ def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
     return logits if how.multiplier == _ONE else logits * float(how.multiplier)
 
 
-def _called(module: Any, tokens: Tensor) -> Tensor:
+def called(module: Any, tokens: Tensor) -> Tensor:
     """What a linear module gives: it may have hooks that bring its weight, or be a quantised one by now."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.dtype in FLOATING_DTYPES:

@@ -8,14 +8,14 @@ give the same, with gradients, in training as well.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layers.huggingface import loops, probes, router_trial, trial
+from layers.huggingface import loops, precisions, probes, router_trial, trial
 from layers.huggingface.expert_modules import Mlp
 from layers.huggingface.loops import Choice, Given, StackedBlock
 from layers.huggingface.outside import TOKENS, tokens_of_all_sizes, twin_of
@@ -26,6 +26,8 @@ from moe_ops import RoutingConfig
 _GATES = ("gate", "router")
 _IDS = (torch.int64, torch.int32)
 
+_MODES = (False, True)
+_MANY = 140
 _LARGE = 64.0  # to the third power in what an expert gives; a power of two, so that weights come back
 _NO_CHOICE = (
     "no gate or router gives logits [T, E] by which every token gets as many experts, nor ids and weights "
@@ -37,6 +39,10 @@ _NO_SUM = (
 )
 _OTHER_IN_TRAINING = (
     "in training it gives something else than the sum over experts that it gives in evaluation"
+)
+_OTHER_ELSEWHERE = (
+    "for few tokens, many that want the same experts, some expert, or without gradients it gives something else than "
+    "the sum over experts"
 )
 """Why experts that are modules stay modules."""
 
@@ -61,17 +67,31 @@ def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
         why = _NO_SUM
         for how in _ways(block, gate, routed, own[0], trains):
             ours.moe_ops_stacked = how
-            is_sum = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
-            read = [f"{name}." for name in ("experts", how.shared) if name]
-            if (
-                is_sum
-                and _reads_no_more(how, twin, inputs, own)
-                and _are_large(twin, ours, inputs, read, loops.forward)
-            ):
-                if not trains or _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
-                    return replace(how, widens=tuple(_widening(twin, inputs[0])))
+            if not _is_sum(how, twin, ours, inputs, own):
+                continue
+            if trains and not _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
                 why = _OTHER_IN_TRAINING
+            elif not _is_sum_of_all(how, twin, ours, inputs[0]):
+                why = _OTHER_ELSEWHERE
+            elif (settled := precisions.settled(how, twin, ours, inputs[0])) is not None:
+                return settled
     return why
+
+
+def _is_sum(
+    how: StackedBlock, twin: Any, ours: Any, inputs: Sequence[Tensor], own: Sequence["_Ran | str"]
+) -> bool:
+    """Whether ours gives in evaluation what the block gave, of what it is said to read and whatever its size."""
+    read = [f"{name}." for name in ("experts", how.shared) if name]
+    is_alike = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
+    is_alike = is_alike and _reads_no_more(how, twin, inputs, own)
+    return is_alike and _are_large(twin, ours, inputs, read, loops.forward)
+
+
+def _is_sum_of_all(how: StackedBlock, twin: Any, ours: Any, tokens: Tensor) -> bool:
+    """Whether ours gives the same for other tokens, without gradients and for every expert."""
+    is_alike = _are_everywhere(twin, ours, _other_inputs(tokens), _MODES[: 1 + how.trains], loops.forward)
+    return is_alike and _visit_all(twin, ours, how.gate, tokens)
 
 
 def _twins(block: Any, mlp: Mlp) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
@@ -89,49 +109,75 @@ def calls_with_ids(block: Any, mlp: Mlp) -> bool:
         return False
     with trial.trial_mode():
         twin, ours, inputs = _twins(block, mlp)
-        for mode in (False, True):
-            own = _run_all(type(twin).forward, twin.train(mode), inputs)
-            if not _are_alike(own, _run_all(type(twin).forward, ours.train(mode), inputs)):
+        forward = type(twin).forward
+        is_alike = _are_everywhere(twin, ours, [*inputs, *_other_inputs(inputs[0])], _MODES, forward)
+        return is_alike and _are_large(twin, ours.eval(), inputs, ["experts."], forward)
+
+
+def _other_inputs(tokens: Tensor) -> list[Tensor]:
+    """Tokens in other shapes, and many that want the same experts."""
+    flat = tokens.flatten(0, 1)
+    rows = torch.arange(_MANY).view(2, -1) % len(flat)
+    return [flat[:5, None], flat[None, -7:], flat[-1] + flat[rows] / 1e4]
+
+
+def _visit_all(twin: Any, ours: Any, gate: str, tokens: Tensor) -> bool:
+    """Whether both are alike in evaluation for tokens of every expert, where the gate has a weight for each."""
+    unit = tokens * (tokens.shape[-1] ** 0.5 / tokens.norm(dim=-1, keepdim=True))
+    weights: list[Any] = [getattr(getattr(each, gate), "weight", None) for each in (twin, ours)]
+    num_experts = len(twin.experts)
+    if any(not isinstance(each, Tensor) or each.shape != (num_experts, tokens.shape[-1]) for each in weights):
+        return True
+    for start in range(0, num_experts, 4):
+        with _scaled([each.data[start : start + 4] for each in weights], 4.0):
+            own = _run(type(twin).forward, twin.eval(), unit)
+            if not _is_alike(own, _run(loops.forward, ours.eval(), unit)):
                 return False
-        return _are_large(twin, ours.eval(), inputs, ["experts."], type(twin).forward)
+    return True
+
+
+def _are_everywhere(
+    twin: Any, ours: Any, inputs: Sequence[Tensor], modes: Sequence[bool], forward: Callable[..., Any]
+) -> bool:
+    """Whether both are alike for all of these, in these modes, with gradients and without."""
+    for mode, has_gradients in product(modes, (True, False)):
+        with torch.set_grad_enabled(has_gradients):
+            own = _run_all(type(twin).forward, twin.train(mode), inputs)
+            if not _are_alike(own, _run_all(forward, ours.train(mode), inputs)):
+                return False
+    return True
 
 
 def _are_large(
     twin: Any, ours: Any, inputs: Sequence[Tensor], read: Sequence[str], forward: Callable[..., Any]
 ) -> bool:
     """Whether both are alike in evaluation where experts give large numbers: limits on the output show."""
-    with _grown(twin.eval(), read), _grown(ours, read):
+    grown = [
+        each.data
+        for module in (twin.eval(), ours)
+        for name, each in module.named_parameters()
+        if name.startswith(tuple(read))
+    ]
+    with _scaled(grown, _LARGE):
         return _are_alike(_run_all(type(twin).forward, twin, inputs), _run_all(forward, ours, inputs))
 
 
 @contextlib.contextmanager
-def _grown(twin: nn.Module, read: Sequence[str]) -> Iterator[None]:
-    weights = [each.data for name, each in twin.named_parameters() if name.startswith(tuple(read))]
+def _scaled(weights: Sequence[Tensor], factor: float) -> Iterator[None]:
     for each in weights:
-        each.mul_(_LARGE)
+        each.mul_(factor)
     yield
     for each in weights:
-        each.div_(_LARGE)
-
-
-def _widening(twin: Any, tokens: Tensor) -> Iterator[bool]:
-    """Modes in which 16 bits give float32: weights of a router may be, and sums are often meant to be."""
-    for is_training in (False, True):
-        try:
-            returned = trial.cast(twin, torch.bfloat16).train(is_training)(tokens.bfloat16())
-        except Exception:  # such a block does not run in 16 bits, and need not be like anything there
-            continue
-        output = returned[0] if isinstance(returned, tuple) else returned
-        if output.dtype == torch.float32:
-            yield is_training
+        each.div_(factor)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a forward gave: its output, that one's gradient, and what else it returned."""
+    """What a forward gave: its output, that one's gradients, by parameters as well, and what else it returned."""
 
     output: Tensor
     gradient: Tensor
+    gradients: dict[str, Tensor]
     more: tuple[Any, ...] | None
 
 
@@ -147,14 +193,27 @@ def _run(run: Callable[..., Any], twin: Any, tokens: Tensor) -> _Ran | str:
         output, *more = returned if type(returned) is tuple else (returned,)  # none with names
         if not isinstance(output, Tensor):
             return f"it returns a {type(output).__name__}, not its output or a tuple that begins with it"
-        weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
-        has_gradient = output.requires_grad
-        gradient = (
-            torch.autograd.grad((output * weight).sum(), leaf)[0] if has_gradient else torch.zeros_like(leaf)
-        )
+        gradient, gradients = _gradients(output, leaf, twin)
     except (ValueError, RuntimeError) as error:
         return repr(error.__cause__ or error)
-    return _Ran(output.detach(), gradient, tuple(more) if type(returned) is tuple else None)
+    return _Ran(output.detach(), gradient, gradients, tuple(more) if type(returned) is tuple else None)
+
+
+def _gradients(output: Tensor, leaf: Tensor, twin: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the tokens and, by the names that they had before experts were stacked, of the parameters."""
+    parameters = dict(twin.named_parameters())
+    inputs = [leaf, *parameters.values()]
+    given: Sequence[Tensor | None] = [None] * len(inputs)
+    if output.requires_grad:
+        weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
+        given = torch.autograd.grad((output * weight).sum(), inputs, allow_unused=True)
+    pairs = zip(inputs, given, strict=True)
+    gradient, *rest = [torch.zeros_like(each) if found is None else found for each, found in pairs]
+    gradients = dict(zip(parameters, rest, strict=True))
+    if isinstance(twin.experts, StackedExperts):
+        for part in twin.experts.moe_ops_parts:
+            gradients[f"experts.{part.name}"] = part.of(gradients[f"experts.{part.parameter}"])
+    return gradient, gradients
 
 
 def _raises(twin: Any, tokens: Tensor) -> bool:
@@ -172,7 +231,8 @@ def _are_alike(own: Sequence[_Ran | str], ours: Sequence[_Ran | str]) -> bool:
 def _is_alike(own: _Ran | str, ours: _Ran | str) -> bool:
     if isinstance(own, str) or isinstance(ours, str):
         return False
-    pairs = (ours.output, own.output), (ours.gradient, own.gradient)
+    pairs = [(ours.output, own.output), (ours.gradient, own.gradient)]
+    pairs += [(ours.gradients[name].flatten(), each.flatten()) for name, each in own.gradients.items()]
     return all(trial.close(*pair) for pair in pairs) and _is_same(own.more, ours.more)
 
 
@@ -188,6 +248,7 @@ def _reads_no_more(how: StackedBlock, twin: Any, inputs: Sequence[Tensor], own: 
     read = tuple(f"{name}." for name in ("experts", how.gate, how.shared, how.shared_gate) if name)
     tensors = [*twin.named_parameters(), *twin.named_buffers()]
     others = [each.detach() for name, each in tensors if not name.startswith(read) and name != how.correction]
+    others += trial.loose_tensors(twin)
     return trial.holds_whatever(others, lambda: _are_alike(own, _run_all(type(twin).forward, twin, inputs)))
 
 

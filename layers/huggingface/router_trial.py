@@ -73,7 +73,7 @@ def run(forward: Callable[..., Any], twin: Any, hidden_states: Tensor, *extra: T
 
 
 def parameter_gradients(tried: Tried, forward: Callable[..., Any], rows: Tensor) -> list[Tensor]:
-    """Of the twin's parameters, by what it gives for some rows in this forward."""
+    """Of the twin's parameters, flat, by what it gives for some rows in this forward."""
     tokens = tried.hidden_states.detach().clone().requires_grad_()
     returned = trial.run(forward, tried.twin, tokens, *tried.extra)
     flat = [each.reshape(-1, each.shape[-1]) for each in returned]
@@ -83,7 +83,7 @@ def parameter_gradients(tried: Tried, forward: Callable[..., Any], rows: Tensor)
     parameters = list(tried.twin.parameters())
     gradients = torch.autograd.grad(_total(logits, weights, ids.long()), parameters, allow_unused=True)
     pairs = zip(parameters, gradients, strict=True)
-    return [torch.zeros_like(each) if gradient is None else gradient for each, gradient in pairs]
+    return [(torch.zeros_like(each) if gradient is None else gradient).flatten() for each, gradient in pairs]
 
 
 def read(tokens: Tensor, returned: Any) -> Output:

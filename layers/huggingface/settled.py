@@ -59,23 +59,35 @@ def has_changed(module: nn.Module, settings: Settings) -> bool:
     """Whether the module's own code may compute something else than it did then."""
     if tuple(map(module.__dict__.get, settings.names)) != settings.values:
         return True
-    for each in settings.inside:
-        found = module._modules.get(each.path)  # `nn.Module` itself takes a microsecond to find one
-        found = get(module, each.path) if found is None else found
-        if (type(found) is not each.kind and found is not each.kind) or is_watched(found):
-            return True
-        if each.names and tuple(map(found.__dict__.get, each.names)) != each.values:
-            return True
-    return False
+    others = [each for each in settings.inside if _is_other(module, each)]
+    return bool(others)
+
+
+def _is_other(module: nn.Module, inside: Inside) -> bool:
+    """Whether what is inside a module is something else by now, or is watched."""
+    found = module._modules.get(inside.path)  # `nn.Module` itself takes a microsecond to find one
+    found = get(module, inside.path) if found is None else found
+    if (type(found) is not inside.kind and found is not inside.kind) or is_watched(found):
+        return True
+    return bool(inside.names) and tuple(map(found.__dict__.get, inside.names)) != inside.values
 
 
 def expect_options(module: nn.Module, settings: Settings) -> None:
-    """Raises ValueError where an option has changed, and the module's own code cannot run: its experts are stacked."""
+    """Raises ValueError where an option or a module inside has changed, and the module's own code cannot run.
+
+    That is so where its experts are stacked.
+    """
     for name, value in zip(settings.names, settings.values, strict=True):
         found = module.__dict__.get(name)
         if found != value:
             texts = name, describe(found), describe(value)
             value_error("{}={} was {} when experts were stacked: expected unpatch, then patch again", *texts)
+    for each in settings.inside:
+        if _is_other(module, each):
+            value_error(
+                "{} changed, or got hooks, after experts were stacked: expected unpatch, then patch",
+                each.path,
+            )
 
 
 def is_watched(module: Any) -> bool:
