@@ -5,7 +5,6 @@ logits, experts that only say which they are show how the block routes. Then the
 give the same, with gradients, in training as well.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from layers.huggingface import loops, precisions, probes, router_trial, trial
 from layers.huggingface.expert_modules import Mlp
 from layers.huggingface.loops import Choice, Given, StackedBlock
-from layers.huggingface.outside import TOKENS, tokens_of_all_sizes, twin_of
+from layers.huggingface.outside import TOKENS, other_batches, tokens_of_all_sizes, twin_of
 from layers.huggingface.settled import get, settings_of
 from layers.huggingface.stacked import StackedExperts, of_modules
 from moe_ops import RoutingConfig
@@ -27,7 +26,6 @@ _GATES = ("gate", "router")
 _IDS = (torch.int64, torch.int32)
 
 _MODES = (False, True)
-_MANY = 140
 _LARGE = 64.0  # to the third power in what an expert gives; a power of two, so that weights come back
 _NO_CHOICE = (
     "no gate or router gives logits [T, E] by which every token gets as many experts, nor ids and weights "
@@ -90,7 +88,7 @@ def _is_sum(
 
 def _is_sum_of_all(how: StackedBlock, twin: Any, ours: Any, tokens: Tensor) -> bool:
     """Whether ours gives the same for other tokens, without gradients and for every expert."""
-    is_alike = _are_everywhere(twin, ours, _other_inputs(tokens), _MODES[: 1 + how.trains], loops.forward)
+    is_alike = _are_everywhere(twin, ours, other_batches(tokens), _MODES[: 1 + how.trains], loops.forward)
     return is_alike and _visit_all(twin, ours, how.gate, tokens)
 
 
@@ -110,15 +108,8 @@ def calls_with_ids(block: Any, mlp: Mlp) -> bool:
     with trial.trial_mode():
         twin, ours, inputs = _twins(block, mlp)
         forward = type(twin).forward
-        is_alike = _are_everywhere(twin, ours, [*inputs, *_other_inputs(inputs[0])], _MODES, forward)
+        is_alike = _are_everywhere(twin, ours, [*inputs, *other_batches(inputs[0])], _MODES, forward)
         return is_alike and _are_large(twin, ours.eval(), inputs, ["experts."], forward)
-
-
-def _other_inputs(tokens: Tensor) -> list[Tensor]:
-    """Tokens in other shapes, and many that want the same experts."""
-    flat = tokens.flatten(0, 1)
-    rows = torch.arange(_MANY).view(2, -1) % len(flat)
-    return [flat[:5, None], flat[None, -7:], flat[-1] + flat[rows] / 1e4]
 
 
 def _visit_all(twin: Any, ours: Any, gate: str, tokens: Tensor) -> bool:
@@ -129,7 +120,7 @@ def _visit_all(twin: Any, ours: Any, gate: str, tokens: Tensor) -> bool:
     if any(not isinstance(each, Tensor) or each.shape != (num_experts, tokens.shape[-1]) for each in weights):
         return True
     for start in range(0, num_experts, 4):
-        with _scaled([each.data[start : start + 4] for each in weights], 4.0):
+        with trial.scaled([each.data[start : start + 4] for each in weights], 4.0):
             own = _run(type(twin).forward, twin.eval(), unit)
             if not _is_alike(own, _run(loops.forward, ours.eval(), unit)):
                 return False
@@ -158,17 +149,8 @@ def _are_large(
         for name, each in module.named_parameters()
         if name.startswith(tuple(read))
     ]
-    with _scaled(grown, _LARGE):
+    with trial.scaled(grown, _LARGE):
         return _are_alike(_run_all(type(twin).forward, twin, inputs), _run_all(forward, ours, inputs))
-
-
-@contextlib.contextmanager
-def _scaled(weights: Sequence[Tensor], factor: float) -> Iterator[None]:
-    for each in weights:
-        each.mul_(factor)
-    yield
-    for each in weights:
-        each.div_(factor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,16 @@ def holds_whatever(others: Sequence[Tensor], holds: Callable[[], bool]) -> bool:
             each.copy_(values)
 
 
+@contextlib.contextmanager
+def scaled(weights: Sequence[Tensor], factor: float) -> Iterator[None]:
+    """Weights times a power of two, so that they come back."""
+    for each in weights:
+        each.mul_(factor)
+    yield
+    for each in weights:
+        each.div_(factor)
+
+
 def _state(module: nn.Module) -> tuple[Any, ...]:
     held = (*module.parameters(), *module.buffers(), *loose_tensors(module))
     tensors = [(id(each), each._version) for each in held]

@@ -11,6 +11,7 @@ from layers import huggingface
 from moe_ops import RoutingConfig
 from tests.helpers import relative_error
 from tests.huggingface.loops import EXPERTS, HIDDEN, Expert, Loop, block
+from tests.huggingface.remote import CalledExperts, MiniMaxM2
 
 
 def hidden(*shape, seed=3):
@@ -142,6 +143,17 @@ KINDS = (
 def test_what_computes_something_else_elsewhere_is_left_alone(kind):
     report = huggingface.patch(block(kind), stack_experts=True)
     assert report.experts == () and len(report.left) == 1
+
+
+def test_a_list_that_is_called_and_has_no_room_in_training():
+    class Limited(CalledExperts):
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            output = super().forward(hidden_states, top_k_index, top_k_weights)
+            return output * (2 if self.training and len(output) > 100 else 1)
+
+    own = block(MiniMaxM2)
+    own.experts.__class__ = Limited
+    assert huggingface.patch(own, stack_experts=True).experts == ()
 
 
 def test_the_reason():
