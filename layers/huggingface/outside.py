@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.huggingface import gates, trial
+from layers.huggingface import experts, gates, trial
 from layers.huggingface.experts import experts_forward, settle
 
 TOKENS = 33
@@ -58,6 +58,22 @@ def collection_activation(module: Any) -> str | None:
             for each in inputs
         )
     return activation.spec if is_same else None
+
+
+def is_of_interface(module: Any) -> bool:
+    """Whether the code that a class of transformers' interface runs by itself ("eager") is what the interface runs.
+
+    It is taken to be where it cannot be tried.
+    """
+    with trial.trial_mode():
+        num_experts = experts.weights(module).w13.weight.shape[0]
+        twin, generator = twin_of(module, num_experts)
+        activation = experts.settled_activation(module)
+        twin.moe_ops_options = settle(twin, "auto", "auto", activation)
+        hidden_size = experts.weights(twin).w2.weight.shape[1]
+        given = next(iter(_routed(generator, num_experts, hidden_size)))
+        wanted = run(type(twin).forward.__wrapped__, twin.eval(), *given)
+        return not wanted or are_close(wanted, run(experts_forward, twin, *given))
 
 
 def _routed(

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.integrations import use_experts_implementation
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
 from layers import huggingface
 from layers.huggingface import blocks, gates, outside
@@ -134,6 +135,34 @@ def test_collections_that_are_something_else_elsewhere(methods):
 
 def test_collections_that_are_called_by_other_names():
     assert outside.Collection.is_kind(Collection()) and not outside.Collection.is_kind(OtherNames())
+
+
+class LimitedExperts(MixtralExperts):
+    """Whose own code limits what transformers' interface does not."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        final = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            token, place = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, -1)
+            rows = F.linear(self.act_fn(gate) * up.clamp(-0.1, 0.1), self.down_proj[expert])
+            final.index_add_(0, token, rows * top_k_weights[token, place, None])
+        return final
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@torch.no_grad()
+def test_experts_whose_own_code_is_not_the_interface_s(implementation):
+    kind = use_experts_implementation(type("Decorated", (LimitedExperts,), {}))
+    stock, ours = pair("mixtral", implementation=implementation)
+    for model in (stock, ours):
+        for name, each in model.named_modules():
+            if name.endswith(".experts"):
+                each.__class__ = kind
+    report = huggingface.patch(ours)
+    torch.testing.assert_close(ours(tokens(2, 6)).logits, stock(tokens(2, 6)).logits, rtol=1e-4, atol=1e-5)
+    why = "Decorated's own code, which runs as 'eager', is not what transformers' interface runs"
+    assert set(dict(report.left).values()) == ({why} if implementation == "eager" else set())
 
 
 class Callable:
