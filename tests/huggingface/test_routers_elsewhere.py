@@ -45,6 +45,11 @@ class LeastSum(Sigmoids):
         return weights / weights.sum(-1, keepdim=True).clamp(min=self.least)
 
 
+class LeastSumInTraining(LeastSum):
+    def normed(self, weights):
+        return super().normed(weights) if self.training else Sigmoids.normed(self, weights)
+
+
 class LeastWeight(Router):
     def forward(self, hidden_states):
         logits, weights, ids = super().forward(hidden_states)
@@ -105,6 +110,7 @@ UNLIKE = {
     "far away": (Limited, {"limits": (-500, 500)}),
     "least sum": (LeastSum, {"least": 1e-12}),
     "least sum of DeepSeek's": (LeastSum, {"least": 1e-20}),
+    "least sum in training": (LeastSumInTraining, {"least": 1e-12}),
     "least weight": (LeastWeight, {}),
     "one token": (OneToken, {}),
     "room": (Room, {"most": EXPERTS / 2 - 0.1, "in_training": False}),
