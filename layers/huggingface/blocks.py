@@ -6,6 +6,7 @@ code computes: where the two differ it is left as it is.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from torch import Tensor
 from layers._compat import has_global_hooks
 from layers.config import Emit, SaveForBackward, emitted
 from layers.huggingface import forwards, gates, trial
-from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes, twin_of
+from layers.huggingface.outside import (
+    TOKENS,
+    are_close,
+    other_batches,
+    run,
+    tokens_of_all_sizes,
+    twin_of,
+)
 from layers.huggingface.settled import Settings, has_changed, is_watched, settings_of
 from moe_ops import (
     RoutingConfig,
@@ -233,9 +241,11 @@ def _tried_block(block: Any, kind: type[BlockKind]) -> FoundBlock | None:
         if (hidden_size := next(sizes, None)) is None:  # quantised, its weight is no parameter
             return None
         tokens = tokens_of_all_sizes(generator, 10, 3, TOKENS // 3, hidden_size)
-        own = run(type(twin).forward, twin, tokens)
+        inputs = list(product((False, True), (tokens, *other_batches(tokens))))
+        own = [run(type(twin).forward, twin.train(mode), each) for mode, each in inputs]
         install(twin, found, "auto", "auto")
-        return found if are_close(own, run(kind.forward, twin, tokens)) else None
+        ours = (run(kind.forward, twin.train(mode), each) for mode, each in inputs)
+        return found if all(map(are_close, own, ours)) else None
 
 
 def install(block: Any, found: FoundBlock, emit: Emit, save_for_backward: SaveForBackward) -> None:

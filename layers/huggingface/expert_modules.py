@@ -54,7 +54,7 @@ def _functions(expert: nn.Module) -> list[str]:
 
 def _is(mlp: Mlp, twin: Any, generator: torch.Generator) -> bool:
     down = twin.get_parameter(mlp.down)
-    tokens = tokens_of_all_sizes(generator, 100, TOKENS, down.shape[0])
+    tokens = tokens_of_all_sizes(generator, 1e4, TOKENS, down.shape[0])
     act = activation_of(twin, mlp)
 
     def ours(expert: Any, hidden_states: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ between a block and its experts or its router, and these are looked through.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from layers.huggingface import forwards, quantised, routers
 from layers.huggingface.blocks import FoundBlock
-from layers.huggingface.experts import dispatches, is_dispatched
+from layers.huggingface.experts import dispatches, implementation, is_dispatched
 from layers.huggingface.recognise import Recogniser
 from layers.huggingface.stacked import StackedExperts
 
@@ -54,7 +55,7 @@ def find(model: nn.Module) -> Found:
     """Looks at every module of the model."""
     modules, recogniser = dict(model.named_modules()), Recogniser()
     candidates = {name: each for name, each in modules.items() if _are_experts(each, recogniser)}
-    left: Left = _refused_experts(candidates)
+    left: Left = _refused_experts(candidates, recogniser)
     refused = {name for name, _ in left}
     experts = {name: module for name, module in candidates.items() if name not in refused}
     found = _find_routers(experts | _names_again(modules, experts), modules, left, recogniser)
@@ -88,8 +89,10 @@ def _are_experts(module: nn.Module, recogniser: Recogniser) -> bool:
     )
 
 
-def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
-    reasons = {name: why for name, module in dispatched.items() if (why := _why_not_experts(module))}
+def _refused_experts(dispatched: dict[str, nn.Module], recogniser: Recogniser) -> Left:
+    reasons = {
+        name: why for name, module in dispatched.items() if (why := _why_not_experts(module, recogniser))
+    }
     configs = {name: getattr(module, "config", None) for name, module in dispatched.items()}
     refused_by_config = {id(configs[name]): name for name in reversed(reasons) if configs[name] is not None}
     left: Left = []
@@ -102,7 +105,7 @@ def _refused_experts(dispatched: dict[str, nn.Module]) -> Left:
     return left
 
 
-def _why_not_experts(module: nn.Module) -> str | None:
+def _why_not_experts(module: nn.Module, recogniser: Recogniser) -> str | None:
     has_scales = is_dispatched(module) and quantised.has_scales(module)
     if why := quantised.why_not(module) if has_scales else _why_not_weights(module):
         return why
@@ -112,7 +115,15 @@ def _why_not_experts(module: nn.Module) -> str | None:
         return f"{type(module).__name__} has a forward of its own around transformers' experts interface"
     if is_dispatched(module) and not isinstance(getattr(module, "config", None), PreTrainedConfig):
         return "it has no transformers config to name an experts implementation"
+    if _runs_its_own_code(module) and not has_scales and not recogniser.is_of_interface(module):
+        return f"{type(module).__name__}'s own code, which runs as 'eager', is not what transformers' interface runs"
     return None
+
+
+def _runs_its_own_code(module: Any) -> bool:
+    """Whether an experts module of transformers' interface does, and is not patched yet."""
+    is_new = is_dispatched(module) and not hasattr(module, "moe_ops_options")
+    return is_new and implementation(module.config) in (None, "eager")
 
 
 def _why_not_weights(module: nn.Module) -> str | None:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from layers.huggingface import router_trial, trial
 from layers.huggingface.router_trial import Tried
 from layers.huggingface.routers import OURS, Known, for_experts
-from layers.huggingface.settled import get
+from layers.huggingface.settled import below, get
 from layers.router import linear_in
 from moe_ops import topk_routing
 from moe_ops._checks import FLOATING_DTYPES
@@ -32,6 +32,7 @@ class Linear:
         product_dtype: of the product; None is that of the weight.
         logits_dtype: of the logits that are returned; None is that of the product.
         returned: "logits", "weights" and "ids" in the order returned.
+        dims: how many dimensions hidden states may have; of others the router makes something else.
     """
 
     weight: str
@@ -41,6 +42,7 @@ class Linear:
     product_dtype: torch.dtype | None
     logits_dtype: torch.dtype | None
     returned: tuple[str, ...]
+    dims: tuple[int, ...]
 
     @property
     def module(self) -> str:
@@ -48,14 +50,13 @@ class Linear:
         return self.weight.removesuffix(".weight") if self.weight.endswith(".weight") else ""
 
     @property
-    def inside(self) -> tuple[str, ...]:
-        """Paths of the modules that have what is read, but are not called."""
-        called = self.module if self.product_dtype is None else ""
-        paths = (self.module, self.bias.rpartition(".")[0], (self.correction or "").rpartition(".")[0])
-        return tuple(dict.fromkeys(path for path in paths if path not in ("", called)))
+    def called(self) -> tuple[str, ...]:
+        """The same, if it is called."""
+        return (self.module,) if self.module and self.product_dtype is None else ()
 
 
 _ONE = repr(1.0)
+_EVERY = (2, 3)
 _LEVELS = (0.5, 0.0, -0.5)
 """Of biases, in three tries: what is filled in for groups left out shows at the last."""
 
@@ -74,6 +75,9 @@ def known(router: nn.Module) -> Known | None:
 def forward(self: Any, hidden_states: Tensor, *given: Tensor | None, **named: Tensor | None) -> Any:
     """The forward such routers get. `given`, `named`: the selection bias, where the caller has it."""
     how: Linear = self.moe_ops_details
+    is_more = how.correction != "" and (given or named)
+    if is_more or hidden_states.dim() not in how.dims:
+        return type(self).forward(self, hidden_states, *given, **named)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     router_logits = logits_of(self, how, tokens)
     correction = _correction(self, how, (*given, *named.values()))
@@ -97,8 +101,8 @@ def arguments(router: Any, tokens: Tensor, given: Tensor | None) -> Router:
 
 def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
     """[T, E], as the family computes them."""
-    if how.module and how.product_dtype is None:
-        logits = _called(get(router, how.module), tokens)
+    if how.called:
+        logits = called(get(router, how.module), tokens)
     else:
         weight = get(router, how.weight)
         bias = get(router, how.bias) if how.bias else None
@@ -110,7 +114,7 @@ def logits_of(router: Any, how: Linear, tokens: Tensor) -> Tensor:
     return logits if how.multiplier == _ONE else logits * float(how.multiplier)
 
 
-def _called(module: Any, tokens: Tensor) -> Tensor:
+def called(module: Any, tokens: Tensor) -> Tensor:
     """What a linear module gives: it may have hooks that bring its weight, or be a quantised one by now."""
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and weight.dtype in FLOATING_DTYPES:
@@ -167,25 +171,63 @@ def _found(weight: str, tries: list[Tried]) -> Known | None:
     for bias, multiplier in _products(tried, weight):
         dtypes = _dtypes(tried, multiplier)
         for correction in _corrections(tried, bias):
-            how = Linear(weight, bias, repr(multiplier), correction, *dtypes, tried.output.names)
+            how = Linear(weight, bias, repr(multiplier), correction, *dtypes, tried.output.names, _EVERY)
             for routing in router_trial.configs(tried, _bias(tried, correction)):
-                found = Known(forward, routing, how, how.inside)
+                found = Known(forward, routing, how, below(tried.twin, *how.called))
                 if all(_is(found, each) for each in tries):
-                    return found
+                    return _narrowed(found, tried)
     return None
+
+
+def _narrowed(found: Known, tried: Tried) -> Known | None:
+    """For hidden states of as many dimensions as it is the same for in whatever numbers; None where there are none."""
+    batches = router_trial.other_batches(tried.hidden_states.flatten(0, -2))
+    dims = tuple(
+        [dim for dim, each in batches.items() if all(_is_for(found, tried, states) for states in each)]
+    )
+    return found._replace(details=replace(found.details, dims=dims)) if dims else None
+
+
+def _is_for(found: Known, tried: Tried, hidden_states: Tensor) -> bool:
+    """Whether it gives the same for other tokens, in both modes; and the router itself without gradients."""
+    twin, extra = settled(tried.twin, found), tried.extra
+    for mode in (True, False):
+        twin.train(mode)
+        try:
+            theirs = router_trial.run(type(twin).forward, twin, hidden_states, *extra)
+            with torch.no_grad():
+                alone = trial.run(type(twin).forward, twin, hidden_states, *extra)
+            ours = router_trial.run(found.forward, twin, hidden_states, *extra)
+            rows = router_trial.decided(theirs.logits, found.routing, _bias(tried, found.details.correction))
+        except (ValueError, RuntimeError):
+            return False
+        chosen = alone[theirs.names.index("weights")].flatten(0, -2).sort(1)[0]
+        is_same = router_trial.same(ours, theirs, rows) and trial.close(chosen, theirs.chosen)
+        if not is_same or ours.shapes != theirs.shapes:
+            return False
+    return True
 
 
 def _is(found: Known, tried: Tried) -> bool:
     bias = _bias(tried, found.details.correction)
     rows = router_trial.decided(tried.output.logits, found.routing, bias)
     is_same = agrees(found, tried, rows) and trains_alike(tried, rows) and _is_tied_alike(found, tried)
-    return is_same and _reads_no_more(found.details, tried, rows)
+    return is_same and _reads_no_more(found.details, tried, rows) and _gives_as_much(found, tried, rows)
+
+
+def _gives_as_much(found: Known, tried: Tried, rows: Tensor) -> bool:
+    """Whether parameters get the same gradients: a router may keep some from being trained."""
+    settled(tried.twin, found)
+    forwards = type(tried.twin).forward, found.forward
+    theirs, ours = (router_trial.parameter_gradients(tried, each, rows) for each in forwards)
+    return all(map(trial.close, ours, theirs))
 
 
 def _reads_no_more(how: Linear, tried: Tried, rows: Tensor) -> bool:
     """Whether nothing else of the router counts: a scale that is learned, a mask."""
     read = (how.weight, how.bias, how.correction)
     others = [each.detach() for name, each in _tensors(tried.twin) if name not in read]
+    others += trial.loose_tensors(tried.twin)
     return trial.holds_whatever(others, lambda: _gives_the_same(tried, rows))
 
 
@@ -222,10 +264,11 @@ def _products(tried: Tried, weight: str) -> Iterator[tuple[str, float]]:
 
 
 def _corrections(tried: Tried, bias: str) -> Iterator[str | None]:
-    """What may be added for selection: nothing, an argument, a tensor of the router."""
-    yield None
+    """What may be added for selection: an argument that is there for that; nothing, or a tensor of the router."""
     if tried.extra:
         yield ""
+        return
+    yield None
     for name, each in _tensors(tried.twin):
         if each.numel() == tried.output.num_experts and name != bias:
             yield name

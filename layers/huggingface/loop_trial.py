@@ -5,21 +5,19 @@ logits, experts that only say which they are show how the block routes. Then the
 give the same, with gradients, in training as well.
 """
 
-import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layers.huggingface import loops, router_trial, trial
+from layers.huggingface import loops, precisions, probes, router_trial, trial
 from layers.huggingface.expert_modules import Mlp
 from layers.huggingface.loops import Choice, Given, StackedBlock
-from layers.huggingface.outside import TOKENS, tokens_of_all_sizes, twin_of
-from layers.huggingface.router_trial import Output, Tried
+from layers.huggingface.outside import TOKENS, other_batches, tokens_of_all_sizes, twin_of
 from layers.huggingface.settled import get, settings_of
 from layers.huggingface.stacked import StackedExperts, of_modules
 from moe_ops import RoutingConfig
@@ -27,6 +25,7 @@ from moe_ops import RoutingConfig
 _GATES = ("gate", "router")
 _IDS = (torch.int64, torch.int32)
 
+_MODES = (False, True)
 _LARGE = 64.0  # to the third power in what an expert gives; a power of two, so that weights come back
 _NO_CHOICE = (
     "no gate or router gives logits [T, E] by which every token gets as many experts, nor ids and weights "
@@ -38,6 +37,10 @@ _NO_SUM = (
 )
 _OTHER_IN_TRAINING = (
     "in training it gives something else than the sum over experts that it gives in evaluation"
+)
+_OTHER_ELSEWHERE = (
+    "for few tokens, many that want the same experts, some expert, or without gradients it gives something else than "
+    "the sum over experts"
 )
 """Why experts that are modules stay modules."""
 
@@ -62,17 +65,31 @@ def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
         why = _NO_SUM
         for how in _ways(block, gate, routed, own[0], trains):
             ours.moe_ops_stacked = how
-            is_sum = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
-            read = [f"{name}." for name in ("experts", how.shared) if name]
-            if (
-                is_sum
-                and _reads_no_more(how, twin, inputs, own)
-                and _are_large(twin, ours, inputs, read, loops.forward)
-            ):
-                if not trains or _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
-                    return replace(how, widens=tuple(_widening(twin, inputs[0])))
+            if not _is_sum(how, twin, ours, inputs, own):
+                continue
+            if trains and not _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
                 why = _OTHER_IN_TRAINING
+            elif not _is_sum_of_all(how, twin, ours, inputs[0]):
+                why = _OTHER_ELSEWHERE
+            elif (settled := precisions.settled(how, twin, ours, inputs[0])) is not None:
+                return settled
     return why
+
+
+def _is_sum(
+    how: StackedBlock, twin: Any, ours: Any, inputs: Sequence[Tensor], own: Sequence["_Ran | str"]
+) -> bool:
+    """Whether ours gives in evaluation what the block gave, of what it is said to read and whatever its size."""
+    read = [f"{name}." for name in ("experts", how.shared) if name]
+    is_alike = _are_alike(own, _run_all(loops.forward, ours.eval(), inputs))
+    is_alike = is_alike and _reads_no_more(how, twin, inputs, own)
+    return is_alike and _are_large(twin, ours, inputs, read, loops.forward)
+
+
+def _is_sum_of_all(how: StackedBlock, twin: Any, ours: Any, tokens: Tensor) -> bool:
+    """Whether ours gives the same for other tokens, without gradients and for every expert."""
+    is_alike = _are_everywhere(twin, ours, other_batches(tokens), _MODES[: 1 + how.trains], loops.forward)
+    return is_alike and _visit_all(twin, ours, how.gate, tokens)
 
 
 def _twins(block: Any, mlp: Mlp) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
@@ -90,49 +107,59 @@ def calls_with_ids(block: Any, mlp: Mlp) -> bool:
         return False
     with trial.trial_mode():
         twin, ours, inputs = _twins(block, mlp)
-        for mode in (False, True):
-            own = _run_all(type(twin).forward, twin.train(mode), inputs)
-            if not _are_alike(own, _run_all(type(twin).forward, ours.train(mode), inputs)):
+        forward = type(twin).forward
+        is_alike = _are_everywhere(twin, ours, [*inputs, *other_batches(inputs[0])], _MODES, forward)
+        return is_alike and _are_large(twin, ours.eval(), inputs, ["experts."], forward)
+
+
+def _visit_all(twin: Any, ours: Any, gate: str, tokens: Tensor) -> bool:
+    """Whether both are alike in evaluation for tokens of every expert, where the gate has a weight for each."""
+    unit = tokens * (tokens.shape[-1] ** 0.5 / tokens.norm(dim=-1, keepdim=True))
+    weights: list[Any] = [getattr(getattr(each, gate), "weight", None) for each in (twin, ours)]
+    num_experts = len(twin.experts)
+    if any(not isinstance(each, Tensor) or each.shape != (num_experts, tokens.shape[-1]) for each in weights):
+        return True
+    for start in range(0, num_experts, 4):
+        with trial.scaled([each.data[start : start + 4] for each in weights], 4.0):
+            own = _run(type(twin).forward, twin.eval(), unit)
+            if not _is_alike(own, _run(loops.forward, ours.eval(), unit)):
                 return False
-        return _are_large(twin, ours.eval(), inputs, ["experts."], type(twin).forward)
+    return True
+
+
+def _are_everywhere(
+    twin: Any, ours: Any, inputs: Sequence[Tensor], modes: Sequence[bool], forward: Callable[..., Any]
+) -> bool:
+    """Whether both are alike for all of these, in these modes, with gradients and without."""
+    for mode, has_gradients in product(modes, (True, False)):
+        with torch.set_grad_enabled(has_gradients):
+            own = _run_all(type(twin).forward, twin.train(mode), inputs)
+            if not _are_alike(own, _run_all(forward, ours.train(mode), inputs)):
+                return False
+    return True
 
 
 def _are_large(
     twin: Any, ours: Any, inputs: Sequence[Tensor], read: Sequence[str], forward: Callable[..., Any]
 ) -> bool:
     """Whether both are alike in evaluation where experts give large numbers: limits on the output show."""
-    with _grown(twin.eval(), read), _grown(ours, read):
+    grown = [
+        each.data
+        for module in (twin.eval(), ours)
+        for name, each in module.named_parameters()
+        if name.startswith(tuple(read))
+    ]
+    with trial.scaled(grown, _LARGE):
         return _are_alike(_run_all(type(twin).forward, twin, inputs), _run_all(forward, ours, inputs))
-
-
-@contextlib.contextmanager
-def _grown(twin: nn.Module, read: Sequence[str]) -> Iterator[None]:
-    weights = [each.data for name, each in twin.named_parameters() if name.startswith(tuple(read))]
-    for each in weights:
-        each.mul_(_LARGE)
-    yield
-    for each in weights:
-        each.div_(_LARGE)
-
-
-def _widening(twin: Any, tokens: Tensor) -> Iterator[bool]:
-    """Modes in which 16 bits give float32: weights of a router may be, and sums are often meant to be."""
-    for is_training in (False, True):
-        try:
-            returned = trial.cast(twin, torch.bfloat16).train(is_training)(tokens.bfloat16())
-        except Exception:  # such a block does not run in 16 bits, and need not be like anything there
-            continue
-        output = returned[0] if isinstance(returned, tuple) else returned
-        if output.dtype == torch.float32:
-            yield is_training
 
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a forward gave: its output, that one's gradient, and what else it returned."""
+    """What a forward gave: its output, that one's gradients, by parameters as well, and what else it returned."""
 
     output: Tensor
     gradient: Tensor
+    gradients: dict[str, Tensor]
     more: tuple[Any, ...] | None
 
 
@@ -148,14 +175,27 @@ def _run(run: Callable[..., Any], twin: Any, tokens: Tensor) -> _Ran | str:
         output, *more = returned if type(returned) is tuple else (returned,)  # none with names
         if not isinstance(output, Tensor):
             return f"it returns a {type(output).__name__}, not its output or a tuple that begins with it"
-        weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
-        has_gradient = output.requires_grad
-        gradient = (
-            torch.autograd.grad((output * weight).sum(), leaf)[0] if has_gradient else torch.zeros_like(leaf)
-        )
+        gradient, gradients = _gradients(output, leaf, twin)
     except (ValueError, RuntimeError) as error:
         return repr(error.__cause__ or error)
-    return _Ran(output.detach(), gradient, tuple(more) if type(returned) is tuple else None)
+    return _Ran(output.detach(), gradient, gradients, tuple(more) if type(returned) is tuple else None)
+
+
+def _gradients(output: Tensor, leaf: Tensor, twin: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the tokens and, by the names that they had before experts were stacked, of the parameters."""
+    parameters = dict(twin.named_parameters())
+    inputs = [leaf, *parameters.values()]
+    given: Sequence[Tensor | None] = [None] * len(inputs)
+    if output.requires_grad:
+        weight = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64).view(output.shape)
+        given = torch.autograd.grad((output * weight).sum(), inputs, allow_unused=True)
+    pairs = zip(inputs, given, strict=True)
+    gradient, *rest = [torch.zeros_like(each) if found is None else found for each, found in pairs]
+    gradients = dict(zip(parameters, rest, strict=True))
+    if isinstance(twin.experts, StackedExperts):
+        for part in twin.experts.moe_ops_parts:
+            gradients[f"experts.{part.name}"] = part.of(gradients[f"experts.{part.parameter}"])
+    return gradient, gradients
 
 
 def _raises(twin: Any, tokens: Tensor) -> bool:
@@ -173,7 +213,8 @@ def _are_alike(own: Sequence[_Ran | str], ours: Sequence[_Ran | str]) -> bool:
 def _is_alike(own: _Ran | str, ours: _Ran | str) -> bool:
     if isinstance(own, str) or isinstance(ours, str):
         return False
-    pairs = (ours.output, own.output), (ours.gradient, own.gradient)
+    pairs = [(ours.output, own.output), (ours.gradient, own.gradient)]
+    pairs += [(ours.gradients[name].flatten(), each.flatten()) for name, each in own.gradients.items()]
     return all(trial.close(*pair) for pair in pairs) and _is_same(own.more, ours.more)
 
 
@@ -189,6 +230,7 @@ def _reads_no_more(how: StackedBlock, twin: Any, inputs: Sequence[Tensor], own: 
     read = tuple(f"{name}." for name in ("experts", how.gate, how.shared, how.shared_gate) if name)
     tensors = [*twin.named_parameters(), *twin.named_buffers()]
     others = [each.detach() for name, each in tensors if not name.startswith(read) and name != how.correction]
+    others += trial.loose_tensors(twin)
     return trial.holds_whatever(others, lambda: _are_alike(own, _run_all(type(twin).forward, twin, inputs)))
 
 
@@ -233,7 +275,7 @@ def _routed(block: Any, twin: Any, gate: str, tokens: Tensor, mlp: Mlp) -> list[
     corrections = ["", *(name for name in of_experts if not name.startswith(("experts.", f"{gate}.")))]
     if choices := list(_choices(twin, gate, tokens, corrections)):
         return choices
-    tried = _probed(block, gate, mlp, len(block.experts))
+    tried = probes.weights(block, gate, mlp, len(block.experts))
     if tried is None:
         return None
     logits = _given(getattr(twin, gate), tokens.flatten(0, 1))
@@ -270,52 +312,3 @@ def _places(given: tuple[Any, ...], tokens: Tensor) -> Iterator[tuple[int, int]]
         are_kinds = first.dtype in _IDS and second.is_floating_point()
         if are_kinds and first.shape == second.shape and first.dim() > 1 and first[..., 0].numel() == rows:
             yield ids, weights
-
-
-class _Probe(nn.Module):
-    """An expert that says which it is."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        said = torch.zeros_like(hidden_states)
-        if 0 <= self.place < hidden_states.shape[-1]:
-            said[..., self.place] = 1
-        return said
-
-
-def _probed(block: Any, gate: str, mlp: Mlp, num_experts: int) -> Tried | None:
-    """The weight of every expert for every token, as the block's own forward applies it."""
-    twin, generator = twin_of(block, num_experts)
-    hidden_size = next(twin.experts.children()).get_parameter(mlp.down).shape[0]
-    tokens = torch.randn(1, 3 * TOKENS, hidden_size, generator=generator, dtype=torch.float64)
-    tokens = tokens * torch.logspace(-1, 1, tokens.shape[1], dtype=torch.float64)[:, None]
-    for name, each in twin.named_parameters():
-        if name.startswith("shared"):
-            each.data.zero_()  # beside large outputs small weights would be rounded to nothing
-    starts = range(0, num_experts, hidden_size)
-    try:
-        logits = trial.in_float64(getattr(twin, gate), tokens[0]).detach()
-        silent = _output(twin, tokens, [-1] * num_experts)
-        said = [
-            _output(twin, tokens, [expert - start for expert in range(num_experts)]) - silent
-            for start in starts
-        ]
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-        return None
-    weights = torch.cat(said, -1)[:, :num_experts]
-    counts = (weights != 0).sum(-1)
-    if logits.shape != weights.shape or int(counts.min()) != int(counts.max()) or not int(counts[0]):
-        return None
-    chosen = weights[weights != 0].view(len(weights), -1)
-    output = Output(logits, weights, chosen, (), torch.empty(0), (), chosen.shape[1])
-    return Tried(twin, tokens, (), output)
-
-
-def _output(twin: Any, tokens: Tensor, places: list[int]) -> Tensor:
-    twin.experts = nn.ModuleList(map(_Probe, places))
-    returned = trial.in_float64(type(twin).forward, twin, tokens)
-    output = returned[0] if isinstance(returned, tuple) else returned
-    return output.detach().reshape(tokens.shape[1], -1)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layers.huggingface.linear_router import called
 from layers.huggingface.settled import expect_options, get
+from layers.router import linear_in
 from moe_ops import RoutingConfig, topk_routing
 from moe_ops._library import autocasts
 from moe_ops.errors import value_error
@@ -54,6 +56,7 @@ class StackedBlock:
         trains: whether the block's own code runs in training.
         returned: beside the output; None where the output is returned alone, not in a tuple.
         widens: modes, by whether they are training, in which 16 bits give float32 without autocast.
+        product_dtype: of the logits of a gate that is linear; None is that of its weight.
     """
 
     gate: str
@@ -66,6 +69,7 @@ class StackedBlock:
     trains: bool = True
     returned: tuple[Any, ...] | None = None
     widens: tuple[bool, ...] = ()
+    product_dtype: torch.dtype | None = None
 
 
 def forward(self: Any, *args: Tensor, **named: Tensor) -> Any:
@@ -99,12 +103,18 @@ def _chosen(
     gate = block.get_submodule(how.gate)
     correction = [get(block, how.correction)] if how.correction else []
     if isinstance(how.routing, RoutingConfig):
-        router_logits = gate(tokens)
+        router_logits = _logits(gate, how, tokens)
         weights, ids = topk_routing(router_logits, how.routing, *(each.flatten() for each in correction))
         return (router_logits,), ids, weights
     given = gate(tokens if how.routing.takes_tokens else hidden_states, *correction)
     ids, weights = given[how.routing.ids], given[how.routing.weights]
     return given, ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1])
+
+
+def _logits(gate: Any, how: StackedBlock, tokens: Tensor) -> Tensor:
+    if how.product_dtype is not None:
+        return linear_in(how.product_dtype, tokens, gate.weight, gate.bias)
+    return called(gate, tokens)
 
 
 class _WithLoss(torch.autograd.Function):

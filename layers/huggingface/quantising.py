@@ -87,5 +87,5 @@ def _quantise(
     scale = getattr(module, f"down_proj{SCALE}").dtype
     module.is_transposed, module.moe_ops_format = False, Format(rows, blocks, scale)
     options = module.moe_ops_options
-    inside = [path for path, _ in options.settings.inside]
+    inside = [each.path for each in options.settings.inside]
     module.moe_ops_options = replace(options, settings=settings_of(module, *inside))

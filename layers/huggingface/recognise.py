@@ -28,6 +28,10 @@ class Recogniser:
             else None
         )
 
+    def is_of_interface(self, experts: nn.Module) -> bool:
+        """Whether experts of transformers' interface compute by themselves what the interface does."""
+        return self._once(outside.is_of_interface, experts)
+
     def block(self, module: nn.Module) -> FoundBlock | None:
         """How to rebuild this block, or None."""
         return self._once(blocks.known_block, module)

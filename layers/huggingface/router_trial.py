@@ -10,10 +10,15 @@ from torch import Tensor, nn
 
 from layers.huggingface import trial
 from moe_ops import RoutingConfig, topk_routing
+from moe_ops.types import RoutingOrder, ScoreFn
 
-_ROWS = 100
-_SPREADS = ((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (1.0, -60.0), (2.0, 8.0), (1.0, -340.0))
+_SPREADS = (
+    *((1.0, 0.0), (4.0, 0.0), (0.2, 1.0), (2.0, 8.0), (1.0, -340.0)),
+    *((150.0, 0.0), (1.0, 600.0)),  # sigmoids are alike, softmaxes next to nothing; past most limits
+    *((1.0, -14.0), (1.0, -21.0), (1.0, -28.0), (1.0, -46.0), (1.0, -60.0)),  # sigmoids of an epsilon's size
+)
 """Scale and shift of the logits tried, row by row."""
+_ROWS = 12 * len(_SPREADS)
 _EPSILONS = (1e-20, 1e-15, 1e-12, 1e-9, 1e-8, 1e-6, 1e-5)
 
 
@@ -28,6 +33,8 @@ class Output:
         others: whatever else was returned.
         gradient: [T, H], of the logits and weights, each times a number of its own.
         names: "logits", "weights", "ids", or "" for anything else, in the order returned.
+        top_k: K.
+        shapes: of what was returned.
     """
 
     logits: Tensor
@@ -37,6 +44,7 @@ class Output:
     gradient: Tensor
     names: tuple[str, ...]
     top_k: int
+    shapes: tuple[torch.Size, ...] = ()
 
     @property
     def num_experts(self) -> int:
@@ -62,6 +70,20 @@ def run(forward: Callable[..., Any], twin: Any, hidden_states: Tensor, *extra: T
     """What a router returns in float64, with its gradient. Raises ValueError as `read` and `trial.run` do."""
     tokens = hidden_states.detach().clone().requires_grad_()
     return read(tokens, trial.run(forward, twin, tokens, *extra))
+
+
+def parameter_gradients(tried: Tried, forward: Callable[..., Any], rows: Tensor) -> list[Tensor]:
+    """Of the twin's parameters, flat, by what it gives for some rows in this forward."""
+    tokens = tried.hidden_states.detach().clone().requires_grad_()
+    returned = trial.run(forward, tried.twin, tokens, *tried.extra)
+    flat = [each.reshape(-1, each.shape[-1]) for each in returned]
+    logits, weights, ids = (
+        flat[tried.output.names.index(name)][rows] for name in ("logits", "weights", "ids")
+    )
+    parameters = list(tried.twin.parameters())
+    gradients = torch.autograd.grad(_total(logits, weights, ids.long()), parameters, allow_unused=True)
+    pairs = zip(parameters, gradients, strict=True)
+    return [(torch.zeros_like(each) if gradient is None else gradient).flatten() for each, gradient in pairs]
 
 
 def read(tokens: Tensor, returned: Any) -> Output:
@@ -94,14 +116,18 @@ def read(tokens: Tensor, returned: Any) -> Output:
         _gradient(tokens, flat[logits], flat[weights], flat[ids].long()),
         tuple(names.get(place, "") for place in range(len(flat))),
         shape[1],
+        tuple(each.shape for each in returned),
     )
 
 
 def _gradient(tokens: Tensor, logits: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Of sums in which each expert counts by a number of its own, so that the order of ids is of no matter."""
+    return torch.autograd.grad(_total(logits, weights, ids), tokens)[0].reshape(-1, tokens.shape[-1])
+
+
+def _total(logits: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """A sum in which each expert counts by a number of its own, so that the order of ids is of no matter."""
     by_expert = torch.linspace(0.5, 2.0, max(logits.shape[1], int(ids.max()) + 1), dtype=torch.float64)
-    total = (weights * by_expert[ids]).sum() + (logits * by_expert[: logits.shape[1]].sin()).sum()
-    return torch.autograd.grad(total, tokens)[0].reshape(-1, tokens.shape[-1])
+    return (weights * by_expert[ids]).sum() + (logits * by_expert[: logits.shape[1]].sin()).sum()
 
 
 def tokens_for(weight: Tensor) -> Tensor:
@@ -115,7 +141,7 @@ def tokens_for(weight: Tensor) -> Tensor:
         hidden_size**0.5
     )
     if not rest.shape[1]:
-        return torch.randn(_ROWS, hidden_size, generator=generator, dtype=torch.float64)
+        return spreads[:, :1] * torch.randn(_ROWS, hidden_size, generator=generator, dtype=torch.float64)
     return torch.cat([logits - rest @ weight[:, num_experts:].T, rest], 1)
 
 
@@ -124,6 +150,15 @@ def steer(weight: Tensor) -> None:
     num_experts, hidden_size = weight.shape
     if hidden_size > num_experts:
         weight.data[:, :num_experts] = torch.eye(num_experts, dtype=weight.dtype)
+
+
+def other_batches(flat: Tensor) -> dict[int, tuple[Tensor, ...]]:
+    """By number of dimensions, tokens in other numbers and shapes than [T, H], among them some that are alike."""
+    hot = flat[:1] + flat / 1e4  # they choose the same experts, of which some have no room for so many
+    return {
+        2: (flat[:1], flat[:7], hot),
+        3: (flat.unflatten(0, (2, -1)), flat.unflatten(0, (-1, 2)), flat[:1, None], hot[None]),
+    }
 
 
 def same(ours: Output, theirs: Output, rows: Tensor) -> bool:
@@ -158,12 +193,22 @@ def configs(tried: Tried, bias: Tensor | None) -> Iterator[RoutingConfig]:
             yield from _weighed(selection, plain[rows], wanted[rows], numbers(tried.twin))
 
 
+_SCORES: tuple[tuple[ScoreFn, RoutingOrder], ...] = (
+    ("softmax", "score_then_topk"),
+    # Sigmoids of large logits are alike, and rows in which such a tie decides are left out: logits are tried first.
+    ("sigmoid", "topk_then_score"),
+    ("sqrtsoftplus", "topk_then_score"),
+    ("sigmoid", "score_then_topk"),
+    ("sqrtsoftplus", "score_then_topk"),
+    ("softmax", "topk_then_score"),
+)
+
+
 def _selections(tried: Tried) -> Iterator[RoutingConfig]:
     top_k = tried.output.top_k
     for groups in _groups(tried):
-        for order in ("score_then_topk", "topk_then_score"):
-            for score_fn in ("softmax", "sigmoid", "sqrtsoftplus"):
-                yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)  # type: ignore[arg-type]
+        for score_fn, order in _SCORES:
+            yield RoutingConfig(top_k, score_fn, order, renormalize=False, **groups)
 
 
 def _groups(tried: Tried) -> Iterator[dict[str, Any]]:

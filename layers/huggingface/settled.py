@@ -13,8 +13,24 @@ from torch import nn
 
 from moe_ops.errors import describe, value_error
 
-_NO_OPTIONS = ("training", "layer_idx", "num_experts")
+_NO_OPTIONS = frozenset(vars(nn.Module())) | {"layer_idx", "num_experts", "_is_hf_initialized"}
 """Plain attributes that say how or where a module runs, or what its weights say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a module that our code does not call was.
+
+    Attributes:
+        path: where it is.
+        kind: its class; a function stands for itself.
+        names, values: plain attributes.
+    """
+
+    path: str
+    kind: Any
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,40 +39,55 @@ class Settings:
 
     Attributes:
         names, values: plain attributes.
-        inside: class of each module inside that our code does not call, by path; a function stands for itself.
+        inside: each module inside that our code does not call.
     """
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
-    inside: tuple[tuple[str, Any], ...]
+    inside: tuple[Inside, ...]
 
 
 def settings_of(module: nn.Module, *inside: str) -> Settings:
     """Those of a module, and of what it has at these paths."""
-    options = {name: value for name, value in vars(module).items() if _is_option(name, value)}
-    kinds = tuple([(path, _kind(get(module, path))) for path in inside])
-    return Settings(tuple(options), tuple(options.values()), kinds)
+    found = [(path, get(module, path)) for path in inside]
+    return Settings(
+        *_options(module), tuple([Inside(path, _kind(each), *_options(each)) for path, each in found])
+    )
 
 
 def has_changed(module: nn.Module, settings: Settings) -> bool:
     """Whether the module's own code may compute something else than it did then."""
     if tuple(map(module.__dict__.get, settings.names)) != settings.values:
         return True
-    for path, kind in settings.inside:
-        found = module._modules.get(path)  # `nn.Module` itself takes a microsecond to find one
-        found = get(module, path) if found is None else found
-        if (type(found) is not kind and found is not kind) or is_watched(found):
-            return True
-    return False
+    others = [each for each in settings.inside if _is_other(module, each)]
+    return bool(others)
+
+
+def _is_other(module: nn.Module, inside: Inside) -> bool:
+    """Whether what is inside a module is something else by now, or is watched."""
+    found = module._modules.get(inside.path)  # `nn.Module` itself takes a microsecond to find one
+    found = get(module, inside.path) if found is None else found
+    if (type(found) is not inside.kind and found is not inside.kind) or is_watched(found):
+        return True
+    return bool(inside.names) and tuple(map(found.__dict__.get, inside.names)) != inside.values
 
 
 def expect_options(module: nn.Module, settings: Settings) -> None:
-    """Raises ValueError where an option has changed, and the module's own code cannot run: its experts are stacked."""
+    """Raises ValueError where an option or a module inside has changed, and the module's own code cannot run.
+
+    That is so where its experts are stacked.
+    """
     for name, value in zip(settings.names, settings.values, strict=True):
         found = module.__dict__.get(name)
         if found != value:
             texts = name, describe(found), describe(value)
             value_error("{}={} was {} when experts were stacked: expected unpatch, then patch again", *texts)
+    for each in settings.inside:
+        if _is_other(module, each):
+            value_error(
+                "{} changed, or got hooks, after experts were stacked: expected unpatch, then patch",
+                each.path,
+            )
 
 
 def is_watched(module: Any) -> bool:
@@ -82,9 +113,22 @@ def get(module: Any, path: str) -> Any:
     return module
 
 
+def below(module: nn.Module, *called: str) -> tuple[str, ...]:
+    """Paths of all modules inside, but for those of these names and what is inside them."""
+    names = [name for name, _ in module.named_modules() if name]
+    return tuple([name for name in names if not any(f"{name}.".startswith(f"{each}.") for each in called)])
+
+
+def _options(found: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    if not isinstance(found, nn.Module):
+        return (), ()
+    options = {name: value for name, value in vars(found).items() if _is_option(name, value)}
+    return tuple(options), tuple(options.values())
+
+
 def _is_option(name: str, value: Any) -> bool:
     is_plain = value is None or isinstance(value, bool | int | float | str)
-    return is_plain and not name.startswith(("_", "moe_ops")) and name not in _NO_OPTIONS
+    return is_plain and not name.startswith("moe_ops") and name not in _NO_OPTIONS
 
 
 def _kind(found: Any) -> Any:

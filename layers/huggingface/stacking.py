@@ -16,7 +16,7 @@ from layers.huggingface.expert_modules import Mlp, known_mlp
 from layers.huggingface.loops import StackedBlock
 from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes, twin_of
 from layers.huggingface.recognise import form
-from layers.huggingface.settled import settings_of
+from layers.huggingface.settled import below, is_watched, settings_of
 from layers.huggingface.stacked import MaskedExperts, StackedExperts, of_modules, of_rows
 from moe_ops import RoutingConfig
 
@@ -50,7 +50,7 @@ def stack(model: nn.Module) -> dict[str, str]:
         key = form(block)
         if key not in known:
             known[key] = _found(block)
-        if why := _why_not(known[key], block.experts, uses):
+        if why := _why_not(known[key], block, uses):
             apart[name] = why
         elif known[key] is not None:
             _stack(block, *known[key])
@@ -119,11 +119,20 @@ def _uses(model: nn.Module) -> Counter[int]:
     return Counter(id(each) for kind in held for each in kind.values())
 
 
-def _why_not(found: Any, experts: Any, uses: Counter[int]) -> str | None:
+def _why_not(found: Any, block: Any, uses: Counter[int]) -> str | None:
     """Why experts of which `found` says how they are rebuilt stay as they are."""
     if found is None or isinstance(found, str):
         return found
-    return _why_apart(experts, uses)
+    how: StackedBlock | None = found[0]
+    for name in () if how is None else _not_called(block, how):
+        if is_watched(block.get_submodule(name)):
+            return f"{name} has hooks or a forward of its own, and would not be called"
+    return _why_apart(block.experts, uses)
+
+
+def _not_called(block: nn.Module, how: StackedBlock) -> tuple[str, ...]:
+    """Paths of modules of a block that are not called when its experts are stacked."""
+    return below(block, *filter(None, ("experts", how.gate, how.shared, how.shared_gate)))
 
 
 def _why_apart(experts: Any, uses: Counter[int]) -> str | None:
@@ -187,7 +196,7 @@ def _is_masked(experts: Any, mlp: Mlp) -> bool:
         tokens = tokens_of_all_sizes(generator, 100, TOKENS, hidden_size)
         own = run(type(twin).forward, twin.train(), tokens, mask, weights)
         ours = run(MaskedExperts.forward, of_modules(twin, mlp, MaskedExperts), tokens, mask, weights)
-        return are_close(own, ours)
+        return are_close(own[:3], ours[:3])  # weights are others' gradients
 
 
 def _stack(block: Any, how: StackedBlock | None, mlp: Mlp | None, kind: type[StackedExperts]) -> None:
@@ -195,5 +204,5 @@ def _stack(block: Any, how: StackedBlock | None, mlp: Mlp | None, kind: type[Sta
     with torch.inference_mode(False):  # of which tensors neither train nor load weights later
         block.experts = of_rows(own) if mlp is None else of_modules(own, mlp, kind)
     if how is not None:
-        block.moe_ops_stacked, block.moe_ops_settings = how, settings_of(block)
+        block.moe_ops_stacked, block.moe_ops_settings = how, settings_of(block, *_not_called(block, how))
         forwards.replace(block, loops.forward)

@@ -9,7 +9,15 @@ import contextlib
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -19,6 +27,7 @@ from transformers import PreTrainedConfig
 from layers.huggingface._compat import REPLICATE, RewriteCalls, real_tensors
 
 _SAME: Mapping[int, int] = {}
+_CONTAINERS = (MutableSequence, MutableMapping, MutableSet)
 
 CLOSE = 1e-9
 """Relative, in float64: what a sum in another order may differ by, and no other formula."""
@@ -81,9 +90,34 @@ def holds_whatever(others: Sequence[Tensor], holds: Callable[[], bool]) -> bool:
             each.copy_(values)
 
 
+@contextlib.contextmanager
+def scaled(weights: Sequence[Tensor], factor: float) -> Iterator[None]:
+    """Weights times a power of two, so that they come back."""
+    for each in weights:
+        each.mul_(factor)
+    yield
+    for each in weights:
+        each.div_(factor)
+
+
 def _state(module: nn.Module) -> tuple[Any, ...]:
-    tensors = [(id(each), each._version) for each in (*module.parameters(), *module.buffers())]
-    return tensors, [[(name, id(value)) for name, value in own_attributes(each)] for each in module.modules()]
+    held = (*module.parameters(), *module.buffers(), *loose_tensors(module))
+    tensors = [(id(each), each._version) for each in held]
+    own = [own_attributes(each) for each in module.modules()]
+    return tensors, [[(name, id(value), _inside(value)) for name, value in each] for each in own]
+
+
+def _inside(value: Any) -> list[int]:
+    """What a container holds, in which some keep a loss or what they saw last."""
+    if not isinstance(value, _CONTAINERS):
+        return []
+    return list(map(id, value.values() if isinstance(value, MutableMapping) else value))
+
+
+def loose_tensors(module: nn.Module) -> list[Tensor]:
+    """Tensors that are plain attributes, no parameters and no buffers."""
+    values = (value for each in module.modules() for _, value in own_attributes(each))
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
@@ -99,12 +133,19 @@ def skeleton(
 ) -> Any:
     """The module around other tensors: `make` gives one for each, by its name in the module and what it stands for.
 
-    Attributes are shared, hooks and forwards of the instance are left out: it runs the code of its class. Sizes of
-    tensors, and numbers among the attributes and in configs, are replaced as `sizes` says.
+    Attributes are shared, but for tensors and containers; hooks and forwards of the instance are left out: it runs the
+    code of its class. Sizes of tensors, and numbers among the attributes and in configs, are replaced as `sizes` says.
     """
     twin = module.__class__.__new__(module.__class__)
     own = {key: value for key, value in vars(module).items() if key not in OF_INSTANCE}
-    vars(twin).update({key: _small(value, sizes) for key, value in own.items()})
+    vars(twin).update(
+        {
+            key: make(name + key, _resized(value, sizes))
+            if isinstance(value, Tensor)
+            else _small(value, sizes)
+            for key, value in own.items()
+        }
+    )
     for kind in _HOOKS & vars(module).keys():
         vars(twin)[kind] = OrderedDict()
     for kind in ("_parameters", "_buffers"):
@@ -122,6 +163,8 @@ def skeleton(
 def _small(value: Any, sizes: Mapping[int, int]) -> Any:
     if _is_size(value, sizes):
         return sizes[value]
+    if isinstance(value, _CONTAINERS):  # a trial may put something into it
+        return copy.copy(value)
     if not sizes or not isinstance(value, PreTrainedConfig):
         return value
     small = copy.copy(value)

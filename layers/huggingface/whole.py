@@ -9,7 +9,7 @@ gradients, in training, in autocast and compiled, where passes find more to fuse
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import Any, Literal, get_args
@@ -30,9 +30,17 @@ from layers.huggingface import (
 )
 from layers.huggingface.experts import ExpertsOptions, is_dispatched
 from layers.huggingface.finding import Found, FoundRouter
-from layers.huggingface.outside import TOKENS, are_close, run, tokens_of_all_sizes, twin_of
+from layers.huggingface.outside import (
+    TOKENS,
+    are_close,
+    is_same_everywhere,
+    other_batches,
+    run,
+    tokens_of_all_sizes,
+    twin_of,
+)
 from layers.huggingface.recognise import form
-from layers.huggingface.settled import Settings, has_changed, has_hooks, settings_of
+from layers.huggingface.settled import Settings, below, has_changed, has_hooks, settings_of
 from moe_ops import _library
 from moe_ops.arguments import FusedMoe, Placement, SharedExpert, TopkRouting
 from moe_ops.fused_experts import run as run_experts
@@ -40,6 +48,8 @@ from moe_ops.fused_moe import run as run_moe
 from moe_ops.shared import run as run_with_shared
 
 Returned = Literal["", "logits", "weights"]
+
+_LARGE = 64.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,8 @@ def find(model: nn.Module, found: Found, options: dict[str, ExpertsOptions]) -> 
 def install(block: Any, parts: Parts) -> None:
     """Replaces the forward of this one block."""
     mlp = parts.mlp and shared_experts.settled(block._modules[parts.shared[0]], parts.mlp)
-    block.moe_ops_whole = Whole(parts, settings_of(block), mlp)
+    beside = below(block, parts.experts, parts.router, *parts.shared)
+    block.moe_ops_whole = Whole(parts, settings_of(block, *beside), mlp)
     forwards.replace(block, forward)
 
 
@@ -186,11 +197,13 @@ def _known(block: Any, own: str, name: str, router: FoundRouter, options: Expert
         linear_router.settled(twin._modules[name], router.known)
         hidden_size = _settled(twin._modules[own], options)
         tokens = tokens_of_all_sizes(generator, 10, 3, TOKENS // 3, hidden_size)
-        inputs = tokens, tokens[-1:, -1:]  # one token may go another way
-        wanted = [run(type(twin).forward, twin, each) for each in inputs]
+        wanted = run(type(twin).forward, twin, tokens)
         sums = _sums(twin, own, name, router.known.details)
-        parts = next((parts for parts in sums if _is(parts, twin, inputs, wanted)), None)
-        if parts is None or not parts.shared:
+        alike = (each for each in sums if are_close(wanted, run(_summing(each), twin, tokens)))
+        parts = next(alike, None)
+        if parts is None or not _is_everywhere(parts, twin, tokens):
+            return None
+        if not parts.shared:
             return parts
         shared, *gates = (twin._modules[name] for name in parts.shared)
         rows = tokens_of_all_sizes(generator, 100, TOKENS, hidden_size)
@@ -215,9 +228,28 @@ def _sums(block: Any, own: str, router: str, how: linear_router.Linear) -> Itera
         yield Parts(own, router, names, correction, returned)
 
 
-def _is(parts: Parts, twin: Any, inputs: Sequence[Tensor], wanted: list[list[Tensor]]) -> bool:
+def _is_everywhere(parts: Parts, twin: Any, tokens: Tensor) -> bool:
+    """Whether the block is that sum for other tokens, with large experts and whatever is in tensors beside."""
+    own, ours = type(twin).forward, _summing(parts)
+    read = tuple(f"{name}." for name in (parts.experts, parts.router, *parts.shared))
+    tensors = [*twin.named_parameters(), *twin.named_buffers()]
+    others = [
+        each.detach() for name, each in tensors if not name.startswith(read) and name != parts.correction
+    ]
+    large = [each.data for name, each in twin.named_parameters() if name.startswith((read[0], *read[2:]))]
+    with trial.scaled(large, _LARGE):
+        if not are_close(run(own, twin, tokens), run(ours, twin, tokens)):
+            return False
+
+    def holds() -> bool:
+        return are_close(run(own, twin, tokens), run(ours, twin, tokens))
+
+    is_same = all(is_same_everywhere(own, ours, twin, each) for each in other_batches(tokens))
+    return is_same and trial.holds_whatever([*others, *trial.loose_tensors(twin)], holds)
+
+
+def _summing(parts: Parts) -> Any:
     def summed(block: Any, hidden_states: Tensor) -> Any:
         return total(block, parts, hidden_states)
 
-    found = (run(summed, twin, each) for each in inputs)
-    return all(are_close(each, ours) for each, ours in zip(wanted, found, strict=True))
+    return summed

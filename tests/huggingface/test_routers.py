@@ -66,14 +66,14 @@ def test_options_are_told_apart(options, routing):
     known = Recogniser().known(Router(**options))
     assert known.routing == routing
     assert known.details == Linear(
-        "weight", "", "1.0", "bias", torch.float32, None, ("logits", "weights", "ids")
+        "weight", "", "1.0", "bias", torch.float32, None, ("logits", "weights", "ids"), (2,)
     )
 
 
 def test_a_router_that_chooses_all():
-    """Its weights have the shape of its logits, and its selection bias is of no matter."""
+    """Its weights have the shape of its logits, and what it chooses by is of no matter."""
     known = Recogniser().known(Router(top_k=EXPERTS, kept=4))
-    assert known.routing == RoutingConfig(EXPERTS, "sigmoid", renorm_eps=1e-20, scale=1.5)
+    assert known.routing == RoutingConfig(EXPERTS, "sigmoid", "topk_then_score", renorm_eps=1e-20, scale=1.5)
     assert known.details.returned == ("logits", "weights", "ids")
 
 
