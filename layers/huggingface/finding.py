@@ -51,9 +51,9 @@ class Found:
     left: tuple[tuple[str, str], ...]
 
 
-def find(model: nn.Module) -> Found:
+def find(model: nn.Module, recogniser: Recogniser) -> Found:
     """Looks at every module of the model."""
-    modules, recogniser = dict(model.named_modules()), Recogniser()
+    modules = dict(model.named_modules())
     candidates = {name: each for name, each in modules.items() if _are_experts(each, recogniser)}
     left: Left = _refused_experts(candidates, recogniser)
     refused = {name for name, _ in left}

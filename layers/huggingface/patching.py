@@ -17,6 +17,7 @@ from layers.huggingface import blocks, experts, forwards, loading, routers, shar
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.finding import Found, find
 from layers.huggingface.outside import Collection
+from layers.huggingface.recognise import Recogniser
 from layers.huggingface.report import PatchReport
 from layers.huggingface.stacked import StackedExperts
 
@@ -42,9 +43,10 @@ def patch(
     experts.register()
     apart = stacking.stack(model) if stack_experts else {}
     stacking.resume(model)
-    found = find(model)
+    recogniser = Recogniser()
+    found = find(model, recogniser)
     options = {
-        name: experts.settle(module, emit, save_for_backward, experts.settled_activation(module))
+        name: experts.settle(module, emit, save_for_backward, recogniser.activation(module))
         for name, module in found.experts.items()
     }
     wholes = whole.find(model, found, options)

@@ -16,6 +16,7 @@ from transformers.distributed.tensor_parallel import (
 
 from layers._checks import expect_type
 from layers.huggingface.finding import find
+from layers.huggingface.recognise import Recogniser
 from layers.parallel.layout import ExpertsLayout, of_transformers_experts
 from layers.parallel.styles import ExpertParallel, ExpertTensorParallel
 
@@ -38,7 +39,7 @@ def tp_plan(model: nn.Module, style: Any) -> dict[str, str]:
     expect_type("style", style, (ExpertParallel, ExpertTensorParallel))
     rest: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     plan = rest if style.dispatcher == "allreduce" else dict.fromkeys(rest, _ALONE)
-    for name, experts in find(model).experts.items():
+    for name, experts in find(model, Recogniser()).experts.items():
         below = f"{_rule(name)}."
         plan = {rule: kind for rule, kind in plan.items() if not rule.startswith(below)}
         plan |= _experts_rules(name, experts, style)

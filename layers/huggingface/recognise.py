@@ -7,6 +7,7 @@ from torch import nn
 
 from layers.huggingface import blocks, linear_router, outside, router_kinds, trial
 from layers.huggingface.blocks import FoundBlock
+from layers.huggingface.experts import settled_activation
 from layers.huggingface.routers import Known
 
 
@@ -27,6 +28,10 @@ class Recogniser:
             if outside.Collection.is_kind(experts)
             else None
         )
+
+    def activation(self, experts: nn.Module) -> str | None:
+        """The spec of the experts' activation, or None when only the module itself can compute it."""
+        return self._once(settled_activation, experts)
 
     def is_of_interface(self, experts: nn.Module) -> bool:
         """Whether experts of transformers' interface compute by themselves what the interface does."""
