@@ -208,11 +208,11 @@ def test_compiled_code_follows():
     assert ran == [False, True, False, True]
 
 
-@pytest.mark.parametrize("broken", ["find", "settled_activation", "deepcopy"])
+@pytest.mark.parametrize("broken", ["find", "settle", "deepcopy"])
 def test_a_failure_leaves_the_model_as_it_was(broken, monkeypatch):
     model = tiny_model("gpt_oss")
     before = snapshot(model)
-    owner = {"find": patching, "settled_activation": patching.experts, "deepcopy": patching.copy}[broken]
+    owner = {"find": patching, "settle": patching.experts, "deepcopy": patching.copy}[broken]
     works, calls = getattr(owner, broken), []
 
     def fails_at_last(*args):
