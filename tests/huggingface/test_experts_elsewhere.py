@@ -8,7 +8,7 @@ from transformers.integrations import use_experts_implementation
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
 from layers import huggingface
-from layers.huggingface import blocks, gates, outside
+from layers.huggingface import blocks, gates, outside, recognise
 from tests.coverage.cases import stock_model
 from tests.huggingface.families import HIDDEN, pair, tokens
 from tests.huggingface.loops import EXPERTS, INTER
@@ -262,3 +262,13 @@ def test_hooks_beside_router_and_experts():
     output, operators = ran(ours, hidden(2, 5, HIDDEN))
     assert operators == PARTS
     torch.testing.assert_close(output, stock(hidden(2, 5, HIDDEN)))
+
+
+def test_gates_of_alike_layers_are_tried_once(monkeypatch):
+    tried, own = [], recognise.settled_activation
+    monkeypatch.setattr(
+        recognise, "settled_activation", lambda experts: (tried.append(experts), own(experts))[1]
+    )
+    report = huggingface.patch(stock_model("gpt_oss"))
+    specs = {spec for path, spec in report.computed if path.endswith("experts")}
+    assert len(report.experts) >= 2 and len(tried) == len(specs) == 1

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from layers import huggingface
-from layers.huggingface import gates, recognise, trial
+from layers.huggingface import gates, trial
 from layers.huggingface.linear_router import Linear
 from layers.huggingface.recognise import Recogniser
 from moe_ops import RoutingConfig
@@ -239,16 +239,6 @@ def test_alike_routers_are_tried_once(monkeypatch):
     first, count = recogniser.known(Router()), len(tried)
     assert recogniser.known(Router()) is first and len(tried) == count
     assert recogniser.known(Router(scale=2.0)) is not first and len(tried) > count
-
-
-def test_gates_of_alike_layers_are_tried_once(monkeypatch):
-    tried, own = [], recognise.settled_activation
-    monkeypatch.setattr(
-        recognise, "settled_activation", lambda experts: (tried.append(experts), own(experts))[1]
-    )
-    report = huggingface.patch(stock_model("gpt_oss"))
-    specs = {spec for path, spec in report.computed if path.endswith("experts")}
-    assert len(report.experts) >= 2 and len(tried) == len(specs) == 1
 
 
 GATES = {
