@@ -5,18 +5,18 @@ from typing import Any
 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 
 class RewriteCalls(TorchDispatchMode):
-    """Runs every operator with other arguments."""
+    """Runs every operator with other arguments, but for what lists of them hold."""
 
     def rewritten(self, value: Any) -> Any:
         """What stands for an argument."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*tree_map(self.rewritten, args), **tree_map(self.rewritten, kwargs or {}))
+        named = {name: self.rewritten(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self.rewritten, args), **named)
 
 
 REPLICATE = "_replicate_for_data_parallel"
