@@ -13,7 +13,7 @@ import triton.language as tl
 
 from moe_ops.e2m1 import FLOAT8, SCALES
 from moe_ops.kernels.common import INTERPRETED, cdiv, dot, finished, offset, sources_of_tile
-from moe_ops.kernels.gemm_config import rows_per_tile
+from moe_ops.kernels.gemm_config import is_tuned, rows_per_tile
 from moe_ops.kernels.gemm_tables import LaunchConfig
 from moe_ops.kernels.gpu import Gpu
 from moe_ops.kernels.pairs_numbers import (
@@ -274,14 +274,15 @@ def scaled_pairs_kernel(
 def scaled_pairs_config(args: Any, rows_per_expert: float, is_boxed: bool, gpu: Gpu) -> PairsConfig:
     """By measurement on an H200. Weights that come in no boxes take registers.
 
-    Low tiles whose scales come together in steps of 128 columns, those of MXFP4, take 0.82 to 1.00 of the time so.
+    Low tiles whose scales come together in steps of 128 columns, those of MXFP4, take 0.82 to 1.00 of the time so. High
+    ones spill on GPUs after Hopper.
     """
     linear, in_16_bits = args.weight, is_in_16_bits(args.weight, args.x.dtype)
     if not in_16_bits or not is_boxed:
         table = ONE_BY_ONE if in_16_bits else IN_32_BITS
         return table[min(rows_per_tile(rows_per_expert), max(table))]
     if rows_per_expert > _MIXED_ROWS:
-        is_high = linear.scale.dtype == FLOAT8 and rows_per_expert > _HIGH_ROWS
+        is_high = linear.scale.dtype == FLOAT8 and rows_per_expert > _HIGH_ROWS and is_tuned(gpu)
         return HIGH if is_high else IN_16_BITS[128]
     if rows_per_expert > _LOW_ROWS or _are_few(linear.weight, gpu):
         return MIXED

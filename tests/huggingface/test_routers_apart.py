@@ -90,22 +90,27 @@ class Counting(Router):
 class Inside(Router):
     """A module of its keeps what it saw last, as one with a hook for statistics does."""
 
-    def __init__(self):
+    def __init__(self, what):
         super().__init__()
-        self.seen = Keeping()
+        self.seen = Keeping(what)
 
     def logits(self, hidden_states):
         return self.seen(super().logits(hidden_states))
 
 
 class Keeping(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
     def forward(self, logits):
-        self.last = logits.detach()
+        self.last = self.what(logits)
         return logits
 
 
-def test_what_a_module_inside_keeps_counts_too():
-    assert Recogniser().known(Inside()) is None
+@pytest.mark.parametrize("what", [torch.detach, len], ids=["a tensor", "a number"])
+def test_what_a_module_inside_keeps_counts_too(what):
+    assert Recogniser().known(Inside(what)) is None
 
 
 def test_tensors_are_as_they_were_when_others_have_been_tried():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ops.kernels.dequantise_weight import takes
-from moe_ops.kernels.gpu import H200
+from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.pairs import PAIRS
 from tests.helpers import mixed, usually
 from tests.kernels import oracles, test_scaled_exact as of_layers
@@ -230,9 +230,9 @@ def test_many_rows_are_high_tiles():
     """What becomes of scales is worth so many rows more than of other formats."""
     weight, offsets = meta(8, 256, 128, dtype=PAIRS), meta(9, dtype=torch.int32)
 
-    def height(rows, scale, dtype=torch.bfloat16):
+    def height(rows, scale, dtype=torch.bfloat16, gpu=H200):
         given = meta(rows, 256, dtype=dtype), weight, scale, offsets, *(None,) * 5, 1, 256 // scale.shape[2]
-        args = program_of("scaled_grouped_gemm", *given, dtype, gpu=H200).launches[-1].args
+        args = program_of("scaled_grouped_gemm", *given, dtype, gpu=gpu).launches[-1].args
         return args["BLOCK_M"], args["MIXED"]
 
     scale = meta(8, 256, 16, dtype=FLOAT8)
@@ -240,6 +240,7 @@ def test_many_rows_are_high_tiles():
     for each in (meta(8, 256, 8, dtype=PAIRS), meta(8, 256, 8), meta(8, 256, 2, dtype=torch.float32)):
         assert height(8 * 200, each) == (128, False)
     assert height(8 * 200, scale, torch.float32) == (32, False)
+    assert height(8 * 200, scale, gpu=Gpu(120, 188, 99 * 1024)) == (128, False)
 
 
 def _planned(depth=256, block=(1, 16), scale=None, x=None):
