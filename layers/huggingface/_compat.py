@@ -8,15 +8,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class RewriteCalls(TorchDispatchMode):
-    """Runs every operator with other arguments, but for what lists of them hold."""
+    """Runs every operator with other named arguments, among which are the dtypes that it is asked for."""
 
     def rewritten(self, value: Any) -> Any:
-        """What stands for an argument."""
+        """What stands for a named argument."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = {name: self.rewritten(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self.rewritten, args), **named)
+        return func(*args, **{name: self.rewritten(value) for name, value in (kwargs or {}).items()})
 
 
 REPLICATE = "_replicate_for_data_parallel"

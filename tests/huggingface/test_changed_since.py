@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 
 from layers import WeightScale, huggingface
+from layers.huggingface import settled
 from tests.counting import Calls
 from tests.coverage.cases import outputs, stock_model
 from tests.helpers import relative_error
@@ -335,3 +336,14 @@ def test_no_token(name):
         output = block(torch.zeros(1, 0, 64))
         output = output[0] if isinstance(output, tuple) else output
         assert output.numel() == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["training", "layer_idx", "num_experts", "_is_hf_initialized", "top_k", "_scale"]
+)
+def test_what_says_where_a_module_is_no_option(name):
+    module = nn.Linear(2, 2)
+    setattr(module, name, True)
+    settings = settled.settings_of(module)
+    setattr(module, name, False)
+    assert settled.has_changed(module, settings) == (name in ("top_k", "_scale"))

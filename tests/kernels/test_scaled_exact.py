@@ -189,16 +189,17 @@ def test_launches():
     assert _kernels(1, hidden=260) == _kernels(1, gpu=Gpu(80, 108, H200.shared_memory)) == tiles
 
 
-def _first(tokens, slots, scale=torch.uint8, dtype=torch.bfloat16, short=0, gpu=H200, of=(64, 64)):
-    """The first kernel that reads weights. of: experts here, and in all."""
-    (here, everywhere), columns, inner = of, 16 if scale == FLOAT8 else 32, 1024 - short
+def _first(tokens, slots, scale=torch.uint8, dtype=torch.bfloat16, short=0, gpu=H200, of=(64, 64), down=None):
+    """The first kernel that reads weights. of: experts here, and in all. down: scales of w2, if others."""
+    (here, everywhere), inner = of, 1024 - short
     ids = meta(tokens, slots // tokens, dtype=torch.int32)
     named = {"hidden_states": meta(tokens, 2048, dtype=dtype), "topk_ids": ids, "activation": "silu"}
     named |= {"topk_weights": meta(*ids.shape, dtype=torch.float32), "rows": "exact"}
     named |= {"expert_map": None if here == everywhere else meta(everywhere, dtype=torch.int32)}
-    for name, rows, depth in (("w13", 2 * inner, 2048), ("w2", 2048, inner)):
+    for name, rows, depth, of_one in (("w13", 2 * inner, 2048, scale), ("w2", 2048, inner, down or scale)):
+        columns = 16 if of_one == FLOAT8 else 32
         named |= {name: meta(here, rows, depth // 2, dtype=torch.uint8)}
-        named |= {f"{name}_scale": meta(here, rows, -(-depth // columns), dtype=scale)}
+        named |= {f"{name}_scale": meta(here, rows, -(-depth // columns), dtype=of_one)}
         named |= {f"{name}_block_rows": 1, f"{name}_block_columns": columns}
     launches = program_of("scaled_fused_experts", gpu=gpu, **named).launches
     names = [each.kernel.__name__ for each in launches]
@@ -211,6 +212,7 @@ def test_several_tokens_of_many_numbers_are_tiles():
     assert _first(2, 46) == rows and _first(2, 48) == _first(8, 64) == tiles
     assert _first(1, 48) == _first(1, 64) == rows == _first(2, 48, short=64)
     assert _first(2, 62, FLOAT8) == rows and _first(2, 64, FLOAT8) == tiles
+    assert _first(2, 62, down=FLOAT8) == _first(2, 62, FLOAT8, down=torch.uint8) == rows
     for scale, dtype, kernel in (
         (torch.bfloat16, torch.float16, tiles),
         (torch.uint8, torch.float16, rows),
