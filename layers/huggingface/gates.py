@@ -26,9 +26,9 @@ def recognised(experts: Any) -> Activation | None:
 def of_function(act: Any) -> Activation | None:
     """What a function of the gate columns, times the up columns, is."""
     with trial.trial_mode():
-        module = nn.Module() if not isinstance(act, nn.Module) else trial.skeleton(act, lambda _, like: like)
-        own = act if not isinstance(act, nn.Module) else module
-        return _search(lambda _: _multiplied(own), module, map(Activation, _GATED))
+        own = trial.skeleton(act, lambda _, like: like) if isinstance(act, nn.Module) else act
+        twin = own if isinstance(own, nn.Module) else nn.Module()
+        return _search(lambda _: _multiplied(own), twin, map(Activation, _GATED))
 
 
 def _search(

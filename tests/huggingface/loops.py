@@ -133,3 +133,37 @@ def block(kind, **options):
     for parameter in made.parameters():
         nn.init.normal_(parameter, 0, 0.2)
     return made
+
+
+class Collection(nn.Module):
+    """Experts that are called as transformers' are, and are no class of its."""
+
+    def __init__(self):
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        final = torch.zeros_like(hidden_states)
+        for expert in range(EXPERTS):
+            token, place = self.chosen(top_k_index, expert)
+            gate, up = F.linear(hidden_states[token], self.up(expert)).chunk(2, -1)
+            rows = F.linear(self.middle(self.act_fn(gate), up), self.down_proj[expert])
+            final = final.index_add(0, token, rows * self.weight(top_k_weights)[token, place, None])
+        return self.returned(final)
+
+    def chosen(self, ids, expert):
+        return torch.where(ids == expert)
+
+    def up(self, expert):
+        return self.gate_up_proj[expert]
+
+    def middle(self, gate, up):
+        return gate * up
+
+    def weight(self, weights):
+        return weights
+
+    def returned(self, output):
+        return output

@@ -11,7 +11,7 @@ from layers import huggingface
 from layers.huggingface import blocks, gates, outside, recognise
 from tests.coverage.cases import stock_model
 from tests.huggingface.families import HIDDEN, pair, tokens
-from tests.huggingface.loops import EXPERTS, INTER
+from tests.huggingface.loops import EXPERTS, Collection
 from tests.huggingface.test_whole import PARTS, WHOLE, hidden, is_whole, mixtral, ran
 
 LIMIT = 7.0
@@ -75,37 +75,6 @@ def test_an_activation_with_dropout_drops():
     torch.testing.assert_close(ours(tokens(2, 6)).logits, expected)
     for model in (stock, ours):
         assert (model.train()(tokens(2, 6)).logits - expected).abs().max() > 0.01
-
-
-class Collection(nn.Module):
-    """Experts that are called as transformers' are, and are no class of its."""
-
-    def __init__(self):
-        super().__init__()
-        self.act_fn = nn.SiLU()
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        final = torch.zeros_like(hidden_states)
-        for expert in range(EXPERTS):
-            token, place = self.chosen(top_k_index, expert)
-            gate, up = F.linear(hidden_states[token], self.up(expert)).chunk(2, -1)
-            rows = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            final = final.index_add(0, token, rows * self.weight(top_k_weights)[token, place, None])
-        return self.returned(final)
-
-    def chosen(self, ids, expert):
-        return torch.where(ids == expert)
-
-    def up(self, expert):
-        return self.gate_up_proj[expert]
-
-    def weight(self, weights):
-        return weights
-
-    def returned(self, output):
-        return output
 
 
 class OtherNames(Collection):

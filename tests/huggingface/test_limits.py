@@ -11,7 +11,7 @@ from layers import huggingface
 from layers.huggingface import blocks as known_blocks, gates, outside, stacking
 from tests.coverage.cases import stock_model
 from tests.huggingface import blocks
-from tests.huggingface.loops import EXPERTS, HIDDEN, INTER, Expert, Loop, Shared, block
+from tests.huggingface.loops import EXPERTS, HIDDEN, Collection, Expert, Loop, Shared, block
 from tests.huggingface.remote import CalledExperts, DeepSeek, MiniMaxM2
 from tests.huggingface.test_whole import PARTS, hidden, is_whole, ran
 
@@ -60,35 +60,15 @@ def test_of_a_shared_expert_alone(tokens):
     torch.testing.assert_close(actual, own(given), rtol=1e-4, atol=1e-4)
 
 
-class LimitedCollection(nn.Module):
+class LimitedCollection(Collection):
     """Around a gate that has none."""
 
-    def __init__(self):
-        super().__init__()
-        self.act_fn = nn.SiLU()
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INTER, HIDDEN))
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER))
-
-    def middle(self, rows):
-        return limited(*rows)
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        final = torch.zeros_like(hidden_states)
-        for expert in range(EXPERTS):
-            token, place = torch.where(top_k_index == expert)
-            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, -1)
-            rows = F.linear(self.middle((self.act_fn(gate), up)), self.down_proj[expert])
-            final.index_add_(0, token, rows * top_k_weights[token, place, None])
-        return final
-
-
-class PlainCollection(LimitedCollection):
-    def middle(self, rows):
-        return rows[0] * rows[1]
+    def middle(self, gate, up):
+        return limited(gate, up)
 
 
 def test_of_a_collection_around_its_gate():
-    assert outside.collection_activation(PlainCollection()) == "silu"
+    assert outside.collection_activation(Collection()) == "silu"
     assert outside.collection_activation(LimitedCollection()) is None
 
 
