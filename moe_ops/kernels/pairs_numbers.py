@@ -250,10 +250,16 @@ def _of_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
 
 
 @triton.jit
-def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
-    """As `unpacked`, in another order of columns. Float32 is for the interpreter, whose kernel is as a GPU's then."""
+def numbers_of_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
+    """As `unpacked`, by words. Float32 is for the interpreter, whose kernel is as a GPU's then."""
     if tl.float32 == DTYPE:
         weight = _in_32_bits(pairs, factor, shift, IS_E2M1)
     else:
         weight = _of_words(pairs, factor, shift, DTYPE, IS_E2M1)
-    return _ordered(weight)
+    return weight
+
+
+@triton.jit
+def unpacked_by_words(pairs, factor, shift, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
+    """As `unpacked`, in another order of columns."""
+    return _ordered(numbers_of_words(pairs, factor, shift, DTYPE, IS_E2M1))

@@ -16,7 +16,7 @@ from moe_ops.kernels.activation import NO_GATE, activation_args, gated_activatio
 from moe_ops.kernels.combine import combine_launch
 from moe_ops.kernels.dispatch import dispatch_launches
 from moe_ops.kernels.gpu import Gpu
-from moe_ops.kernels.pairs_decode import multiplies_pairs, pairs_gemv_launch
+from moe_ops.kernels.pairs_decode_plan import multiplies_pairs, pairs_gemv_launch
 from moe_ops.kernels.program import Argument, Buffer, Descriptor, Launch, Program, Ref, TensorMeta
 from moe_ops.kernels.quantise_rows import quantise_rows_program, rows_program
 from moe_ops.kernels.scaled import copies, expect_converted, scaled_grouped_gemm_program
@@ -43,13 +43,13 @@ def _copies(args: Any, gpu: Gpu) -> bool:
 def scaled_fused_experts_program(args: Any, gpu: Gpu) -> Program:
     """The program of `moe.scaled_fused_experts`."""
     if multiplies_pairs(args, gpu):
-        return _of_few_tokens_in_pairs(args)
+        return _of_few_tokens_in_pairs(args, gpu)
     if multiplies_rows(args):
         return _of_few_tokens(args, gpu)
     return _sorted(args, gpu) if args.rows == "quantised" else _exact(args, gpu)
 
 
-def _of_few_tokens_in_pairs(args: Any) -> Program:
+def _of_few_tokens_in_pairs(args: Any, gpu: Gpu) -> Program:
     x, num_slots, (hidden_size, _) = (
         args.hidden_states,
         math.prod(args.topk_ids.shape),
@@ -59,8 +59,8 @@ def _of_few_tokens_in_pairs(args: Any) -> Program:
     expert_out = Buffer("expert_out", (num_slots, hidden_size), x.dtype)
     inverse = Buffer("inverse", (num_slots,), torch.int32)
     gate = activation_args(Activation.from_spec(args.activation))
-    up = pairs_gemv_launch(args, ("hidden_states", x), "w13", activated, gate)
-    down = pairs_gemv_launch(args, (activated.name, activated.meta), "w2", expert_out, NO_GATE)
+    up = pairs_gemv_launch(args, ("hidden_states", x), "w13", activated, gate, gpu)
+    down = pairs_gemv_launch(args, (activated.name, activated.meta), "w2", expert_out, NO_GATE, gpu)
     combined, combine = combine_launch(expert_out.meta, args)
     return Program((inverse, activated, expert_out, combined), (up, down, combine), (combined.name,))
 

@@ -8,7 +8,9 @@ import itertools
 import pytest
 import torch
 
+from moe_ops.kernels import pairs_decode_plan
 from moe_ops.kernels.gpu import H200, Gpu
+from moe_ops.kernels.program import describe
 from tests.helpers import mixed, usually
 from tests.kernels import test_scaled_fused as quantised
 from tests.kernels.by_name import launch, program_of
@@ -23,14 +25,16 @@ FLOAT8 = STORED[0]
 SIZES = {
     "a token": (1, 13, 3, 96, 64, (1, 32), (1, 32)),
     "more columns than a step has": (1, 3, 2, 512 + 64, 288, (1, 32), (1, 64)),
-    "more than are written out": (1, 2, 2, 2 * 3072 + 512 + 8, 8, (1, 32), (1, 32)),
-    "a last group cut short": (1, 5, 2, 72, 40, (1, 32), (1, 32)),
+    "more than are written out": (1, 2, 2, 3072 + 160, 32, (1, 32), (1, 32)),
+    "a last group cut short": (1, 5, 2, 160, 96, (1, 64), (1, 64)),
+    "no whole words of 16 bytes": (1, 5, 2, 72, 40, (1, 32), (1, 32)),
     "blocks": (1, 5, 2, 128, 96, (4, 64), (8, 96)),
-    "odd features": (1, 4, 3, 40, 72, (1, 32), (1, 96)),
-    "one word": (1, 2, 2, 8, 8, (1, 32), (1, 32)),
+    "one group": (1, 4, 3, 32, 96, (1, 32), (1, 96)),
+    "one word": (1, 2, 2, 32, 32, (1, 32), (1, 32)),
     "no words": (1, 3, 2, 36, 34, (1, 32), (1, 32)),
     "T2": (2, 13, 3, 96, 64, (1, 32), (1, 32)),
-    "T7": (7, 13, 4, 64, 34, (1, 32), (2, 64)),
+    "T7": (7, 61, 4, 64, 160, (1, 32), (2, 64)),
+    "T7 in tiles": (7, 13, 4, 64, 34, (1, 32), (2, 64)),
     "hot": (90, 3, 2, 128, 160, (1, 32), (1, 32)),
 }
 
@@ -107,14 +111,16 @@ def test_experts_that_are_elsewhere(size, device):
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])
-@pytest.mark.parametrize("layout", ["columns", "gaps", "begins within a word"])
+@pytest.mark.parametrize("layout", ["columns", "gaps", "every other", "begins within a word"])
 def test_layouts_of_a_token(layout, name, device):
     at = _layer("a token", torch.float32, ACTIVATIONS["clamped"])
     weight = at[name]
     if layout == "columns":
         at[name] = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "every other":
+        at[name] = weight.repeat_interleave(2, 2)[:, :, ::2]
     else:
-        start, width = (2, 64) if layout == "begins within a word" else (0, weight.shape[2] + 4)
+        start, width = (2, 64) if layout == "begins within a word" else (0, weight.shape[2] + 16)
         wide = torch.full((*weight.shape[:2], width), 0xFF, dtype=torch.uint8)
         wide[:, :, start : start + weight.shape[2]] = weight
         at[name] = wide.to(device)[:, :, start : start + weight.shape[2]]
@@ -130,18 +136,30 @@ def test_what_is_shared_joins(device):
 
 
 def test_powers_of_a_token(device):
-    """Every one that float32 has; others are NaN, and in nobody else's sum."""
+    """From 2**-63 to 2**64, as in tiles; larger ones are NaN, and in nobody else's sum."""
     at = _layer("one word", torch.float32, ACTIVATIONS["ungated"]) | {"w13_bias": None, "w2_bias": None}
     at["topk_ids"], at["topk_weights"] = torch.tensor([[0]], dtype=torch.int32), torch.ones(1, 1)
-    at["hidden_states"] = torch.zeros(1, 8)
+    at["hidden_states"] = torch.zeros(1, 32)
     at["hidden_states"][0, 0] = 1
     at["w13"], at["w13_scale"] = torch.full_like(at["w13"], 0x02), torch.full_like(at["w13_scale"], 127)
     at["w2"] = torch.zeros_like(at["w2"])
     at["w2"][0, :, 0] = 0x02  # one times what the gate makes of one
-    at["w2_scale"][0, :, 0] = torch.tensor([0, 1, 64, 127, 192, 248, 249, 255], dtype=torch.uint8)
-    out = _launched(at, device).cpu()[0].double()
-    exact = torch.pow(2.0, at["w2_scale"][0, :, 0].double() - 127)
+    powers = torch.tensor([64, 65, 100, 127, 190, 191, 192, 255], dtype=torch.uint8)
+    at["w2_scale"][0, :8, 0] = powers
+    out = _launched(at, device).cpu()[0, :8].double()
+    exact = torch.pow(2.0, powers.double() - 127)
     assert torch.equal(out[:6], exact[:6]) and out[6:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinite_numbers_of_a_token(dtype, device):
+    """They stay what they are, also where a number has several parts."""
+    at = _layer("one word", dtype, ACTIVATIONS["ungated"]) | {"w13_bias": None, "w2_bias": None}
+    at["topk_ids"], at["topk_weights"] = torch.tensor([[0]], dtype=torch.int32), torch.ones(1, 1)
+    at["hidden_states"] = torch.ones(1, 32, dtype=dtype)
+    at["hidden_states"][0, 3] = float("inf")
+    at["w13"], at["w2"] = torch.full_like(at["w13"], 0x22), torch.full_like(at["w2"], 0x22)  # ones
+    assert (_launched(at, device).cpu() == float("inf")).all()
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -184,9 +202,10 @@ def _kernels(tokens, hidden=256, gpu=H200, experts=8):
 def test_launches():
     tiles = ["rank", "tile_map", "scaled_pairs", "activation", "scaled_pairs", "combine"]
     rows = ["pairs_gemv", "pairs_gemv", "combine"]
-    assert _kernels(1) == _kernels(4) == _kernels(8, experts=16) == rows
+    assert _kernels(1) == _kernels(2) == _kernels(8, experts=32) == rows
     assert _kernels(5) == _kernels(9, experts=64) == tiles  # more slots than experts, and tokens
-    assert _kernels(1, hidden=260) == _kernels(1, gpu=Gpu(80, 108, H200.shared_memory)) == tiles
+    assert _kernels(1, hidden=260) == _kernels(1, gpu=Gpu(75, 72, H200.shared_memory)) == tiles
+    assert _kernels(1, gpu=Gpu(80, 108, H200.shared_memory)) == rows
 
 
 def _first(tokens, slots, scale=torch.uint8, dtype=torch.bfloat16, short=0, gpu=H200, of=(64, 64), down=None):
@@ -207,17 +226,84 @@ def _first(tokens, slots, scale=torch.uint8, dtype=torch.bfloat16, short=0, gpu=
 
 
 def test_several_tokens_of_many_numbers_are_tiles():
-    """300 million, in NVFP4 400: 47.7 and 63.6 slots of these. Not a token, nor what is not unpacked to 16 bits."""
-    rows, tiles = "pairs_gemv", "scaled_pairs"
-    assert _first(2, 46) == rows and _first(2, 48) == _first(8, 64) == tiles
-    assert _first(1, 48) == _first(1, 64) == rows == _first(2, 48, short=64)
-    assert _first(2, 62, FLOAT8) == rows and _first(2, 64, FLOAT8) == tiles
-    assert _first(2, 62, down=FLOAT8) == _first(2, 62, FLOAT8, down=torch.uint8) == rows
+    """750 million, in NVFP4 two thousand: 119.2 and 317.9 slots of these. Not a token, nor what is not in 16 bits."""
+    rows, tiles, many = "pairs_gemv", "scaled_pairs", (512, 512)
+    assert _first(2, 118, of=many) == rows and _first(2, 120, of=many) == _first(8, 128, of=many) == tiles
+    assert _first(1, 120, of=many) == _first(1, 512, of=many) == rows == _first(2, 120, short=64, of=many)
+    assert _first(2, 316, FLOAT8, of=many) == rows and _first(2, 318, FLOAT8, of=many) == tiles
+    assert _first(2, 316, down=FLOAT8, of=many) == _first(2, 316, FLOAT8, down=torch.uint8, of=many) == rows
     for scale, dtype, kernel in (
         (torch.bfloat16, torch.float16, tiles),
         (torch.uint8, torch.float16, rows),
-        (torch.bfloat16, torch.float32, rows),
+        (torch.uint8, torch.float32, rows),
     ):
-        assert _first(2, 48, scale, dtype) == kernel
-    assert _first(2, 48, of=(64, 128)) == rows and _first(2, 96, of=(128, 256)) == tiles
-    assert _first(2, 48, torch.bfloat16, gpu=Gpu(80, 108, H200.shared_memory)) == rows  # no boxes
+        assert _first(2, 120, scale, dtype, of=many) == kernel
+    assert _first(2, 120, of=(256, 512)) == rows and _first(2, 240, of=(256, 512)) == tiles
+    assert _first(2, 120, torch.bfloat16, gpu=Gpu(80, 108, H200.shared_memory), of=many) == rows  # no boxes
+
+
+def test_several_tokens_that_share_experts_are_tiles():
+    """With more slots than half the experts that ids can name; in NVFP4 with more than there are."""
+    rows, tiles = "pairs_gemv", "scaled_pairs"
+    assert _first(2, 32) == rows and _first(2, 34) == tiles and _first(1, 64) == rows
+    assert _first(2, 34, of=(64, 128)) == rows
+    assert _first(2, 64, FLOAT8) == rows and _first(2, 66, FLOAT8) == tiles
+
+
+def test_integers_beside_float32_are_tiles():
+    """Others than in 16 bits this kernel unpacks none to."""
+    assert _first(1, 8, torch.bfloat16, torch.float32) == "scaled_pairs"
+    assert _first(1, 8, torch.bfloat16, torch.float16) == "pairs_gemv"
+
+
+def _launches_of_a_token(slots, hidden, inner, scale=torch.uint8, columns=32):
+    weights, ids = meta(1, slots, dtype=torch.float32), meta(1, slots, dtype=torch.int32)
+    named = {"hidden_states": meta(1, hidden), "topk_weights": weights, "topk_ids": ids, "activation": "silu"}
+    for name, rows, depth in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+        named |= {name: meta(64, rows, depth // 2, dtype=torch.uint8)}
+        named |= {f"{name}_scale": meta(64, rows, depth // columns, dtype=scale)}
+        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": columns}
+    return program_of("scaled_fused_experts", rows="exact", **named).launches[:2]
+
+
+def test_how_many_warps_share_a_depth():
+    """As many as make 132 multiprocessors busy, with four steps of 128 columns each, from two to eight."""
+
+    def parts(*sizes):
+        launches = _launches_of_a_token(*sizes)
+        assert all(each.num_warps == each.args["PARTS"] for each in launches)
+        return [each.num_warps for each in launches]
+
+    assert parts(2, 4096, 14336) == [2, 8]  # Mixtral: 1792 and 512 programs, of gate and up those count twice
+    assert parts(4, 2880, 2880) == [2, 4]  # gpt-oss: 720 and 720
+    assert parts(8, 2048, 768) == [4, 2]  # Qwen3-30B-A3B: 384 and 1024, whose depth is six parts
+    assert parts(8, 7168, 2048) == [2, 2]
+
+
+def test_how_a_depth_is_gone_through():
+    """Steps that are written out, two or of NVFP4 three, are of whole parts; the rest come one by one."""
+
+    def steps(*layer):
+        return [
+            [each.args[name] for name in ("AT_ONCE", "WHOLE", "ALL")] for each in _launches_of_a_token(*layer)
+        ]
+
+    assert steps(4, 2880, 2880) == [[2, 20, 23], [2, 16, 23]]
+    assert steps(4, 2880, 2880, FLOAT8, 16) == [[3, 18, 23], [3, 12, 23]]
+    assert steps(2, 64, 64) == [[2, 0, 1], [2, 0, 1]]
+
+
+def test_scales_of_a_part():
+    """Eight of NVFP4, in pairs where rows of them begin with one; one of 128 columns or more; else four."""
+
+    def scales(*layer):
+        return [each.args["GROUPS"] for each in _launches_of_a_token(*layer)]
+
+    assert scales(4, 2880, 2880, FLOAT8, 16) == [8, 8]
+    assert scales(4, 2880, 2880) == [4, 4] == scales(4, 512, 512, torch.bfloat16, 64)
+    assert scales(4, 512, 512, torch.bfloat16, 128) == [1, 1] == scales(4, 512, 512, torch.bfloat16, 512)
+    paired = pairs_decode_plan._are_even
+    assert paired(describe(meta(8, 64, 180))) and not paired(describe(meta(8, 64, 181)[..., :180]))
+    assert not paired(describe(meta(8, 64, 360)[..., ::2])) and not paired(
+        describe(meta(8, 64, 182)[..., 1:181])
+    )

@@ -5,11 +5,9 @@ import itertools
 import pytest
 import torch
 
-from moe_ops.kernels import pairs_decode
 from tests.helpers import mixed, usually
 from tests.kernels import oracles, test_scaled_exact as of_layers
-from tests.kernels.by_name import launch, program_of
-from tests.kernels.catalogue import meta
+from tests.kernels.by_name import launch
 from tests.kernels.oracles import assert_close
 from tests.kernels.test_scaled_fused import ACTIVATIONS
 from tests.kernels.test_scaled_integers import DTYPES, EXPERTS, OFFSETS, SCALES, SIZES, SLOTS, dense, made
@@ -105,16 +103,3 @@ def test_layers(size, dtype, activation, names, device, monkeypatch):
     monkeypatch.setattr(of_layers, "_weight", lambda at, name: weights[name])
     expected = of_layers._expected(at, ACTIVATIONS[activation])
     assert_close(of_layers._launched(at, device), expected)
-
-
-def test_fewer_steps_are_written_out_with_zero_points():
-    """Their registers are taken."""
-    weights, ids = meta(1, 2, dtype=torch.float32), meta(1, 2, dtype=torch.int32)
-    named = {"hidden_states": meta(1, 64), "topk_weights": weights, "topk_ids": ids, "activation": "silu"}
-    for name, rows, columns in (("w13", 128, 64), ("w2", 64, 64)):
-        named |= {name: meta(8, rows, columns // 2, dtype=torch.uint8), f"{name}_scale": meta(8, rows, 2)}
-        named |= {f"{name}_block_rows": 1, f"{name}_block_columns": 32}
-    named["w2_zero"] = meta(8, 64, 2, dtype=torch.uint8)
-    launches = program_of("scaled_fused_experts", rows="exact", **named).launches[:2]
-    steps = [each.args["AT_ONCE"] for each in launches]
-    assert steps == [pairs_decode._STEPS, pairs_decode._STEPS_FROM_ZEROS] and steps[1] < steps[0]
