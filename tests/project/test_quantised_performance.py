@@ -1,6 +1,7 @@
 """What the documents claim of quantised experts is what the recorded results say."""
 
 import csv
+import math
 import re
 from itertools import product
 from pathlib import Path
@@ -70,7 +71,8 @@ def test_the_page_shows_what_high_tiles_take() -> None:
 
 
 NAMES = {"W1": "Mixtral-8x7B", "W2": "Qwen3-30B-A3B", "W3": "DeepSeek-V3", "W4": "gpt-oss-120b"}
-NAMES |= {"W5": "OLMoE", "N": "Qwen3-Next", "Q": "Qwen3-235B"}
+NAMES |= {"W5": "OLMoE", "N": "Qwen3-Next", "Q": "Qwen3-235B", "D": "DeepSeek-V3/4"}
+FOUR_BITS = ("MXFP4", "NVFP4", "int4")
 
 
 def _cells(row: str) -> list[str]:
@@ -83,15 +85,6 @@ def test_the_page_shows_what_few_exact_tokens_take() -> None:
     line = re.compile(r"^(\w+) +(\d+) +(.+?) +(\S+) +(\S+) +(\S+) +\d\.\d+$|^$", re.MULTILINE)
     usual = {each[:3]: each[3:] for each in line.findall(text.partition("\nForms of tiles")[0]) if each[0]}
     assert len(usual) == 224
-    table = PAGE.partition("| layer | tokens | MXFP4 | NVFP4 | int4 | int4, groups of 32 |")[2].partition(
-        "\n\n"
-    )[0]
-    rows = re.findall(r"^\| (\S+) \| (\d) \| (.*) \|$", table, re.MULTILINE)
-    assert len(rows) == 13
-    for name, tokens, shares in rows:
-        (short,) = (each for each in NAMES if NAMES[each] == name)
-        for how, share in zip(("MXFP4", "NVFP4", "int4", "int4 32"), _cells(shares), strict=True):
-            assert share in ("", usual[short, tokens, how][2])
     forms = text.partition("\nForms of single rows")[2]
     line = re.compile(r"^(W2|N) +(\d) +(\w+ rows) +(\S+)" + 5 * r" +\S+" + r" +(\S+)", re.MULTILINE)
     since = {each[:3]: (each[4], each[3]) for each in line.findall(forms)}
@@ -102,6 +95,32 @@ def test_the_page_shows_what_few_exact_tokens_take() -> None:
         for cell, (how, tokens) in zip(_cells(cells), product(("f8 rows", "i8 rows"), "124"), strict=True):
             rows, tiles = since.get((name, tokens, how), usual[name, tokens, how][:2])
             assert cell in ("", f"{float(rows):.0f} ({float(tiles):.0f})"), (name, how, tokens)
+
+
+def test_the_page_shows_what_pairs_take_on_tensor_cores() -> None:
+    text = (RESULTS / "h200-2026-11-30" / "pairs-on-tensor-cores.txt").read_text()
+    line = re.compile(r"^(\w+) +(\d) +(\S+)" + 4 * r" +\S+" + r" +(\S+) +(\S+) +(\S+)$", re.MULTILINE)
+    found = {each[:3]: [float(number) for number in each[3:]] for each in line.findall(text)}
+    assert len(found) == 72 and all(
+        f"{now / was:.2f}" == f"{share:.2f}" for was, now, share in found.values()
+    )
+    section = PAGE.partition("| layer | tokens | MXFP4 | NVFP4 | int4 |")[2]
+    table = re.findall(r"^\| (\S+) \| (\d) \| (.*) \|$", section.partition("\n\n")[0], re.MULTILINE)
+    assert len(table) == 18
+    for name, tokens, cells in table:
+        (short,) = (each for each in NAMES if NAMES[each] == name)
+        for how, cell in zip(FOUR_BITS, _cells(cells), strict=True):
+            was, now, _ = found[short, tokens, how]
+            assert cell == f"{now:.0f} ({was:.0f})"
+    shares = {how: [now / was for key, (was, now, _) in found.items() if key[2] == how] for how in FOUR_BITS}
+    means = [f"{math.prod(each) ** (1 / len(each)):.2f}" for each in shares.values()]
+    assert "mean in MXFP4, {} in NVFP4 and {} in int4".format(*means[1:]) in section
+    assert (
+        f"that is {means[0]} of" in section
+        and f"at the least {min(map(min, shares.values())):.2f}" in section
+    )
+    slower = sorted(share for each in shares.values() for share in each if share > 1.02)
+    assert [f"{share:.2f}" for share in slower] == ["1.06", "1.06", "1.12"]
 
 
 def test_the_page_shows_what_scales_in_one_load_take() -> None:
