@@ -127,9 +127,10 @@ def _is_one_of(module: Any, param: Tensor, names: tuple[str, ...]) -> bool:
 
 
 def _logical(module: Any, expert_id: int) -> int:
-    """Of what ranks have of all experts: that of a replica is its expert's."""
-    _expect_expert(expert_id, module.config.num_physical_experts)
-    return expert_id % module.config.num_experts
+    """Of what ranks have of all experts: that of a place is its expert's."""
+    num_places, num_experts = module.config.num_physical_experts, module.config.num_experts
+    _expect_expert(expert_id, num_places)
+    return experts_at(module.balancing, num_places, num_experts)[expert_id]
 
 
 def _expect_expert(expert_id: int, known: int) -> None:
