@@ -263,6 +263,15 @@ class ExpertParameters(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value != usual.get(name))
 
 
+def plain_parameters(module: ExpertParameters) -> dict[str, nn.Parameter]:
+    """Its own, by name. Raises ValueError where a weight is computed of others, which would not be among them."""
+    beside = () if module.quantisation is None else module.quantisation.parameters
+    for name in (*WEIGHTS, "w13_bias", "w2_bias", *beside):
+        if name not in module._parameters:
+            raise ValueError(f"{name} is parametrised or pruned: expected a plain parameter")
+    return dict(module.named_parameters(recurse=False))
+
+
 def expect_movable(name: str, parameter: Tensor) -> None:
     """Raises TypeError or ValueError unless rows of a parameter can be written where they lie."""
     if is_distributed(parameter):

@@ -1,7 +1,11 @@
 """Weights and adapters that are loaded while experts are elsewhere."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.prune import random_unstructured
 
 from layers import EplbState, ExpertPlacement, WeightScale, quantise_experts
 from tests.helpers import assert_matches_oracle
@@ -10,6 +14,15 @@ from tests.layers.test_lora import E, H, I, make_layer, tokens
 
 PLACES = [12, 0, 5, 3, 6, 10, 9, 2, 1, 4, 7, 8, 11, 5, 12]
 spares = pytest.mark.parametrize("spare", [0, 2])
+
+
+@pytest.mark.parametrize("change", [spectral_norm, partial(random_unstructured, amount=0.5)])
+def test_weights_that_are_computed_do_not_move(change):
+    """What they are computed of would have stayed, and the rest of an expert would have moved."""
+    experts = make_layer()
+    change(experts, "w2_weight")
+    with pytest.raises(ValueError, match="w2_weight is parametrised or pruned: expected a plain parameter"):
+        experts.get_expert_weights()
 
 
 @spares
