@@ -107,10 +107,9 @@ def test_adapters_move_with_their_experts():
 
 
 @on_ranks(2)
-@styles
-def test_whole_adapters_are_not_taken_for_a_ranks_part(style):
+def test_whole_adapters_are_not_taken_for_a_ranks_part():
     layer = make_layer(config())
-    part, adapters = parallel(layer, style)
+    part, adapters = parallel(layer, "alltoall")
     plain = attach(copy.deepcopy(layer), adapters, ids_of(dist.get_rank()))
     part.lora.load_state_dict(plain.state_dict(), assign=True)
     with pytest.raises(
