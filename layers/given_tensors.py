@@ -12,6 +12,9 @@ class GivenTensors(nn.Module):
         given = dict(self.named_buffers(recurse=False, remove_duplicate=False))
         super()._apply(fn, recurse)
         for name, tensor in given.items():
-            if not tensor.is_meta:
-                setattr(self, name, tensor.to(self.get_buffer(name).device))
+            applied = self.get_buffer(name)
+            if (
+                not tensor.is_meta and tensor.dtype == applied.dtype
+            ):  # another dtype is a cast, which has values
+                setattr(self, name, tensor.to(applied.device))
         return self

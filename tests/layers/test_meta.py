@@ -168,6 +168,15 @@ def test_what_a_layer_was_given_stays_where_it_is_as_weights_get_memory(attach):
     assert all(tensor.is_meta for tensor in given.buffers()) and len(before) > 0
 
 
+def test_what_an_override_of_ones_own_was_given_is_cast():
+    layer = make()
+    layer.routing_override = RoutedExpertsReplay(torch.zeros(9, K, dtype=torch.int32), CONFIG.routing)
+    layer.routing_override.register_buffer("popularity", torch.ones(E))
+    layer.to(torch.bfloat16)
+    assert layer.routing_override.popularity.dtype == torch.bfloat16
+    assert layer.routing_override.buffer.dtype == torch.int32
+
+
 def test_adapters_keep_the_ids_that_they_are_given():
     layer, adapter_ids = FusedMoE(CONFIG, device="meta"), torch.zeros(5, dtype=torch.int32)
     layer.lora = ExpertLora(layer, 1, 2, adapter_ids)
