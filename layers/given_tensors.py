@@ -13,8 +13,7 @@ class GivenTensors(nn.Module):
         super()._apply(fn, recurse)
         for name, tensor in given.items():
             applied = self.get_buffer(name)
-            if (
-                not tensor.is_meta and tensor.dtype == applied.dtype
-            ):  # another dtype is a cast, which has values
+            # Another dtype is that of a cast, which has values.
+            if not tensor.is_meta and tensor.dtype == applied.dtype:
                 setattr(self, name, tensor.to(applied.device))
         return self
