@@ -161,7 +161,8 @@ class ExpertParameters(nn.Module):
 
         Raises:
             TypeError, ValueError: unknown shard or scale kind, a shard of another parameter, a shape that does not fit,
-                another kind of dtype, a tensor on the meta device, or a DTensor that something else has made.
+                another kind of dtype, a tensor on the meta device, a parameter that is computed of others, or a DTensor
+                that something else has made.
         """
         success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
         return success if return_success else None

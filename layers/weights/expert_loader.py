@@ -46,6 +46,8 @@ def load_expert_weight(
         expect_type(name, tensor, Tensor)
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: expected memory with values, or for them")
+    if param.grad_fn is not None:  # of a parametrisation or pruning, which computes it again
+        raise ValueError("param is computed of other tensors: expected a parameter, to be written to")
     expect_dense("loaded_weight", loaded_weight)
     expect_type("weight_name", weight_name, str)
     expect_choice("shard_id", shard_id, ShardId)
