@@ -32,6 +32,7 @@ class AdaptedExperts:
         balancing: what the module has of it now: says where experts are.
         shard: the part of each expert that is here.
         parallel: the layer's `RankExperts`, or None.
+        num_experts: E, where some of the P are places for replicas.
     """
 
     shapes: tuple[Shape, Shape]
@@ -41,6 +42,7 @@ class AdaptedExperts:
     balancing: Callable[[], ExpertBalancing | None]
     shard: TensorShard = WHOLE
     parallel: "RankExperts | None" = None
+    num_experts: int | None = None
 
     @classmethod
     def of(cls, layer: ExpertParameters) -> "AdaptedExperts":
@@ -55,6 +57,7 @@ class AdaptedExperts:
             partial(getattr, layer, "balancing", None),
             layer.shard,
             getattr(layer, "parallel", None),
+            config.num_experts,
         )
 
     @property
@@ -66,9 +69,7 @@ class AdaptedExperts:
 
     def num_given(self, num_adapters: int) -> int:
         """Of how many experts adapters may be, best as many as these: of the P places, or of the E experts."""
-        balancing = self.balancing()
-        is_of_experts = balancing is not None and num_adapters == balancing.num_experts
-        return num_adapters if is_of_experts else self.shapes[0][0]
+        return num_adapters if num_adapters == self.num_experts else self.shapes[0][0]
 
     def given_here(self, num_given: int) -> list[int]:
         """Of adapters of so many, those of the experts that are here."""

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layers._checks import expect_count, expect_positive, expect_type
+from layers.given_tensors import GivenTensors
 from layers.placement import ExpertPlacement
 from moe_ops import map_replicas
 from moe_ops._checks import expect_tensor
@@ -62,7 +63,7 @@ class EplbState(NamedTuple):
         return cls(load, experts, torch.ones(num_layers, num_experts, **made))
 
 
-class ExpertBalancing(nn.Module):
+class ExpertBalancing(GivenTensors):
     """Chooses physical experts for logical ones, and records the choices; see `moe_ops.map_replicas`.
 
     Its tensors are those it is given, not copies, and no part of a state dict: who saves one after experts have moved

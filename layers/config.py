@@ -95,8 +95,9 @@ class SharedExpertConfig:
         activation: as in `MoEConfig`; None is that of the routed experts.
         combination: "sum" of routed and shared output, or their "average" (Cohere 2).
         overlap: one operator runs it beside the routed experts, for few tokens on a second CUDA stream; see
-            `moe_ops.fused_experts_with_shared`. Hooks of `SharedExperts` and its linear layers are then not called. A
-            `ModularKernel` takes an output instead, and a `MoERunner` goes by its `shared_order`.
+            `moe_ops.fused_experts_with_shared`. Hooks of `SharedExperts` and its linear layers are then not called, and
+            other modules in the place of these, such as PEFT's, are a ValueError of the forward. A `ModularKernel`
+            takes an output instead, and a `MoERunner` goes by its `shared_order`.
 
     Raises:
         TypeError, ValueError: a field has the wrong type or value.

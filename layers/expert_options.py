@@ -105,7 +105,10 @@ def expect_overlap(layer: Any) -> None:
     """Raises ValueError where a shared expert cannot run beside the experts of `layer` in one operator."""
     layer.config.expect_overlap()
     if layer.lora is not None or layer.quantisation is not None:
-        value_error("shared_experts.overlap=True with lora or quantised experts: expected False")
+        value_error(
+            "a shared expert beside lora or quantised experts: expected shared_experts.overlap=False, or the "
+            "shared_order 'before' of a MoERunner"
+        )
     if layer.parallel is not None:
         value_error(
             "shared is a shared expert, and ranks share the others: expected its output or a function"

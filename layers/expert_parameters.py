@@ -161,7 +161,8 @@ class ExpertParameters(nn.Module):
 
         Raises:
             TypeError, ValueError: unknown shard or scale kind, a shard of another parameter, a shape that does not fit,
-                another kind of dtype, a tensor on the meta device, or a DTensor that something else has made.
+                another kind of dtype, a tensor on the meta device, a parameter that is computed of others, or a DTensor
+                that something else has made.
         """
         success = load_expert_weight(self, param, loaded_weight, weight_name, shard_id, expert_id)
         return success if return_success else None
@@ -261,6 +262,15 @@ class ExpertParameters(nn.Module):
         }
         usual = {"num_local_experts": config.num_experts, "shard": "0/1"}
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value != usual.get(name))
+
+
+def plain_parameters(module: ExpertParameters) -> dict[str, nn.Parameter]:
+    """Its own, by name. Raises ValueError where a weight is computed of others, which would not be among them."""
+    beside = () if module.quantisation is None else module.quantisation.parameters
+    for name in (*WEIGHTS, "w13_bias", "w2_bias", *beside):
+        if name not in module._parameters:
+            raise ValueError(f"{name} is parametrised or pruned: expected a plain parameter")
+    return dict(module.named_parameters(recurse=False))
 
 
 def expect_movable(name: str, parameter: Tensor) -> None:

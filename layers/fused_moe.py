@@ -20,7 +20,7 @@ from layers.attached import expect_attached
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.config import ExpertsConfig, MoEConfig, RoutingEmit, emitted
 from layers.expert_options import expect_none, expect_overlap, in_chunks, run_with_norm, scaled, zero_experts
-from layers.expert_parameters import WHOLE_ON_RANKS, ExpertParameters, expect_movable
+from layers.expert_parameters import WHOLE_ON_RANKS, ExpertParameters, expect_movable, plain_parameters
 from layers.lora import ExpertLora, run_with_lora
 from layers.own_routing import route_by_function, route_by_override
 from layers.quantised import products, run_quantised
@@ -133,9 +133,9 @@ class FusedMoE(ExpertParameters):
         Weights, biases, scales, then those of `lora`. Of a layer that `ExpertParallel` sharded, the local parts.
 
         Raises:
-            TypeError, ValueError: a parameter is a DTensor of nobody's here, as `fully_shard` makes, or not contiguous.
+            TypeError, ValueError: a parameter is not contiguous, parametrised or pruned, or a DTensor of nobody's here.
         """
-        parameters: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
+        parameters: dict[str, Tensor] = {**plain_parameters(self)}
         for name in WHOLE_ON_RANKS:
             parameters.pop(name, None)
         if self.lora is not None:

@@ -8,15 +8,16 @@ Letters: T tokens of a forward, M >= T rows of a buffer, E logical experts, K ex
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layers._checks import expect_type
+from layers.given_tensors import GivenTensors
 from moe_ops import RoutingConfig, routing_weights
 from moe_ops._checks import expect_shape
 from moe_ops.errors import value_error
 
 
-class RoutedExpertsCapture(nn.Module):
+class RoutedExpertsCapture(GivenTensors):
     """Remembers whom each token was routed to: `experts.capture = RoutedExpertsCapture(buffer)`, None to stop.
 
     Args:
@@ -40,7 +41,7 @@ class RoutedExpertsCapture(nn.Module):
         _rows_of(self.buffer, topk_ids.shape[0], topk_ids.shape[1]).copy_(topk_ids)
 
 
-class KnownExperts(nn.Module):
+class KnownExperts(GivenTensors):
     """A `routing_override` that knows the experts of each token, and weighs them by the logits.
 
     Args:

@@ -210,8 +210,8 @@ def _combination(experts: FusedMoE | ModularKernel, shared_experts: nn.Module | 
 
 def _expect_overlap(experts: FusedMoE, shared_experts: nn.Module | None, reduction: Reduction | None) -> None:
     experts.config.expect_overlap()
-    if experts.quantisation is not None:
-        raise ValueError("shared_order='beside' quantised experts: expected 'before' or 'after'")
+    if experts.quantisation is not None or experts.lora is not None:
+        raise ValueError("shared_order='beside' lora or quantised experts: expected 'before' or 'after'")
     if experts.parallel is not None:
         raise ValueError("shared_order='beside' experts that ranks share: expected 'before' or 'after'")
     if not isinstance(shared_experts, SharedExperts):

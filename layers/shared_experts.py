@@ -8,6 +8,7 @@ from layers.config import Combination, MoEConfig, SharedExpertConfig, gate_up_si
 from moe_ops import RoutingConfig, dense_gemm, fused_experts, gated_activation, topk_routing
 from moe_ops.activation import activation_spec
 from moe_ops.arguments import SharedExpert
+from moe_ops.errors import value_error
 
 _SIGMOID = RoutingConfig(1, "sigmoid", renormalize=False)
 
@@ -81,11 +82,11 @@ class SharedExperts(nn.Module):
         """As the only expert, chosen by every token."""
         weights = hidden_states.new_ones((hidden_states.shape[0], 1))
         if self.gate is not None:
-            logits = dense_gemm(hidden_states, self.gate.weight, emit="batch_invariant")
+            logits = dense_gemm(hidden_states, _weight_of("gate", self.gate), emit="batch_invariant")
             weights, _ = topk_routing(logits, _SIGMOID, emit="batch_invariant")
             weights = weights.masked_fill(logits.isnan(), float("nan"))  # a router would drop the token
         ids = torch.zeros_like(weights, dtype=torch.int32)
-        w13, w2 = (linear.weight.unsqueeze(0) for linear in (self.gate_up_proj, self.down_proj))
+        w13, w2 = (weight.unsqueeze(0) for weight in self._weights())
         return fused_experts(hidden_states, w13, w2, weights, ids, self.activation, emit="batch_invariant")
 
     def operand(self, hidden_states: Tensor) -> SharedExpert:
@@ -93,4 +94,21 @@ class SharedExperts(nn.Module):
         gate, spec = self.gate, activation_spec(self.activation)
         expect_linear_dtype("hidden_states", hidden_states, self.gate_up_proj)
         weights = None if gate is None else torch.sigmoid(gate(hidden_states))  # [T, 1]
-        return SharedExpert(self.gate_up_proj.weight, self.down_proj.weight, weights, spec)
+        return SharedExpert(*self._weights(), weights, spec)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return _weight_of("gate_up_proj", self.gate_up_proj), _weight_of("down_proj", self.down_proj)
+
+
+def _weight_of(name: str, linear: nn.Module) -> Tensor:
+    """What there is of a linear layer that is not called. Raises ValueError for one that is more, as PEFT's are."""
+    kind = type(linear)
+    if kind.forward is not nn.Linear.forward or linear.bias is not None:
+        value_error(
+            "shared_experts.{} is a {}.{}: expected torch.nn.Linear without a bias, of which overlap=True and "
+            "emit='batch_invariant' read the weight",
+            name,
+            kind.__module__,
+            kind.__name__,
+        )
+    return linear.weight  # type: ignore[return-value]  # of any module, to a type checker

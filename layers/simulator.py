@@ -11,9 +11,10 @@ same experts, eager or compiled, on every rank.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layers._checks import expect_positive, expect_type
+from layers.given_tensors import GivenTensors
 from moe_ops._checks import compute_dtype, expect_index, expect_int, expect_shape
 from moe_ops.errors import value_error
 from moe_ops.placement import mix_bits, token_hash
@@ -43,7 +44,7 @@ def register_routing_strategy(name: str, strategy: Strategy) -> None:
     _STRATEGIES[name] = strategy
 
 
-class SimulatedRouting(nn.Module):
+class SimulatedRouting(GivenTensors):
     """Routes by a strategy: `experts.routing_override = SimulatedRouting("uniform", top_k)`, None to stop.
 
     Args:

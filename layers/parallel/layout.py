@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layers.expert_parameters import WHOLE_ON_RANKS
+from layers.expert_parameters import WHOLE_ON_RANKS, plain_parameters
 from layers.fused_moe import FusedMoE
 from layers.huggingface.quantised import GLOBAL_SCALE, PARTS, blocks, has_scales
 from layers.quantised import blocks_of
@@ -131,7 +131,7 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
         of_scales, unit = _of_scales(found, rows, module.w2_weight)
         layouts |= dict.fromkeys(GLOBAL_SCALES, ParameterLayout(None))
         layouts |= zip((*SCALES, *ZERO_POINTS), of_scales * 2)
-    for name, _ in module.named_parameters(recurse=False):
+    for name in plain_parameters(module):
         if name not in layouts and name not in WHOLE_ON_RANKS:
             raise ValueError(f"module has {name}: expected no scales of weights among ranks")
     present = {name: layout for name, layout in layouts.items() if getattr(module, name, None) is not None}

@@ -24,7 +24,7 @@ from moe_ops._checks import expect_tensor
 from moe_ops._library import autocast
 from moe_ops.arguments import ExpertWeights, FusedExperts, GroupedLinear, PairedLinear
 from moe_ops.combine import check_shared
-from moe_ops.errors import value_error
+from moe_ops.errors import describe, type_error, value_error
 from moe_ops.fused_experts import check_routed
 
 
@@ -144,6 +144,8 @@ class RankExperts:
     @staticmethod
     def adapters_here(parameter: Any) -> Tensor:
         """[E_local, N, ., .]: what is here of an adapters' parameter, gate rows followed by up rows."""
+        if not isinstance(parameter, DTensor):  # `load_state_dict(assign=True)` sets what it is given
+            type_error("lora has a {}: expected a DTensor, for ranks share its experts", describe(parameter))
         local = parameter.to_local()
         return local if local.dim() == 4 else local.flatten(2, 3)
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from layers._checks import expect_choice, expect_type
 from layers.balancing import EplbState, ExpertBalancing, balancing_of_layer
 from layers.carried import as_bytes, of_bytes
+from layers.expert_parameters import plain_parameters
 from layers.fused_moe import FusedMoE
 from layers.parallel.collectives import start_all_reduce, start_all_to_all
 from layers.parallel.group import Group, expect_agreement, process_group
@@ -279,9 +280,11 @@ def _make_balanced(module: Any, options: dict[str, Tensor | None]) -> None:
 
 def _sharded(module: nn.Module) -> list[DTensor]:
     """What belongs to its experts, their adapters too."""
-    lora = getattr(module, "lora" if isinstance(module, FusedMoE) else "moe_ops_lora", None)
-    own = chain(module.parameters(recurse=False), () if lora is None else lora.parameters())
-    return [each for each in own if isinstance(each, DTensor)]
+    is_ours = isinstance(module, FusedMoE)
+    lora = getattr(module, "lora" if is_ours else "moe_ops_lora", None)
+    own = plain_parameters(module).values() if is_ours else module.parameters(recurse=False)
+    adapters = () if lora is None else lora.parameters()
+    return [each for each in chain(own, adapters) if isinstance(each, DTensor)]
 
 
 def _stored_parts(module: nn.Module) -> list[Tensor]:

@@ -46,6 +46,8 @@ def load_expert_weight(
         expect_type(name, tensor, Tensor)
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device: expected memory with values, or for them")
+    if param.grad_fn is not None:  # of a parametrisation or pruning, which computes it again
+        raise ValueError("param is computed of other tensors: expected a parameter, to be written to")
     expect_dense("loaded_weight", loaded_weight)
     expect_type("weight_name", weight_name, str)
     expect_choice("shard_id", shard_id, ShardId)
@@ -127,9 +129,10 @@ def _is_one_of(module: Any, param: Tensor, names: tuple[str, ...]) -> bool:
 
 
 def _logical(module: Any, expert_id: int) -> int:
-    """Of what ranks have of all experts: that of a replica is its expert's."""
-    _expect_expert(expert_id, module.config.num_physical_experts)
-    return expert_id % module.config.num_experts
+    """Of what ranks have of all experts: that of a place is its expert's."""
+    num_places, num_experts = module.config.num_physical_experts, module.config.num_experts
+    _expect_expert(expert_id, num_places)
+    return experts_at(module.balancing, num_places, num_experts)[expert_id]
 
 
 def _expect_expert(expert_id: int, known: int) -> None:

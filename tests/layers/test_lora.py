@@ -345,6 +345,6 @@ def test_shared_experts_in_the_same_operator_are_refused():
     block = MoEBlock(config)
     attach(block.experts, make_adapters(block.experts), draw_ids(5))
     with pytest.raises(
-        ValueError, match=r"shared_experts.overlap=True with lora or quantised experts: expected False"
+        ValueError, match=r"beside lora or quantised experts: expected shared_experts.overlap=False"
     ):
         block(torch.randn(5, H))

@@ -6,7 +6,18 @@ import pickle
 import pytest
 import torch
 
-from layers import ExpertLora, FusedMoE, MoEBlock, MoEConfig, RouterConfig
+from layers import (
+    EplbState,
+    ExpertLora,
+    FusedMoE,
+    HashRouting,
+    MoEBlock,
+    MoEConfig,
+    RoutedExpertsCapture,
+    RoutedExpertsReplay,
+    RouterConfig,
+    SimulatedRouting,
+)
 from tests.layers import oracle
 
 H, I, E, K = 16, 24, 8, 2
@@ -115,6 +126,55 @@ def test_an_assigned_selection_bias_is_float32():
 def test_a_map_without_values_is_refused():
     with pytest.raises(ValueError, match=r"expert_map is on the meta device: expected its values"):
         FusedMoE(CONFIG, EXPERT_MAP.to("meta"))
+
+
+def _balanced(layer):
+    layer.set_eplb_state(0, *EplbState.initial(1, E))
+    return layer.balancing
+
+
+def _captured(layer):
+    layer.capture = RoutedExpertsCapture(torch.full((9, K), 3, dtype=torch.int32))
+    return layer.capture
+
+
+def _replayed(layer):
+    layer.routing_override = RoutedExpertsReplay(torch.full((9, K), 3, dtype=torch.int32), CONFIG.routing)
+    return layer.routing_override
+
+
+def _looked_up(layer):
+    table, token_ids = torch.full((5, K), 3, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    layer.routing_override = HashRouting(table, token_ids, CONFIG.routing)
+    return layer.routing_override
+
+
+def _drawn(layer):
+    layer.routing_override = SimulatedRouting("uniform", K, seed=7)
+    return layer.routing_override
+
+
+@pytest.mark.parametrize("attach", [_balanced, _captured, _replayed, _looked_up, _drawn])
+def test_what_a_layer_was_given_stays_where_it_is_as_weights_get_memory(attach):
+    """They would have held what the memory did, and nobody else would have seen what is written to them."""
+    layer = FusedMoE(CONFIG, device="meta")
+    given = attach(layer)
+    before = dict(given.named_buffers())
+    values = {name: tensor.clone() for name, tensor in before.items()}
+    layer.to_empty(device="cpu")
+    for name, tensor in given.named_buffers():
+        assert tensor is before[name] and torch.equal(tensor, values[name])
+    layer.to("meta")
+    assert all(tensor.is_meta for tensor in given.buffers()) and len(before) > 0
+
+
+def test_what_an_override_of_ones_own_was_given_is_cast():
+    layer = make()
+    layer.routing_override = RoutedExpertsReplay(torch.zeros(9, K, dtype=torch.int32), CONFIG.routing)
+    layer.routing_override.register_buffer("popularity", torch.ones(E))
+    layer.to(torch.bfloat16)
+    assert layer.routing_override.popularity.dtype == torch.bfloat16
+    assert layer.routing_override.buffer.dtype == torch.int32
 
 
 def test_adapters_keep_the_ids_that_they_are_given():

@@ -3,9 +3,10 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.utils.parametrizations import spectral_norm
 
 from layers import ExpertsConfig, MoEBlock, MoEConfig, RouterConfig, SharedExpertConfig
-from moe_ops import RoutingConfig
+from moe_ops import RoutingConfig, gated_activation
 from tests.counting import Calls
 from tests.layers import oracle
 
@@ -143,3 +144,63 @@ def test_an_overlapped_shared_expert_is_part_of_the_operator():
         out = block(hidden)
     assert calls.names == ["moe.fused_experts_with_shared", "moe.topk_routing"]
     assert oracle.relative_error(out, oracle.block(block, hidden)) < 1e-6
+
+
+class _Adapted(torch.nn.Linear):
+    """As PEFT's: its weight is not all that it computes with."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + hidden_states.sum(1, keepdim=True)
+
+
+def _with_a_bias(linear):
+    other = torch.nn.Linear(linear.in_features, linear.out_features)
+    other.weight = linear.weight
+    return other
+
+
+def _adapted(linear):
+    other = _Adapted(linear.in_features, linear.out_features, bias=False)
+    other.weight = linear.weight
+    return other
+
+
+@pytest.mark.parametrize("change", [_with_a_bias, _adapted])
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"shared_experts": SharedExpertConfig(9, "sigmoid", overlap=True)}, ["gate_up_proj", "down_proj"]),
+        (
+            {"shared_experts": SharedExpertConfig(9, "sigmoid"), "emit": "batch_invariant"},
+            ["gate", "gate_up_proj", "down_proj"],
+        ),
+    ],
+    ids=["overlap", "batch_invariant"],
+)
+def test_linear_layers_that_are_more_than_their_weight(change, options, names):
+    """They are not called here, and what they add was left out without a word."""
+    hidden = torch.randn(5, H)
+    for name in names:
+        block, plain = make(options), make({"shared_experts": SharedExpertConfig(9, "sigmoid")})
+        expected = block(hidden)
+        setattr(block.shared_experts, name, change(getattr(block.shared_experts, name)))
+        with pytest.raises(
+            ValueError, match=rf"shared_experts.{name} is a .*: expected torch.nn.Linear without"
+        ):
+            block(hidden)
+        plain.load_state_dict(block.state_dict(), strict=False)
+        setattr(plain.shared_experts, name, change(getattr(plain.shared_experts, name)))
+        assert oracle.relative_error(plain(hidden), expected) > 1e-3  # where they are called
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {}], ids=["overlap", "batch_invariant"])
+def test_a_parametrised_linear_layer_is_its_weight(options):
+    emit = "auto" if options else "batch_invariant"
+    block = make({"shared_experts": SharedExpertConfig(9, **options), "emit": emit})
+    spectral_norm(block.shared_experts.down_proj)
+    block.eval()
+    plain = copy.deepcopy(block).shared_experts
+    hidden = torch.randn(5, H)
+    routed = block.experts(hidden, block.gate(hidden))
+    expected = routed + plain.down_proj(gated_activation(plain.gate_up_proj(hidden), block.config.activation))
+    assert oracle.relative_error(block(hidden), expected) < 1e-5

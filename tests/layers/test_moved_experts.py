@@ -1,15 +1,28 @@
 """Weights and adapters that are loaded while experts are elsewhere."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.prune import random_unstructured
 
-from layers import EplbState, ExpertPlacement
+from layers import EplbState, ExpertPlacement, WeightScale, quantise_experts
 from tests.helpers import assert_matches_oracle
 from tests.layers.lora import attach, draw_ids, make_adapters, oracle
 from tests.layers.test_lora import E, H, I, make_layer, tokens
 
 PLACES = [12, 0, 5, 3, 6, 10, 9, 2, 1, 4, 7, 8, 11, 5, 12]
 spares = pytest.mark.parametrize("spare", [0, 2])
+
+
+@pytest.mark.parametrize("change", [spectral_norm, partial(random_unstructured, amount=0.5)])
+def test_weights_that_are_computed_do_not_move(change):
+    """What they are computed of would have stayed, and the rest of an expert would have moved."""
+    experts = make_layer()
+    change(experts, "w2_weight")
+    with pytest.raises(ValueError, match="w2_weight is parametrised or pruned: expected a plain parameter"):
+        experts.get_expert_weights()
 
 
 @spares
@@ -21,6 +34,28 @@ def test_fused_checkpoints_find_experts_that_have_moved(spare):
     down = torch.randn(E, H, I)
     experts.weight_loader(experts.w2_weight, down, "experts.weight", "w2", 0)
     assert torch.equal(experts.w2_weight, down[places])
+
+
+def test_input_scales_are_those_of_the_experts_at_their_places():
+    """Of experts at the places of others, one number was written over and another never there."""
+    experts = make_layer(num_redundant_experts=2)
+    quantise_experts(experts, WeightScale.CHANNEL, rows="static")
+    experts.set_eplb_state(0, *EplbState.initial(1, E, 2))
+    experts.balancing.place(ExpertPlacement.of(torch.tensor(PLACES), E), experts.get_expert_weights())
+    scales = torch.rand(E, 2)
+    for place, expert in enumerate(PLACES):
+        for shard_id, scale in zip(("w1", "w3"), scales[expert], strict=True):
+            experts.weight_loader(experts.w13_input_scale, scale, "input_scale", shard_id, place)
+        experts.weight_loader(experts.w2_input_scale, scales[expert, 0], "input_scale", "w2", place)
+    assert torch.equal(experts.w13_input_scale, scales)
+    assert torch.equal(experts.w2_input_scale, scales[:, 0])
+
+
+def test_adapters_of_experts_are_loaded_before_any_balancing():
+    plain, layer = make_layer(), make_layer(num_redundant_experts=2)
+    lora = attach(layer, make_adapters(plain), draw_ids(9))
+    gate_up, _, _ = make_adapters(plain)[0]
+    assert torch.equal(lora.a13[:, 0], gate_up.a[[*range(E), 0, 1]])
 
 
 @spares

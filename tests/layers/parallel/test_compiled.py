@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import inductor_passes
 from layers import RouterOutput
 from tests.helpers import assert_matches_oracle, assert_same, usually
-from tests.layers.parallel.exchanges import ALL, REPLICATED, ROUTINGS, config, make_layer, tokens_of
+from tests.layers.parallel.exchanges import ALL, MOST, REPLICATED, ROUTINGS, config, make_layer, tokens_of
 from tests.layers.parallel.test_exchanges import differentiable, loss, oracle
 from tests.layers.parallel.world import on_ranks
 
@@ -67,3 +67,33 @@ def test_with_our_passes(name):
         hidden, routed = tokens_of(dist.get_rank(), name, routing, sizes="even", step=step)
         with torch.no_grad():
             assert_matches_oracle(function(hidden, routed), oracle(layer, hidden, routed))
+
+
+class _FromLogits(torch.nn.Module):
+    """Programs take tensors."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, hidden, logits):
+        return self.kernel(hidden, logits)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", usually(ALL, ("all_gather", "all_gather_static", "variable")))
+def test_exported_programs(name, strict):
+    """Without max_tokens an all-gather was a program of `strict=True` only."""
+    layer = make_layer(config())
+    module, (hidden, routed) = _FromLogits(ALL[name](layer)), tokens_of(dist.get_rank(), name, sizes="even")
+    open_count = {0: torch.export.Dim("tokens", min=2, max=MOST)}
+    with torch.no_grad():
+        given = hidden, routed.router_logits
+        program = torch.export.export(module, given, dynamic_shapes=(open_count, open_count), strict=strict)
+        for step in range(2):
+            hidden, routed = tokens_of(dist.get_rank(), name, sizes="most", step=step)
+            mine = MOST if name in REPLICATED else MOST - 2 * dist.get_rank()
+            hidden, logits = hidden[:mine], routed.router_logits[:mine]
+            expected = oracle(layer, hidden, layer.route(logits))
+            assert_matches_oracle(program.module()(hidden, logits), expected)

@@ -104,3 +104,15 @@ def test_adapters_move_with_their_experts():
             part.lora.load_adapter(number, *adapter)
         assert_matches_oracle(part(hidden, routed), oracle(layer, adapters, hidden, routed, ids_of(rank)))
     assert len(part.get_expert_weights()) == 2 + 4
+
+
+@on_ranks(2)
+def test_whole_adapters_are_not_taken_for_a_ranks_part():
+    layer = make_layer(config())
+    part, adapters = parallel(layer, "alltoall")
+    plain = attach(copy.deepcopy(layer), adapters, ids_of(dist.get_rank()))
+    part.lora.load_state_dict(plain.state_dict(), assign=True)
+    with pytest.raises(
+        TypeError, match="lora has a <Parameter>: expected a DTensor, for ranks share its experts"
+    ):
+        part(*tokens_of(dist.get_rank(), "padded"))

@@ -77,6 +77,10 @@ def test_models_that_cannot_be_rebalanced():
         ValueError, match=r"model has parameters placed \(Shard\(dim=2\),\): expected \(Shard"
     ):
         ExpertRebalancer(parts)
+    pruned = parallelize_module(FusedMoE(config), mesh_of_all(), ExpertParallel())
+    del pruned.w2_weight  # as pruning does
+    with pytest.raises(ValueError, match="w2_weight is parametrised or pruned: expected a plain parameter"):
+        ExpertRebalancer(pruned)
     two_ways = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     block = parallelize_module(make_blocks()[0], two_ways["ep"], {"experts": ExpertParallel()})
     fully_shard(block.experts, mesh=two_ways["dp"])

@@ -17,9 +17,12 @@ from layers import (
     MoEConfig,
     RoutedExpertsCapture,
     RoutedExpertsReplay,
+    RouterConfig,
+    TensorShard,
 )
 from layers.parallel import names_of_ranks_own
 from tests.helpers import assert_same
+from tests.layers.parallel.exchanges import EXCHANGES
 from tests.layers.parallel.test_huggingface import models
 from tests.layers.parallel.test_styles import OPTIONS, H, make_block, parallel
 from tests.layers.parallel.world import on_ranks
@@ -44,6 +47,36 @@ def test_a_replicated_block_has_the_gradients_of_one(style):
         grad, expected = parameter.grad, plain.get_parameter(name).grad
         grad = grad.full_tensor() / ranks if isinstance(grad, DTensor) else grad  # a sum over tokens of all
         assert_same([grad.reshape(expected.shape)], [expected])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["variable", "gathered_shards"])
+def test_a_block_with_a_modular_kernel_has_the_gradients_of_one(name):
+    """All ranks would have run the first one's part of the experts."""
+    plain, ranks, rank = make_block(torch.float64, **OPTIONS["plain"]), dist.get_world_size(), dist.get_rank()
+    block = copy.deepcopy(plain)
+    block.experts = EXCHANGES[name](plain.experts)
+    tokens = torch.randn(ranks, 5, H, dtype=torch.float64)
+    model = replicated(block)
+    model(tokens[rank]).square().sum().backward()
+    (plain(tokens.flatten(0, 1)).square().sum() / ranks).backward()
+    part, whole = block.experts.experts.layer, plain.experts.w2_weight.grad
+    expected = whole[rank * 4 :][:4] if name == "variable" else part.shard.of(whole, 2)
+    assert_same([part.w2_weight.grad / ranks], [expected])  # a sum over tokens of all
+    assert_same([block.gate.weight.grad], [plain.gate.weight.grad])
+
+
+def test_names_of_parts_of_a_layer():
+    moe = MoEConfig(8, 2, H, 24, router=RouterConfig(has_expert_scale=True))
+    experts = FusedMoE(moe, torch.tensor([0, 1, 2, 3, -1, -1, -1, -1]))
+    experts.lora = ExpertLora(experts, 1, 2, torch.zeros(9, dtype=torch.int32))
+    weights = ["w13_weight", "w2_weight", *(f"lora.{name}" for name in ("a13", "b13", "a2", "b2"))]
+    assert names_of_ranks_own(experts) == [*weights, "expert_map", "lora.adapter_ids"]
+    assert names_of_ranks_own(nn.ModuleList([FusedMoE(moe, shard=TensorShard(1, 2))])) == [
+        "0.w13_weight",
+        "0.w2_weight",
+    ]
+    assert names_of_ranks_own(FusedMoE(moe)) == []
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils.parametrizations import spectral_norm
 
 from layers import ExpertLora, ExpertsConfig, FusedMoE, MoEConfig
 from layers.parallel import ExpertParallel, ExpertTensorParallel, ParallelConfig
@@ -25,7 +26,12 @@ def adapted() -> FusedMoE:
     return made
 
 
+def parametrised() -> FusedMoE:
+    return spectral_norm(layer(), "w2_weight")
+
+
 NOT_SHARDABLE = {
+    "computed": (parametrised, ExpertParallel(), "w2_weight is parametrised or pruned: expected a plain"),
     "experts": (lambda: layer(7), ExpertParallel(), "num_experts=7: expected a multiple of 2 ranks"),
     "columns": (
         lambda: layer(intermediate_size=11),

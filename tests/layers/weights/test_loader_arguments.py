@@ -1,8 +1,12 @@
 """What loaders refuse before they write anything, and checkpoints whose tensors have more than one name or expert."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.prune import random_unstructured
 
 from layers import FusedMoE, MoEBlock, MoEConfig, load_checkpoint
 
@@ -153,6 +157,15 @@ def test_state_dicts_with_tensors_that_are_not_dense_are_refused_whole(made, kin
         load_checkpoint(block, stored, progress=False)
     assert str(caught.value) == f"state dict has {name!r}, which is {kind}: expected a dense tensor"
     assert all(torch.equal(before[name], each) for name, each in block.state_dict().items())
+
+
+@pytest.mark.parametrize("change", [spectral_norm, partial(random_unstructured, amount=0.5)])
+def test_what_is_computed_is_not_loaded(change):
+    """It was written to, told a success, and computed again by the next forward."""
+    layer = FusedMoE(config())
+    change(layer, "w2_weight")
+    with pytest.raises(ValueError, match="param is computed of other tensors: expected a parameter"):
+        layer.weight_loader(layer.w2_weight, torch.randn(H, I), "experts.0.w2.weight", "w2", 0)
 
 
 def tied(norm: bool) -> nn.Module:

@@ -1,9 +1,20 @@
 """Parameters of quantised experts: what loaders ask of them, and what is refused before anything runs."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from layers import FusedMoE, MoEBlock, MoEConfig, MoERunner, WeightScale, add_weight_scales, quantise_experts
+from layers import (
+    ExpertLora,
+    FusedMoE,
+    MoEBlock,
+    MoEConfig,
+    MoERunner,
+    WeightScale,
+    add_weight_scales,
+    quantise_experts,
+)
 from layers.config import SharedExpertConfig
 
 H, I, E = 16, 12, 4
@@ -56,11 +67,16 @@ def test_a_block_that_overlaps_is_not_quantised():
     assert block.experts.quantisation is None and block(torch.randn(3, H)).isfinite().all()
 
 
-def test_nothing_runs_beside_quantised_experts():
+def with_adapters(experts: FusedMoE) -> None:
+    experts.lora = ExpertLora(experts, 1, 2, torch.zeros(3, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("change", [partial(quantise_experts, kind=WeightScale.CHANNEL), with_adapters])
+def test_nothing_runs_beside_experts_that_are_not_one_operator(change):
     block = MoEBlock(MoEConfig(E, 2, H, I, shared_experts=SharedExpertConfig(8)))
-    quantise_experts(block.experts, WeightScale.CHANNEL)
+    change(block.experts)
     with pytest.raises(
-        ValueError, match="shared_order='beside' quantised experts: expected 'before' or 'after'"
+        ValueError, match="shared_order='beside' lora or quantised experts: expected 'before' or 'after'"
     ):
         MoERunner(block.experts, shared_experts=block.shared_experts, shared_order="beside")
     assert MoERunner(block.experts, shared_experts=block.shared_experts).experts is block.experts

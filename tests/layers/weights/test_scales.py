@@ -242,7 +242,9 @@ def test_a_shared_expert_does_not_overlap_with_quantised_ones():
     experts = quantisable()
     quantise_experts(experts, WeightScale.CHANNEL)
     shared = SharedExpert(torch.randn(8, H), torch.randn(H, 4), None, "silu")
-    with pytest.raises(ValueError, match=r"overlap=True with lora or quantised experts: expected False"):
+    with pytest.raises(
+        ValueError, match=r"beside lora or quantised experts: expected shared_experts.overlap=False"
+    ):
         experts(torch.randn(3, H), torch.randn(3, E), shared)
 
 
