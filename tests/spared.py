@@ -7,6 +7,7 @@ It looks up the fields of what it knows of a fake tensor for each of them, impor
 asks before each question about a size whether that is recorded. After each compile it collects garbage. Of every
 module that a trace calls AOTAutograd's tracer takes what it returns, but fx first replaces two methods of `nn.Module`,
 and Python tells each of its thousands of subclasses.
+Whenever pytest sets the level that the root of loggers has, six times a test, each logger forgets what it is told.
 Each seed is kept for GPUs, of which there are none, with the stack of its caller as a text.
 g++ spends more than half of its time for a kernel on making it fast, and tests run it once or twice on a few numbers.
 Test-only: it replaces private names of torch. `python -P tests/spared.py module ...` is `python -m module ...` with it.
@@ -25,6 +26,7 @@ def spare() -> None:
     traces = logging.getLogger("torch.__trace")
     traces.handlers.clear()
     traces.addHandler = lambda handler: None
+    _set_new_levels_alone()
     if torch := sys.modules.get("torch"):
         _seed_no_missing_devices(torch)
     if guards := sys.modules.get("torch._dynamo.guards"):
@@ -41,6 +43,16 @@ def spare() -> None:
         _make_once(propagation.DtypePropagationOpsHandler)
     if builder := sys.modules.get("torch._inductor.cpp_builder"):
         _leave_slow(builder)
+
+
+def _set_new_levels_alone() -> None:
+    set_level = logging.Logger.setLevel
+
+    def set_new_level(self: logging.Logger, level: int | str) -> None:
+        if level != self.level:
+            set_level(self, level)
+
+    logging.Logger.setLevel = set_new_level  # type: ignore[method-assign]
 
 
 def _seed_no_missing_devices(torch: Any) -> None:
