@@ -29,7 +29,7 @@ def at_once(function: Callable[[torch.Tensor], Any], parts: torch.Tensor) -> Any
 
     torch would warn of such an operator, and run it part by part.
     """
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     was_enabled = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
     try:

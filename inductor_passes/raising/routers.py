@@ -234,8 +234,8 @@ def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:
 
 def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConfig | None:
     """As `_config`, which tries each kind of router once for a graph; for the process, where no size is open."""
-    has_open_sizes = any(is_open(node.meta.get("val")) for node in (*choice.cut.leaves, *choice.cut.nodes))
-    known = known if has_open_sizes else _KNOWN
+    values: list[Any] = [node.meta.get("val") for node in (*choice.cut.leaves, *choice.cut.nodes)]
+    known = known if any(map(is_open, values)) else _KNOWN
     nodes = (choice.weights, choice.ids, choice.logits, choice.bias)
     places = {node: place for place, node in enumerate((*choice.cut.leaves, *choice.cut.nodes))}
     wanted = tuple(places[node] if node else None for node in nodes)
