@@ -31,7 +31,8 @@ test: test-kernels test-cpu
 # The kernels run twice: interpreted, and compiled ahead of time for an H200 (with the rest).
 # Two workers with one thread each: more threads than cores would wait for each other. Each takes half of the files and
 # then from the other, so that what a file sets up is set up once.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
+# Bytecode is kept whatever the environment says: each of a hundred processes would compile the same files.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=15
 
 test-cpu: setup
 	$(PYTEST) tests

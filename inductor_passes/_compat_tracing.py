@@ -24,6 +24,20 @@ def forget_real_tensors(graph: torch.fx.Graph) -> None:
             mode.propagate_real_tensors = False  # type: ignore[union-attr]
 
 
+def at_once(function: Callable[[torch.Tensor], Any], parts: torch.Tensor) -> Any:
+    """What a function returns for each part, in one run of its operators. RuntimeError where one has no rule for that.
+
+    torch would warn of such an operator, and run it part by part.
+    """
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    was_enabled = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        return torch.vmap(function)(parts)
+    finally:
+        functorch._set_vmap_fallback_enabled(was_enabled)
+
+
 def functional_trace(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
     """As `trace`, without gradients and with what changes in place made functional.
 

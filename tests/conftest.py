@@ -1,6 +1,7 @@
 import atexit
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ def pytest_collection_finish():
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
     spared.spare()
+    if trials := sys.modules.get("tests.huggingface.trials"):
+        trials.share()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,11 @@ Dynamo flushes the processor's caches after each compile to time its guards for 
 knows the dtype of an operator's result, and makes it again for each operator of a kernel. pytest listens to every
 logger that does not propagate, and while anybody listens to that of traces, torch prints each graph a dozen times.
 It looks up the fields of what it knows of a fake tensor for each of them, imports two names for each of its sizes, and
-asks before each question about a size whether that is recorded. After each compile it collects garbage.
+asks before each question about a size whether that is recorded. After each compile it collects garbage. Of every
+module that a trace calls AOTAutograd's tracer takes what it returns, but fx first replaces two methods of `nn.Module`,
+and Python tells each of its thousands of subclasses.
+Whenever pytest sets the level that the root of loggers has, six times a test, each logger forgets what it is told.
+Each seed is kept for GPUs, of which there are none, with the stack of its caller as a text.
 g++ spends more than half of its time for a kernel on making it fast, and tests run it once or twice on a few numbers.
 Test-only: it replaces private names of torch. `python -P tests/spared.py module ...` is `python -m module ...` with it.
 """
@@ -22,6 +26,9 @@ def spare() -> None:
     traces = logging.getLogger("torch.__trace")
     traces.handlers.clear()
     traces.addHandler = lambda handler: None
+    _set_new_levels_alone()
+    if torch := sys.modules.get("torch"):
+        _seed_no_missing_devices(torch)
     if guards := sys.modules.get("torch._dynamo.guards"):
         guards.profile_guard_manager = lambda *_: 0.0
     if config := sys.modules.get("torch._dynamo.config"):
@@ -30,10 +37,28 @@ def spare() -> None:
         fakes.TensorMetadata._flatten_into = _flatten_at_once(fakes)
     if shapes := sys.modules.get("torch.fx.experimental.symbolic_shapes"):
         _record_nothing(shapes.ShapeEnv)
+    if tracing := sys.modules.get("torch.fx.experimental.proxy_tensor"):
+        _replace_no_methods(tracing)
     if propagation := sys.modules.get("torch._inductor.dtype_propagation"):
         _make_once(propagation.DtypePropagationOpsHandler)
     if builder := sys.modules.get("torch._inductor.cpp_builder"):
         _leave_slow(builder)
+
+
+def _set_new_levels_alone() -> None:
+    set_level = logging.Logger.setLevel
+
+    def set_new_level(self: logging.Logger, level: int | str) -> None:
+        if level != self.level:
+            set_level(self, level)
+
+    logging.Logger.setLevel = set_new_level  # type: ignore[method-assign]
+
+
+def _seed_no_missing_devices(torch: Any) -> None:
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
 
 
 def _flatten_at_once(fakes: Any) -> Any:
@@ -61,6 +86,20 @@ def _record_nothing(environment: type) -> None:
         code = getattr(method, "__code__", None)
         if code is not None and Path(code.co_filename).name == "recording.py":
             setattr(environment, name, method.__wrapped__)
+
+
+def _replace_no_methods(tracing: Any) -> None:
+    """For a tracer that overrides nothing of AOTAutograd's, which would call what it replaces."""
+    from torch.fx import _symbolic_trace
+
+    patch = _symbolic_trace._Patcher.patch_method
+
+    def patch_for_others(self: Any, kind: type, name: str, method: Any, *more: Any, **named: Any) -> None:
+        free = dict(zip(method.__code__.co_freevars, method.__closure__ or ()))
+        if "self" not in free or type(free["self"].cell_contents) is not tracing.PythonKeyTracer:
+            patch(self, kind, name, method, *more, **named)
+
+    _symbolic_trace._Patcher.patch_method = patch_for_others
 
 
 def _leave_slow(builder: Any) -> None:

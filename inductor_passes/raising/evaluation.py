@@ -33,6 +33,9 @@ WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OF_BITS = (aten.view.dtype,)
 """Read the bits of a number, which are others in float64."""
 
+_INSTEAD: dict[Any, Callable[..., Any]] = {torch.ops.prims.convert_element_type.default: torch.Tensor.to}
+"""What computes the same, and may be run on many at once."""
+
 
 class Cut(NamedTuple):
     """The nodes between some leaves and some outputs."""
@@ -79,7 +82,8 @@ def evaluate(nodes: Iterable[Node], values: Mapping[Node, Any]) -> dict[Node, An
                 raise RuntimeError(f"{node.target} is not computed while compiling")
             args = map_aggregate(map_arg(node.args, known.__getitem__), _on_cpu_in_float64)
             kwargs = map_aggregate(map_arg(node.kwargs, known.__getitem__), _on_cpu_in_float64)
-            known[node] = node.target(*_taken_here(node, args), **kwargs)  # type: ignore[operator,misc]
+            called: Any = _INSTEAD.get(node.target, node.target)
+            known[node] = called(*_taken_here(node, args), **kwargs)
     return known
 
 

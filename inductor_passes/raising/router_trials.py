@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from inductor_passes._compat_tracing import at_once
 from inductor_passes.base import Refusal
 from inductor_passes.raising.evaluation import Cut, concrete, evaluate, is_size, numbers
 from inductor_passes.raising.indices import crowded_batches
@@ -146,9 +147,20 @@ def _run(choice: Choice, batches: Sequence[Tensor], order: Tensor | None = None)
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(batches[0].shape[1], generator=generator, dtype=torch.float64) / 4
     bias = bias if order is None else bias[order]
-    given = [_given(choice, logits, bias) for logits in batches]
-    weights, ids = (torch.cat(each) for each in zip(*given, strict=True))
+    weights, ids = _given_to_all(choice, batches, bias)
     return Trial(torch.cat([*batches]), None if choice.bias is None else bias, weights, ids)
+
+
+def _given_to_all(choice: Choice, batches: Sequence[Tensor], bias: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_given` of one batch after the other; of many in one run, unless an operator of the router takes only one."""
+    if len(batches) > 1:
+        try:
+            given = at_once(lambda logits: _given(choice, logits, bias), torch.stack([*batches]))
+            return given[0].flatten(0, 1), given[1].flatten(0, 1)
+        except (Refusal, RuntimeError):
+            pass
+    each = [_given(choice, logits, bias) for logits in batches]
+    return torch.cat([weights for weights, _ in each]), torch.cat([ids for _, ids in each])
 
 
 def _given(choice: Choice, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

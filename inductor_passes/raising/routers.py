@@ -43,10 +43,14 @@ from inductor_passes.raising.router_trials import (
 )
 from inductor_passes.raising.views_of_rows import args, aten
 from inductor_passes.raising.writing import erase_unread, record, written
+from inductor_passes.sizes import is_open
 from moe_ops.types import RoutingConfig
 
 Known = dict[Hashable, RoutingConfig | None]
-"""What each kind of router in a graph is; None for one that is no config."""
+"""What each kind of router is; None for one that is no config."""
+_KNOWN: Known = {}
+"""Those whose sizes are all numbers, which say the same in every graph of the process."""
+_MOST = 256
 
 
 class RaiseRouters:
@@ -229,13 +233,18 @@ def _has_shape(node: Node, shape: tuple[int | torch.SymInt, ...]) -> bool:
 
 
 def _known_config(choice: Choice, num_experts: int, known: Known) -> RoutingConfig | None:
-    """As `_config`, which tries each kind of router once."""
+    """As `_config`, which tries each kind of router once for a graph; for the process, where no size is open."""
+    values: list[Any] = [node.meta.get("val") for node in (*choice.cut.leaves, *choice.cut.nodes)]
+    known = known if any(map(is_open, values)) else _KNOWN
     nodes = (choice.weights, choice.ids, choice.logits, choice.bias)
     places = {node: place for place, node in enumerate((*choice.cut.leaves, *choice.cut.nodes))}
     wanted = tuple(places[node] if node else None for node in nodes)
     key = (form(choice.cut.leaves, choice.cut.nodes), wanted, num_experts)
     if key not in known:
-        known[key] = _config(choice, num_experts)
+        found = _config(choice, num_experts)
+        if len(known) >= _MOST:
+            del known[next(iter(known))]
+        known[key] = found
     return known[key]
 
 

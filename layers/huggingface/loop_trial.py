@@ -8,6 +8,7 @@ give the same, with gradients, in training as well.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations, product
 from typing import Any
 
@@ -27,6 +28,7 @@ _IDS = (torch.int64, torch.int32)
 
 _MODES = (False, True)
 _LARGE = 64.0  # to the third power in what an expert gives; a power of two, so that weights come back
+_Question = Callable[[], bool]
 _NO_CHOICE = (
     "no gate or router gives logits [T, E] by which every token gets as many experts, nor ids and weights "
     "[T, K]"
@@ -62,14 +64,14 @@ def known_loop(block: Any, mlp: Mlp) -> StackedBlock | str:
         routed = _routed(block, twin.eval(), gate, inputs[0], mlp) if gate else None
         if routed is None:
             return _NO_CHOICE
-        why = _NO_SUM
+        why, elsewhere = _NO_SUM, _elsewhere(twin, ours, gate, inputs[0], _MODES[: 1 + trains])
         for how in _ways(block, gate, routed, own[0], trains):
             ours.moe_ops_stacked = how
             if not _is_sum(how, twin, ours, inputs, own):
                 continue
             if trains and not _are_alike(trained, _run_all(loops.forward, ours.train(), inputs)):
                 why = _OTHER_IN_TRAINING
-            elif not _is_sum_of_all(how, twin, ours, inputs[0]):
+            elif not _hold(elsewhere):
                 why = _OTHER_ELSEWHERE
             elif (settled := precisions.settled(how, twin, ours, inputs[0])) is not None:
                 return settled
@@ -86,10 +88,22 @@ def _is_sum(
     return is_alike and _are_large(twin, ours, inputs, read, loops.forward)
 
 
-def _is_sum_of_all(how: StackedBlock, twin: Any, ours: Any, tokens: Tensor) -> bool:
+def _elsewhere(twin: Any, ours: Any, gate: str, tokens: Tensor, modes: Sequence[bool]) -> list[_Question]:
     """Whether ours gives the same for other tokens, without gradients and for every expert."""
-    is_alike = _are_everywhere(twin, ours, other_batches(tokens), _MODES[: 1 + how.trains], loops.forward)
-    return is_alike and _visit_all(twin, ours, how.gate, tokens)
+    others, given = other_batches(tokens), product(modes, (True, False))
+    return [
+        *(partial(_is_alike_in, each, twin, ours, others, loops.forward) for each in given),
+        *_visits(twin, ours, gate, tokens),
+    ]
+
+
+def _hold(questions: list[_Question]) -> bool:
+    """Whether all do. What does not is asked first the next time: ways that are one here are one there."""
+    for place, holds in enumerate(questions):
+        if not holds():
+            questions.insert(0, questions.pop(place))
+            return False
+    return True
 
 
 def _twins(block: Any, mlp: Mlp) -> tuple[Any, Any, tuple[Tensor, Tensor]]:
@@ -108,35 +122,39 @@ def calls_with_ids(block: Any, mlp: Mlp) -> bool:
     with trial.trial_mode():
         twin, ours, inputs = _twins(block, mlp)
         forward = type(twin).forward
-        is_alike = _are_everywhere(twin, ours, [*inputs, *other_batches(inputs[0])], _MODES, forward)
+        is_alike = _are_everywhere(twin, ours, [*inputs, *other_batches(inputs[0])], forward)
         return is_alike and _are_large(twin, ours.eval(), inputs, ["experts."], forward)
 
 
-def _visit_all(twin: Any, ours: Any, gate: str, tokens: Tensor) -> bool:
+def _visits(twin: Any, ours: Any, gate: str, tokens: Tensor) -> list[_Question]:
     """Whether both are alike in evaluation for tokens of every expert, where the gate has a weight for each."""
     unit = tokens * (tokens.shape[-1] ** 0.5 / tokens.norm(dim=-1, keepdim=True))
     weights: list[Any] = [getattr(getattr(each, gate), "weight", None) for each in (twin, ours)]
     num_experts = len(twin.experts)
     if any(not isinstance(each, Tensor) or each.shape != (num_experts, tokens.shape[-1]) for each in weights):
-        return True
-    for start in range(0, num_experts, 4):
+        return []
+
+    def visit(start: int) -> bool:
         with trial.scaled([each.data[start : start + 4] for each in weights], 4.0):
             own = _run(type(twin).forward, twin.eval(), unit)
-            if not _is_alike(own, _run(loops.forward, ours.eval(), unit)):
-                return False
-    return True
+            return _is_alike(own, _run(loops.forward, ours.eval(), unit))
+
+    return [partial(visit, start) for start in range(0, num_experts, 4)]
 
 
-def _are_everywhere(
-    twin: Any, ours: Any, inputs: Sequence[Tensor], modes: Sequence[bool], forward: Callable[..., Any]
+def _are_everywhere(twin: Any, ours: Any, inputs: Sequence[Tensor], forward: Callable[..., Any]) -> bool:
+    """Whether both are alike for all of these, in both modes, with gradients and without."""
+    return all(_is_alike_in(each, twin, ours, inputs, forward) for each in product(_MODES, (True, False)))
+
+
+def _is_alike_in(
+    modes: tuple[bool, bool], twin: Any, ours: Any, inputs: Sequence[Tensor], forward: Callable[..., Any]
 ) -> bool:
-    """Whether both are alike for all of these, in these modes, with gradients and without."""
-    for mode, has_gradients in product(modes, (True, False)):
-        with torch.set_grad_enabled(has_gradients):
-            own = _run_all(type(twin).forward, twin.train(mode), inputs)
-            if not _are_alike(own, _run_all(forward, ours.train(mode), inputs)):
-                return False
-    return True
+    """Whether both are alike in training or not, with gradients or without."""
+    is_training, has_gradients = modes
+    with torch.set_grad_enabled(has_gradients):
+        own = _run_all(type(twin).forward, twin.train(is_training), inputs)
+        return _are_alike(own, _run_all(forward, ours.train(is_training), inputs))
 
 
 def _are_large(

@@ -127,7 +127,7 @@ def run(forward: Callable[..., Any], twin: Any, tokens: Tensor, *rest: Tensor) -
 
     Gradients are those of the tokens, other numbers that it is given, and the twin's parameters.
     """
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     inputs = [each.clone().requires_grad_() if each.is_floating_point() else each for each in (tokens, *rest)]
     trained = [each for each in inputs if each.requires_grad]
     parameters = list(twin.parameters())

@@ -18,6 +18,7 @@ from collections.abc import (
     MutableSet,
     Sequence,
 )
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,11 +48,17 @@ def trial_mode() -> Iterator[None]:
         real_tensors(),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.device("cpu"),
+        _on_cpu(),
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
     ):
         yield
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Nothing where tensors are made there anyway, for every call would go through a mode."""
+    device = torch.device("cpu")
+    return contextlib.nullcontext() if torch.get_default_device() == device else device
 
 
 def in_float64(function: Callable[..., Any], *args: Any) -> Any:
@@ -100,11 +107,17 @@ def scaled(weights: Sequence[Tensor], factor: float) -> Iterator[None]:
         each.div_(factor)
 
 
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    held = (*module.parameters(), *module.buffers(), *loose_tensors(module))
-    tensors = [(id(each), each._version) for each in held]
-    own = [own_attributes(each) for each in module.modules()]
-    return tensors, [[(name, id(value), _inside(value)) for name, value in each] for each in own]
+def _state(module: nn.Module) -> list[Any]:
+    """Which tensors and attributes there are, and how often each tensor was changed."""
+    return [_own_state(each) for each in module.modules()]
+
+
+def _own_state(module: nn.Module) -> tuple[Any, ...]:
+    own = own_attributes(module)
+    loose = [value for _, value in own if isinstance(value, Tensor)]
+    held = (*module._parameters.values(), *module._buffers.values(), *loose)
+    versions = [(id(each), each._version) for each in held if each is not None]
+    return versions, [(name, id(value), _inside(value)) for name, value in own]
 
 
 def _inside(value: Any) -> list[int]:

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from tests.huggingface import trials  # noqa: F401  # what has been imported by then, tests/conftest.py lets share
+
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():

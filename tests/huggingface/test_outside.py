@@ -177,6 +177,17 @@ def test_a_collection_with_a_limit():
     assert outside.collection_activation(block.experts) == "swiglustep;limit=0.5"
 
 
+def test_no_generator_of_a_gpu_is_seeded(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(1)
+    assert seeds == [1]
+    _, block = part(stock_model("step3p7"), "step3p7")
+    del seeds[:]
+    assert outside.collection_activation(block.experts) is not None
+    assert seeds == []
+
+
 @pytest.mark.parametrize(
     "name", [*BLOCKS, *COLLECTIONS, "doge", "switch_transformers", "nllb_moe", "dots3_note.vision"]
 )

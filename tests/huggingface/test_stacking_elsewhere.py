@@ -145,6 +145,19 @@ def test_what_computes_something_else_elsewhere_is_left_alone(kind):
     assert report.experts == () and len(report.left) == 1
 
 
+def test_what_makes_one_way_fail_is_asked_first_for_others():
+    """Several ways to route give the same where blocks are tried first."""
+    runs = []
+
+    class Counted(ManyExperts):
+        def forward(self, hidden_states):
+            runs.append(hidden_states.shape)
+            return super().forward(hidden_states)
+
+    huggingface.patch(block(Counted), stack_experts=True)
+    assert len(runs) < 200
+
+
 def test_a_list_that_is_called_and_has_no_room_in_training():
     class Limited(CalledExperts):
         def forward(self, hidden_states, top_k_index, top_k_weights):

@@ -6,12 +6,12 @@ import torch
 from inductor_passes import _compat
 from inductor_passes.pipeline import FUSIONS, RAISES, run_passes
 from inductor_passes.raising import buffer_trials, place_trials
-from tests.helpers import RELATIVE_NORM, mixed, relative_error, usually
+from tests.helpers import RELATIVE_NORM, mixed, nan_in_empty_memory, relative_error, usually
 from tests.passes.buffers import STYLES
 from tests.passes.buffers_in_parts import RIGHT, WRONG, cast_in_between, of, read
 from tests.passes.capture import Rewritten, computed, rewrite
 from tests.passes.stock import EXPERTS, HIDDEN, layer, swiglu
-from tests.passes.test_before_autograd import check
+from tests.passes.test_before_autograd import check, exact
 from tests.passes.test_raise_masks import TOKENS, crowded, kinds
 
 PIPELINE = (*RAISES, *FUSIONS)
@@ -75,6 +75,11 @@ def test_gradients(name):
     """Before autograd; tokens that are dropped have none."""
     run = check(STYLES[name], crowded(torch.float32))
     assert run.raised[:1] == ["experts"] and run.graphs[0][-1].endswith("combine")
+
+
+def test_gradients_where_memory_that_nobody_writes_is_nan():
+    with nan_in_empty_memory():
+        assert all(each.isfinite().all() for each in exact(STYLES["without_memory"], crowded(torch.float32)))
 
 
 def test_gradients_of_weights_that_are_zero():

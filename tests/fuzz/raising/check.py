@@ -25,6 +25,8 @@ Model = Callable[..., Tensor]
 RANKING = ("topk", "sort", "argsort", "argmax", "max")
 RANKED = {"float32": 2e-6, "bfloat16": 2e-2}  # by how much what is ranked may be off
 GRADIENTS = 10  # times what outputs may be off: they are long sums
+DIVISIONS = ("div", "true_divide", "__truediv__", "__itruediv__")
+ZERO = 1e-12  # times the terms of a sum in float64: they cancel
 MORE_THAN_EAGER = 4  # times what PyTorch itself is off: a tie that rounding decides may go either way
 
 
@@ -150,6 +152,26 @@ def _moved(case: Case, exact: Model, double: list[Tensor]) -> dict[str, float]:
     return moved
 
 
+class _Undivided(TorchFunctionMode):
+    """What divides has no gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in DIVISIONS and isinstance(args[1], Tensor):
+            args = (args[0], args[1].detach())
+        return func(*args, **(kwargs or {}))
+
+
+def _are_rounded(dtype: str, ours: Tensor | None, exact: Tensor | None, undivided: Tensor | None) -> bool:
+    """Whether a gradient is zero as terms cancel, those of a weight and of what it is divided by: of rounding alone.
+
+    A weight that is alone and divided by itself is one, whatever the router gives.
+    """
+    if exact is None or undivided is None or not exact.norm() <= ZERO * undivided.norm():
+        return False
+    allowed = GRADIENTS * RELATIVE_NORM[getattr(torch, dtype)] * undivided.norm()
+    return ours is None or bool(ours.double().norm() <= allowed)
+
+
 def _differences(case: Case, models: tuple[Model, Model, Model], given: list[Tensor]) -> list[str]:
     ours, eager, exact = models
     double = [each.double() for each in given]
@@ -161,8 +183,17 @@ def _differences(case: Case, models: tuple[Model, Model, Model], given: list[Ten
         for name in right
     }
     found = {name: each for name, each in texts.items() if each is not None}
-    moved = _moved(case, exact, double) if found else {}
-    return [each.text for name, each in found.items() if not each.error <= MORE_THAN_EAGER * moved[name]]
+    if not found:
+        return []
+    moved = _moved(case, exact, double)
+    with _Undivided():
+        undivided = _results(case, exact, double)
+    return [
+        each.text
+        for name, each in found.items()
+        if not each.error <= MORE_THAN_EAGER * moved[name]
+        and not _are_rounded(case.dtype, mine[name], right[name], undivided[name])
+    ]
 
 
 def is_void(case: Case, eager: Model, given: list[Tensor]) -> str:

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import torch
+from torch.nn import functional as F
 
 from tests.fuzz.raising import __main__, check
 from tests.fuzz.raising.grammar import AXES, draw
 from tests.fuzz.raising.mutations import MUTATIONS
 from tests.fuzz.raising.shrink import shrunk
-from tests.fuzz.raising.source import model_of, source
+from tests.fuzz.raising.source import PARAMETERS, model_of, source
 from tests.fuzz.raising.tensors import KINDS, inputs
 
 DRAWN = [draw(0, index) for index in range(1500)]
@@ -53,6 +54,26 @@ def test_a_wrong_value_is_found_and_its_layer_shrunk(monkeypatch):
     simplest = shrunk(case, "wrong")
     others = {axis for axis, options in AXES.items() if simplest[axis] != options[0]}
     assert others <= {"activation", "form"} and not simplest.mutations and not simplest.is_training
+
+
+def of_one_weight(more):
+    """A layer's weight that is alone is divided by itself, or nearly; no gradient is as large as what cancels."""
+
+    def model(x, router, *rest):
+        weight = 1e-6 * F.linear(x, router).exp()
+        return (weight / weight + more(weight)) * x + 0 * sum(each.sum() for each in rest)
+
+    return model
+
+
+def test_gradients_of_rounding_alone_are_no_finding():
+    case = next(each for each in DRAWN if each.is_training and each.dtype == "float32")
+    given = [torch.randn(5, 8), torch.randn(1, 8), *(torch.zeros(1) for _ in PARAMETERS[1:])]
+    exact = of_one_weight(lambda weight: 0)
+    for share, found in ((3e-5, False), (3e-4, True), (1.0, True)):
+        ours = of_one_weight(lambda weight, share=share: share * (weight / weight.detach() - 1))
+        wrong = check._differences(case, (ours, exact, exact), given)
+        assert bool(wrong) == found, (share, wrong)
 
 
 def test_a_layer_that_pytorch_does_not_run_is_no_finding():
