@@ -115,8 +115,10 @@ def _depth_args(linear: Any, parts: int) -> dict[str, Any]:
 
 def _parts(linear: Any, products: int, gpu: Gpu) -> int:
     """How many warps share the depth: as many as make the GPU busy, and have some steps each."""
-    wanted = min(_WARPS * gpu.multiprocessors // products, linear.depth // (PART.value * _STEPS))
-    return min(max(2 ** (max(wanted, 1).bit_length() - 1), _LEAST_PARTS), _MOST_PARTS)
+    parts, most = _LEAST_PARTS, min(linear.depth // (PART.value * _STEPS), _MOST_PARTS)
+    while 2 * parts <= most and 2 * parts * products <= _WARPS * gpu.multiprocessors:
+        parts *= 2
+    return parts
 
 
 def _are_even(scale: TensorMeta) -> bool:
