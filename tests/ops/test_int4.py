@@ -128,7 +128,8 @@ def test_a_layer_is_that_of_the_weights_it_stands_for(tokens, dtype):
     assert_same([compiled(x, w13, w2, weights, ids)], [out], 1e-6)
     if tokens:
         layer = torch.vmap(lambda x, weights, ids: moe_ops.scaled_fused_experts(x, w13, w2, weights, ids))
-        assert_same([layer(*(each[:, None] for each in (x, weights, ids)))[:, 0]], [out], 1e-6)
+        # Of a token alone a product may be summed in another order, on some processors.
+        assert_matches_oracle(layer(*(each[:, None] for each in (x, weights, ids)))[:, 0], expected)
 
 
 def _call(scale=None, block=(1, 32), **named):
