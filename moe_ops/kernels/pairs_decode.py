@@ -96,13 +96,12 @@ def _scales(
 
 
 @triton.jit
-def _numbers(
+def _read(
     weight_ptr, scale_ptr, zero_ptr, rows, part, block_rows,
     weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-    DTYPE: tl.constexpr, IS_E2M1: tl.constexpr,
     DEPTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """[R, 128] weights of rows' parts."""
+    """(bytes [R, 64], scales, zero points) of rows' parts: scales again where there are no zero points."""
     byte = part[:, None] * (PART // 2) + tl.arange(0, PART // 2)[None, :]
     pairs = _loaded(
         weight_ptr + offset(rows, weight_stride_n)[:, None] + byte, byte < DEPTH // 2, EVEN, "evict_first"
@@ -111,62 +110,74 @@ def _numbers(
     scale = _scales(
         scale_ptr, blocks, part, scale_stride_n, scale_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED
     )
-    shift = None
+    zero = scale
     if zero_ptr is not None:
         zero = _scales(
             zero_ptr, blocks, part, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED
         )
-        shift = shifts(zero, DTYPE)
-    return numbers_of_words(pairs, factors(scale, DTYPE), shift, DTYPE, IS_E2M1)
+    return pairs, scale, zero
 
 
 @triton.jit
-def _added(
-    acc, x, weight_ptr, scale_ptr, zero_ptr, low, high, part, block_rows,
-    weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-    DTYPE: tl.constexpr, IS_E2M1: tl.constexpr,
-    DEPTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
+def _numbers(read, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
+    """[R, 128] weights, of what was read."""
+    shift = shifts(read[2], DTYPE) if HAS_ZEROS else None
+    return numbers_of_words(read[0], factors(read[1], DTYPE), shift, DTYPE, IS_E2M1)
+
+
+@triton.jit
+def _added(acc, x, low, high, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
     """acc [PARTS, 16, 8] and products of x with parts of eight rows, then of eight others: a thread has one of each."""
     PARTS: tl.constexpr = acc.shape[0]
-    first = _numbers(
-        weight_ptr, scale_ptr, zero_ptr, low, part, block_rows,
-        weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-        DTYPE, IS_E2M1, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
-    )  # fmt: skip
-    last = _numbers(
-        weight_ptr, scale_ptr, zero_ptr, high, part, block_rows,
-        weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-        DTYPE, IS_E2M1, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
-    )  # fmt: skip
-    both = tl.join(first, last)
+    both = tl.join(_numbers(low, HAS_ZEROS, DTYPE, IS_E2M1), _numbers(high, HAS_ZEROS, DTYPE, IS_E2M1))
     split = both.reshape(PARTS, _ROWS, 4, 4, 2, 4, 2)  # part, row, thread, word, half, number, first or last
     weight = split.trans(0, 6, 1, 3, 2, 5, 4).reshape(PARTS, FEATURES, PART)
     return dot(weight, x, acc)
 
 
 @triton.jit
-def _step(
+def _steps(
     gate, up, part, x_row_ptr, weight_ptr, scale_ptr, zero_ptr, gate_low, gate_high, up_low, up_high, block_rows,
     x_stride_k, weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-    GATED: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr,
-    DEPTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr,
+    GATED: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """gate and up with the products of as many parts of the depth as they have, from `part` on."""
+    """gate and up with the products of STEPS times as many parts of the depth as they have, from `part` on.
+
+    All is read before the first product. As a loop of steps ptxas has read ahead or not, and it took a tenth more.
+    """
     PARTS: tl.constexpr = gate.shape[0]
+    HAS_ZEROS: tl.constexpr = zero_ptr is not None
     parts = part + tl.arange(0, _ROWS * PARTS) // _ROWS
     x = _x_of_step(x_row_ptr, part, x_stride_k, PARTS, DTYPE, IS_E2M1, DEPTH, EVEN)
-    gate = _added(
-        gate, x, weight_ptr, scale_ptr, zero_ptr, gate_low, gate_high, parts, block_rows,
-        weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-        DTYPE, IS_E2M1, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
+    of_gate_low = _read(
+        weight_ptr, scale_ptr, zero_ptr, gate_low, parts, block_rows, weight_stride_n,
+        scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
     )  # fmt: skip
+    of_gate_high = _read(
+        weight_ptr, scale_ptr, zero_ptr, gate_high, parts, block_rows, weight_stride_n,
+        scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
+    )  # fmt: skip
+    of_up_low, of_up_high = of_gate_low, of_gate_high
     if GATED:
-        up = _added(
-            up, x, weight_ptr, scale_ptr, zero_ptr, up_low, up_high, parts, block_rows,
-            weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-            DTYPE, IS_E2M1, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
+        of_up_low = _read(
+            weight_ptr, scale_ptr, zero_ptr, up_low, parts, block_rows, weight_stride_n,
+            scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
         )  # fmt: skip
+        of_up_high = _read(
+            weight_ptr, scale_ptr, zero_ptr, up_high, parts, block_rows, weight_stride_n,
+            scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
+        )  # fmt: skip
+    if STEPS > 1:
+        gate, up = _steps(
+            gate, up, part + PARTS, x_row_ptr, weight_ptr, scale_ptr, zero_ptr,
+            gate_low, gate_high, up_low, up_high, block_rows,
+            x_stride_k, weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
+            GATED, DTYPE, IS_E2M1, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED, STEPS - 1,
+        )  # fmt: skip
+    gate = _added(gate, x, of_gate_low, of_gate_high, HAS_ZEROS, DTYPE, IS_E2M1)
+    if GATED:
+        up = _added(up, x, of_up_low, of_up_high, HAS_ZEROS, DTYPE, IS_E2M1)
     return gate, up
 
 
@@ -185,13 +196,13 @@ def pairs_gemv_kernel(
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, LIMIT: tl.constexpr,
     DEPTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr,
-    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, WHOLE: tl.constexpr, ALL: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """out[slot] = gate(weight[expert of slot] @ x[slot // slots_of_row]), or without a gate.
 
     A dropped slot writes nothing. inverse: where each slot's row is, -1 if there is none. Features are columns of the
-    layer's other weight, and so whole words of 16 bytes, of which a program's are half. ALL: parts of the depth, of
-    which WHOLE are multiplied in steps that are written out AT_ONCE.
+    layer's other weight, and so whole words of 16 bytes, of which a program's are half. WHOLE parts of the depth are
+    multiplied in AT_ONCE steps at once, those behind in REST steps.
     """
     SCALE: tl.constexpr = scale_ptr.dtype.element_ty
     IS_E2M1: tl.constexpr = tl.uint8 == SCALE or tl.float8e4nv == SCALE
@@ -219,21 +230,20 @@ def pairs_gemv_kernel(
         gate_high, up_high = gate_up_columns(begin + _ROWS + row, features, GATED, INTERLEAVED)
         gate = tl.zeros((PARTS, FEATURES, _COLUMNS), tl.float32)
         up = tl.zeros((PARTS, FEATURES, _COLUMNS), tl.float32)
-        # Steps that are written out read ahead: with more of them registers do not suffice.
         for span in range(0, WHOLE, PARTS * AT_ONCE):
-            for step in tl.static_range(AT_ONCE):
-                gate, up = _step(
-                    gate, up, span + step * PARTS, x_row_ptr, expert_ptr, expert_scale_ptr, expert_zero_ptr,
-                    gate_low, gate_high, up_low, up_high, block_rows,
-                    x_stride_k, weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-                    GATED, DTYPE, IS_E2M1, DEPTH, True, BLOCK_COLUMNS, GROUPS, PAIRED,
-                )  # fmt: skip
-        for part in tl.static_range(WHOLE, ALL, PARTS):
-            gate, up = _step(
-                gate, up, part, x_row_ptr, expert_ptr, expert_scale_ptr, expert_zero_ptr,
+            gate, up = _steps(
+                gate, up, span, x_row_ptr, expert_ptr, expert_scale_ptr, expert_zero_ptr,
                 gate_low, gate_high, up_low, up_high, block_rows,
                 x_stride_k, weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
-                GATED, DTYPE, IS_E2M1, DEPTH, (part + PARTS) * PART <= DEPTH, BLOCK_COLUMNS, GROUPS, PAIRED,
+                GATED, DTYPE, IS_E2M1, DEPTH, True, BLOCK_COLUMNS, GROUPS, PAIRED, AT_ONCE,
+            )  # fmt: skip
+        if REST > 0:
+            gate, up = _steps(
+                gate, up, WHOLE, x_row_ptr, expert_ptr, expert_scale_ptr, expert_zero_ptr,
+                gate_low, gate_high, up_low, up_high, block_rows,
+                x_stride_k, weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
+                GATED, DTYPE, IS_E2M1, DEPTH, (WHOLE + REST * PARTS) * PART <= DEPTH,
+                BLOCK_COLUMNS, GROUPS, PAIRED, REST,
             )  # fmt: skip
         columns = begin + tl.arange(0, FEATURES)
         gate_rows, up_rows = gate_up_columns(columns, features, GATED, INTERLEAVED)

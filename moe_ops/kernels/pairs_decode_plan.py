@@ -18,11 +18,12 @@ from moe_ops.kernels.scaled_pairs import is_in_16_bits
 from moe_ops.pairs import PAIRS, group_of
 
 _MOST_TOKENS = 8
-_MOST_NUMBERS, _MOST_OF_NVFP4 = 750e6, 2e9  # of weights, in all slots of several tokens
+# Of weights, in all slots of several tokens.
+_MOST_NUMBERS, _MOST_OF_INTEGERS, _MOST_OF_NVFP4 = 750e6, 1.5e9, 2e9
 _LEAST_CAPABILITY = 80
-_AT_ONCE, _OF_NVFP4_AT_ONCE = 2, 3  # steps that are written out
-_LEAST_PARTS, _MOST_PARTS, _STEPS = 2, 8, 4
-_WARPS = 32  # of a multiprocessor
+_AT_ONCE, _OF_GATES_AT_ONCE, _DEEP = 2, 4, 4096
+_LEAST_PARTS, _MOST_PARTS = 2, 8
+_WARPS_OF_GATES = 16  # of a multiprocessor, by their registers
 
 
 def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
@@ -38,14 +39,17 @@ def multiplies_pairs(args: Any, gpu: Gpu) -> bool:
 def _are_for_tiles(args: Any, num_slots: int, gpu: Gpu) -> bool:
     """Whether several tokens take less time in tiles: of as many numbers, or shared experts, as make up for a sort.
 
-    By measurement on an H200 with seven models.
+    By measurement on an H200 with nine models.
     """
     num_ids = args.placement.num_ids(args.w13.weight.shape[0])
     slots_here = num_slots * args.w13.weight.shape[0] / num_ids
     numbers = slots_here * sum(each.weight.shape[1] * each.depth for each in _linears(args))
-    is_nvfp4 = any(each.scale.dtype == FLOAT8 for each in _linears(args))
-    are_many = numbers > _MOST_OF_NVFP4 if is_nvfp4 else numbers > _MOST_NUMBERS or 2 * num_slots > num_ids
-    dtype = args.hidden_states.dtype
+    scales, dtype = {each.scale.dtype for each in _linears(args)}, args.hidden_states.dtype
+    if FLOAT8 in scales:
+        are_many = numbers > _MOST_OF_NVFP4
+    else:
+        most = _MOST_NUMBERS if scales & set(SCALES) else _MOST_OF_INTEGERS
+        are_many = numbers > most or 2 * num_slots > num_ids
     return are_many and all(is_in_16_bits(each, dtype) and is_boxed(each, gpu) for each in _linears(args))
 
 
@@ -72,7 +76,7 @@ def pairs_gemv_launch(
     weight, bias, features = linear.weight, linear.bias, out.shape[1]
     is_token, num_slots = name == "w13", num_tokens * top_k
     programs = num_slots * (features // FEATURES.value)
-    parts = _parts(linear, programs * (2 if gate["GATED"] else 1), gpu)
+    parts = _parts(linear, programs, gate["GATED"], gpu)
     given = {
         **route_args(args),
         **bias_args(None if bias is None else Operand(f"{name}_bias", bias)),
@@ -88,7 +92,7 @@ def pairs_gemv_launch(
         "slots_of_row": top_k if is_token else 1,
         "features": features,
         "block_rows": linear.block_rows,
-        **_depth_args(linear, parts),
+        **_depth_args(linear, parts, _at_once(linear, gate["GATED"])),
         **stride_args("x_stride", x[1].strides, "mk"),
         **stride_args("weight_stride", weight.strides[:2], "en"),
         **stride_args("scale_stride", linear.scale.strides, "enk"),
@@ -96,11 +100,11 @@ def pairs_gemv_launch(
     return Launch(pairs_gemv_kernel, (programs,), given, parts, 1)
 
 
-def _depth_args(linear: Any, parts: int) -> dict[str, Any]:
+def _depth_args(linear: Any, parts: int, at_once: int) -> dict[str, Any]:
     """How the kernel goes through a depth. GROUPS: scales that columns of a part have, as many as are loaded."""
     block_columns, is_nvfp4 = min(linear.block_columns, linear.depth), linear.scale.dtype == FLOAT8
     is_wide = block_columns % PART.value == 0
-    at_once = _OF_NVFP4_AT_ONCE if is_nvfp4 else _AT_ONCE
+    whole = linear.depth // PART.value // (parts * at_once) * (parts * at_once)
     return {
         "DEPTH": linear.depth,
         "BLOCK_COLUMNS": block_columns,
@@ -108,17 +112,32 @@ def _depth_args(linear: Any, parts: int) -> dict[str, Any]:
         "PAIRED": is_nvfp4 and _are_even(linear.scale),
         "PARTS": parts,
         "AT_ONCE": at_once,
-        "WHOLE": linear.depth // PART.value // (parts * at_once) * (parts * at_once),
-        "ALL": cdiv(linear.depth, PART.value),
+        "WHOLE": whole,
+        "REST": cdiv(cdiv(linear.depth, PART.value) - whole, parts),
     }
 
 
-def _parts(linear: Any, products: int, gpu: Gpu) -> int:
-    """How many warps share the depth: as many as make the GPU busy, and have some steps each."""
-    parts, most = _LEAST_PARTS, min(linear.depth // (PART.value * _STEPS), _MOST_PARTS)
-    while 2 * parts <= most and 2 * parts * products <= _WARPS * gpu.multiprocessors:
+def _at_once(linear: Any, is_gated: bool) -> int:
+    """Steps that are read before the first is multiplied: four of deep gates in NVFP4 took more time than two."""
+    if not is_gated:
+        return _AT_ONCE
+    is_deep = linear.scale.dtype == FLOAT8 and linear.depth >= _DEEP
+    return _AT_ONCE if is_deep else _OF_GATES_AT_ONCE
+
+
+def _parts(linear: Any, programs: int, is_gated: bool, gpu: Gpu) -> int:
+    """How many warps share the depth: as many as make the GPU busy at once, and have some steps each."""
+    steps, warps = (4, _WARPS_OF_GATES) if is_gated else (2, _warps(linear))
+    parts, most = _LEAST_PARTS, min(linear.depth // (PART.value * steps), _MOST_PARTS)
+    while 2 * parts <= most and 2 * parts * programs <= warps * gpu.multiprocessors:
         parts *= 2
     return parts
+
+
+def _warps(linear: Any) -> int:
+    """Of a multiprocessor, by the registers that they take: up to 64, or 80."""
+    is_whole = linear.depth % (_MOST_PARTS * _AT_ONCE * PART.value) == 0
+    return 32 if is_whole and linear.scale.dtype in SCALES else 24
 
 
 def _are_even(scale: TensorMeta) -> bool:

@@ -226,26 +226,33 @@ def _first(tokens, slots, scale=torch.uint8, dtype=torch.bfloat16, short=0, gpu=
 
 
 def test_several_tokens_of_many_numbers_are_tiles():
-    """750 million, in NVFP4 two thousand: 119.2 and 317.9 slots of these. Not a token, nor what is not in 16 bits."""
+    """750 million, of integers twice that, in NVFP4 two thousand: 119.2, 238.4 and 317.9 slots of these.
+
+    Not a token, nor what is not in 16 bits.
+    """
     rows, tiles, many = "pairs_gemv", "scaled_pairs", (512, 512)
     assert _first(2, 118, of=many) == rows and _first(2, 120, of=many) == _first(8, 128, of=many) == tiles
     assert _first(1, 120, of=many) == _first(1, 512, of=many) == rows == _first(2, 120, short=64, of=many)
     assert _first(2, 316, FLOAT8, of=many) == rows and _first(2, 318, FLOAT8, of=many) == tiles
     assert _first(2, 316, down=FLOAT8, of=many) == _first(2, 316, FLOAT8, down=torch.uint8, of=many) == rows
+    assert (
+        _first(2, 238, torch.bfloat16, of=many) == rows and _first(2, 240, torch.bfloat16, of=many) == tiles
+    )
+    assert _first(2, 120, torch.bfloat16, down=torch.uint8, of=many) == tiles
     for scale, dtype, kernel in (
-        (torch.bfloat16, torch.float16, tiles),
         (torch.uint8, torch.float16, rows),
         (torch.uint8, torch.float32, rows),
     ):
         assert _first(2, 120, scale, dtype, of=many) == kernel
     assert _first(2, 120, of=(256, 512)) == rows and _first(2, 240, of=(256, 512)) == tiles
-    assert _first(2, 120, torch.bfloat16, gpu=Gpu(80, 108, H200.shared_memory), of=many) == rows  # no boxes
+    assert _first(2, 240, torch.bfloat16, gpu=Gpu(80, 108, H200.shared_memory), of=many) == rows  # no boxes
 
 
 def test_several_tokens_that_share_experts_are_tiles():
     """With more slots than half the experts that ids can name; in NVFP4 with more than there are."""
     rows, tiles = "pairs_gemv", "scaled_pairs"
     assert _first(2, 32) == rows and _first(2, 34) == tiles and _first(1, 64) == rows
+    assert _first(2, 34, torch.bfloat16) == tiles
     assert _first(2, 34, of=(64, 128)) == rows
     assert _first(2, 64, FLOAT8) == rows and _first(2, 66, FLOAT8) == tiles
 
@@ -267,30 +274,37 @@ def _launches_of_a_token(slots, hidden, inner, scale=torch.uint8, columns=32):
 
 
 def test_how_many_warps_share_a_depth():
-    """As many as make 132 multiprocessors busy, with four steps of 128 columns each, from two to eight."""
+    """As many as 132 multiprocessors have registers for, with some steps of 128 columns each, from two to eight."""
 
-    def parts(*sizes):
-        launches = _launches_of_a_token(*sizes)
+    def parts(*layer):
+        launches = _launches_of_a_token(*layer)
         assert all(each.num_warps == each.args["PARTS"] for each in launches)
         return [each.num_warps for each in launches]
 
-    assert parts(2, 4096, 14336) == [2, 8]  # Mixtral: 1792 and 512 programs, of gate and up those count twice
+    assert parts(2, 4096, 14336) == [2, 8]  # Mixtral: 1792 and 512 programs, of a depth of whole steps
+    assert parts(2, 4096, 14336, torch.bfloat16, 128) == [2, 4]  # integers take more registers
+    assert parts(2, 4096, 6400) == [2, 4]  # and so do steps behind whole ones
     assert parts(4, 2880, 2880) == [2, 4]  # gpt-oss: 720 and 720
     assert parts(8, 2048, 768) == [4, 2]  # Qwen3-30B-A3B: 384 and 1024, whose depth is six parts
+    assert parts(6, 2048, 1408) == [4, 4]  # DeepSeek-V2-Lite: 528 and 768
+    assert parts(8, 2048, 1408)[0] == 2
     assert parts(8, 7168, 2048) == [2, 2]
 
 
 def test_how_a_depth_is_gone_through():
-    """Steps that are written out, two or of NVFP4 three, are of whole parts; the rest come one by one."""
+    """At once two steps, or four of gates, but of deep ones in NVFP4, are of whole parts; then the rest."""
 
     def steps(*layer):
         return [
-            [each.args[name] for name in ("AT_ONCE", "WHOLE", "ALL")] for each in _launches_of_a_token(*layer)
+            [each.args[name] for name in ("AT_ONCE", "WHOLE", "REST")]
+            for each in _launches_of_a_token(*layer)
         ]
 
-    assert steps(4, 2880, 2880) == [[2, 20, 23], [2, 16, 23]]
-    assert steps(4, 2880, 2880, FLOAT8, 16) == [[3, 18, 23], [3, 12, 23]]
-    assert steps(2, 64, 64) == [[2, 0, 1], [2, 0, 1]]
+    assert steps(4, 2880, 2880) == [[4, 16, 4], [2, 16, 2]]
+    assert steps(4, 2880, 2880, FLOAT8, 16) == [[4, 16, 4], [2, 16, 2]]
+    assert steps(8, 4096, 1536, FLOAT8, 16) == [[2, 32, 0], [2, 12, 0]]
+    assert steps(8, 4096, 1536, torch.bfloat16, 128) == [[4, 32, 0], [2, 12, 0]]
+    assert steps(2, 64, 64) == [[4, 0, 1], [2, 0, 1]]
 
 
 def test_scales_of_a_part():

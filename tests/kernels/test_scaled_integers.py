@@ -172,7 +172,10 @@ def _layer(size, dtype, activation, scales):
     ids=str,
 )  # fmt: skip
 def test_layers(size, dtype, activation, scales, device, monkeypatch):
+    """Weights are rounded once to the rows' dtype on a GPU; interpreted they are float32."""
     at, weights = _layer(size, dtype, activation, scales)
+    if device == "cuda":
+        weights = {name: weight.to(dtype).double() for name, weight in weights.items()}
     monkeypatch.setattr(of_layers, "_weight", lambda at, name: weights[name])
     expected = of_layers._expected(at, ACTIVATIONS[activation])
     assert_close(of_layers._launched(at, device), expected)
