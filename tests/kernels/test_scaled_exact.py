@@ -287,7 +287,7 @@ def test_how_many_warps_share_a_depth():
     assert parts(4, 2880, 2880) == [2, 4]  # gpt-oss: 720 and 720
     assert parts(8, 2048, 768) == [4, 2]  # Qwen3-30B-A3B: 384 and 1024, whose depth is six parts
     assert parts(6, 2048, 1408) == [4, 4]  # DeepSeek-V2-Lite: 528 and 768
-    assert parts(8, 2048, 1408)[0] == 2
+    assert parts(1, 512, 512) == [2, 2]  # four parts of a depth
     assert parts(8, 7168, 2048) == [2, 2]
 
 
