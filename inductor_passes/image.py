@@ -137,12 +137,14 @@ class _Tracing:
         for found, node in self.sources.items():
             if node is not None and _stops_gradients(node, has_gradient):
                 yield found, node
+        of = {**self.sources, **self.shown}
         for found, node in self.shown.items():
-            sources = map(self.sources.get, found.all_input_nodes)
-            if node not in has_gradient and any(each in has_gradient for each in sources):
+            if node not in has_gradient and any(
+                of.get(each) in has_gradient for each in found.all_input_nodes
+            ):
                 yield found, node
         for (_, node), found in self.reads.items():  # `detach_` gives what it is given
-            if node not in has_gradient and self.sources.get(found) in has_gradient:
+            if node not in has_gradient and of.get(found) in has_gradient:
                 yield found, node
 
 
