@@ -1,9 +1,10 @@
-"""What is private of Inductor's options, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
+"""What is private of the options of a compile, beside `_compat.py`. Tested on torch 2.11 to 2.14."""
 
 from typing import Any, get_origin
 
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo.guards import CheckFunctionManager
 
 
 def mode_table() -> dict[str, dict[str, Any]]:
@@ -25,3 +26,11 @@ def inductor_option_type(name: str) -> type:
 def times_products() -> bool:
     """Whether the compile that is running is asked to choose products by time, as mode "max-autotune" does."""
     return bool(inductor_config.max_autotune or inductor_config.max_autotune_gemm)
+
+
+def can_be_written(guard: Any) -> bool:
+    """Whether a guard may be in a file, as `aot_compile` decides where it is given no filter."""
+    return (
+        not guard.is_global
+        and guard.guard_type not in CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES
+    )

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from inductor_passes import _compat, _compat_options
+
 _OF_OURS = re.compile(r"__import_(moe_ops|layers_dot_huggingface)(_dot_|')")
 
 
@@ -30,3 +32,10 @@ def trust_library(guards: Sequence[Any]) -> list[bool]:
         >>> options = {"guard_filter_fn": inductor_passes.trust_library}
     """
     return [_OF_OURS.search(guard.name) is None for guard in guards]
+
+
+def kept_guards(guards: Sequence[Any]) -> list[bool]:
+    """What `options()` keeps: as `trust_library`, and as torch of what `aot_compile` writes to a file."""
+    if _compat.compile_id() is None:  # torch asks behind the compile
+        return [_compat_options.can_be_written(guard) for guard in guards]
+    return trust_library(guards)

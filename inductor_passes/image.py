@@ -9,7 +9,7 @@ there on, as nothing is known of it. Whose memory a DTensor is cannot be told: w
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +41,8 @@ class Image(NamedTuple):
     """What a node of the Dynamo graph holds in the end."""
     with_gradients: set[Node]
     """The nodes of the Dynamo graph whose values have a gradient."""
-    stopping: set[Node]
-    """Those that what has a gradient goes into, and out of which comes what has none."""
+    stopping: dict[Node, Node]
+    """Nodes here that what has a gradient goes into, and out of which comes what has none: of which node they are."""
 
 
 def _stops_gradients(node: Node, with_gradients: set[Node]) -> bool:
@@ -73,6 +73,7 @@ class _Tracing:
         self.last: dict[Node, Node] = {}
         self.sources: dict[Node, Node | None] = {}
         self.same: dict[Node, Node] = {}
+        self.shown: dict[Node, Node] = {}
 
     def compute(self, *values: Any) -> list[Any]:
         """What nodes read that are not traced: the outputs of the image."""
@@ -82,7 +83,8 @@ class _Tracing:
         with tracing.autocast_left_as_it_is():
             for node in self.graph.nodes:
                 given = {each: known[each] for each in node.all_input_nodes if each in known}
-                self.reads.update({(node, each): found for each, found in _images(given).items()})
+                for each, value in given.items():
+                    self._note_read(node, each, value)
                 with set_current_meta(node):
                     if node in self.traced:
                         known[node] = _run(node, known)
@@ -92,10 +94,21 @@ class _Tracing:
                         for each in tracing.changed_by(node):
                             if each in known:
                                 known[each].bernoulli_()
-                fresh = itertools.takewhile(lambda each: each not in self.sources, tracing.traced_nodes())
-                self.sources.update(dict.fromkeys([*fresh], node))
+                self.sources.update(dict.fromkeys(self._fresh(), node))
         self.last.update(_images(known))
         return outputs
+
+    def _note_read(self, reader: Node, node: Node, value: Any) -> None:
+        """Notes what `node` is now. A view of what has changed in place since is shown anew, all the way from that."""
+        image = tracing.traced_node(value)
+        if image is not None:
+            self.reads[reader, node] = image
+        shown = self._fresh()
+        self.shown.update(dict.fromkeys(shown, node))
+        self.sources.update(dict.fromkeys(shown, reader))
+
+    def _fresh(self) -> list[Node]:
+        return [*itertools.takewhile(lambda each: each not in self.sources, tracing.traced_nodes())]
 
     def _note_same(self, node: Node, known: dict[Node, Any]) -> None:
         """Notes whether a call gave the tensor that it was given: a cast to the dtype that it has stops no gradient."""
@@ -107,8 +120,8 @@ class _Tracing:
     def image(self, graph: Graph) -> Image:
         """The image, once it is traced."""
         has_gradient = with_gradients(self.graph, self.same)
-        stopping = {node for node in self.graph.nodes if _stops_gradients(node, has_gradient)}
-        same = _once(graph, {found for found, node in self.sources.items() if node in stopping})
+        stopping = dict(self._stopping(has_gradient))
+        same = _once(graph, stopping)
         final = {node: same.get(found, found) for node, found in self.last.items()}
         reads = {read: same.get(found, found) for read, found in self.reads.items()}
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
@@ -120,13 +133,27 @@ class _Tracing:
                 ambiguous.add(found)
         return Image(graph, made, ambiguous, self.sources, reads, final, has_gradient, stopping)
 
+    def _stopping(self, has_gradient: set[Node]) -> Iterator[tuple[Node, Node]]:
+        for found, node in self.sources.items():
+            if node is not None and _stops_gradients(node, has_gradient):
+                yield found, node
+        of = {**self.sources, **self.shown}
+        for found, node in self.shown.items():
+            if node not in has_gradient and any(
+                of.get(each) in has_gradient for each in found.all_input_nodes
+            ):
+                yield found, node
+        for (_, node), found in self.reads.items():  # `detach_` gives what it is given
+            if node not in has_gradient and of.get(found) in has_gradient:
+                yield found, node
+
 
 def _images(values: dict[Node, Any]) -> dict[Node, Node]:
     found = ((node, tracing.traced_node(value)) for node, value in values.items())
     return {node: image for node, image in found if image is not None}
 
 
-def _once(graph: Graph, stopping: set[Node]) -> dict[Node, Node]:
+def _once(graph: Graph, stopping: Collection[Node]) -> dict[Node, Node]:
     """Shows a tensor in one way once: functional code shows it anew whenever it may have changed in place.
 
     A size is asked for once: code asks it of any tensor that has it, of what experts give, too.
@@ -143,7 +170,7 @@ def _once(graph: Graph, stopping: set[Node]) -> dict[Node, Node]:
     return same
 
 
-def _key(node: Node, stopping: set[Node]) -> Any:
+def _key(node: Node, stopping: Collection[Node]) -> Any:
     """What is the same for two nodes that give the same view, or the same size; None for others."""
     if node.target in _VIEWS:
         return node.target, str(node.args), str(node.kwargs), node in stopping

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from inductor_passes import _compat, _compat_options
-from inductor_passes.guards import trust_library
+from inductor_passes.guards import kept_guards
 from inductor_passes.pipeline import MoEPasses, passes_in
 from inductor_passes.together import CompileTogether
 from inductor_passes.training import RaiseForTraining
@@ -43,7 +43,7 @@ class _Options(dict[str, Any]):
 
     def pop(self, key: str, *default: Any) -> Any:
         if key == "guard_filter_fn" and key not in self:
-            return trust_library
+            return kept_guards
         return super().pop(key, *default)
 
 

@@ -157,12 +157,12 @@ class Transplant:
             if node in seen or not _is_floating(node.meta.get("val")):
                 continue
             seen.add(node)
-            source, inputs = self.image.sources.get(node), self.before.get(node, [])
+            stopping, inputs = self.image.stopping.get(node), self.before.get(node, [])
             is_computed = any(
                 _is_floating(each.meta.get("val")) for each in inputs
             )  # `zeros_like` reads a shape
-            if source is not None and is_computed and source in self.image.stopping:
-                raise Refusal(source, f"gradients stop at {source.name}")
+            if stopping is not None and is_computed:
+                raise Refusal(stopping, f"gradients stop at {stopping.name}")
             pending += inputs
 
     def take_back(self, copies: int = 0, changed: int = 0) -> None:
