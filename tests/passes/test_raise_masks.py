@@ -59,7 +59,9 @@ CLOSED = ("with_matrices", "gate_and_up_apart")
 OPEN = [name for name in STYLES if name not in CLOSED]
 
 
-@pytest.mark.parametrize("name", usually(OPEN, ["by_group", "best_tokens_first", "ungated"]))
+@pytest.mark.parametrize(
+    "name", usually(OPEN, ["by_group", "top2", "switch", "best_tokens_first", "ungated"])
+)
 def test_an_open_number_of_tokens(name):
     args = crowded(torch.float32, dynamic=True)
     result, out = computed(STYLES[name], *args, passes=PIPELINE)
