@@ -46,6 +46,14 @@ def mixed(*axes, rounds=1):
     ]
 
 
+def mixed_but(rare, forms, sizes):
+    """`mixed(forms, sizes)`, and every sixth form with a size that takes long; all have it in `make exhaustive`."""
+    forms, sizes = tuple(forms), tuple(sizes)
+    often = {(form, sizes[number % len(sizes)]) for number, form in enumerate(forms)}
+    often |= {(form, rare) for form in forms[::6]}
+    return usually(itertools.product(forms, (*sizes, rare)), often)
+
+
 @contextmanager
 def fresh_graphs():
     """Inductor knows no graph, as in a new process; C++ of the same source and flags stays compiled.

@@ -4,9 +4,11 @@ Dynamo flushes the processor's caches after each compile to time its guards for 
 knows the dtype of an operator's result, and makes it again for each operator of a kernel. pytest listens to every
 logger that does not propagate, and while anybody listens to that of traces, torch prints each graph a dozen times.
 It looks up the fields of what it knows of a fake tensor for each of them, imports two names for each of its sizes, and
-asks before each question about a size whether that is recorded. After each compile it collects garbage. Of every
-module that a trace calls AOTAutograd's tracer takes what it returns, but fx first replaces two methods of `nn.Module`,
-and Python tells each of its thousands of subclasses.
+asks before each question about a size whether that is recorded. Whenever it reads an expression of sizes it asks all
+of its terms whether it is a number. Next to each tensor of a graph it keeps a second description of it, and a trace
+makes a dozen empty tensors for states of random numbers, which are none of its arguments. After each compile it
+collects garbage. Of every module that a trace calls AOTAutograd's tracer takes what it returns, but fx first replaces
+two methods of `nn.Module`, and Python tells each of its thousands of subclasses.
 Whenever pytest sets the level that the root of loggers has, six times a test, each logger forgets what it is told.
 Each seed is kept for GPUs, of which there are none, with the stack of its caller as a text.
 g++ spends more than half of its time for a kernel on making it fast, and tests run it once or twice on a few numbers.
@@ -14,6 +16,7 @@ Test-only: it replaces private names of torch. `python -P tests/spared.py module
 """
 
 import dataclasses
+import functools
 import logging
 import runpy
 import sys
@@ -37,8 +40,12 @@ def spare() -> None:
         fakes.TensorMetadata._flatten_into = _flatten_at_once(fakes)
     if shapes := sys.modules.get("torch.fx.experimental.symbolic_shapes"):
         _record_nothing(shapes.ShapeEnv)
+        _look_once(sys.modules["sympy"].Expr)
     if tracing := sys.modules.get("torch.fx.experimental.proxy_tensor"):
         _replace_no_methods(tracing)
+        tracing._extract_tensor_metadata = lambda tensor: None
+    if drawing := sys.modules.get("torch._decomp.decompositions_for_rng"):
+        _share_empty_states(torch, drawing.PhiloxState)
     if propagation := sys.modules.get("torch._inductor.dtype_propagation"):
         _make_once(propagation.DtypePropagationOpsHandler)
     if builder := sys.modules.get("torch._inductor.cpp_builder"):
@@ -88,6 +95,10 @@ def _record_nothing(environment: type) -> None:
             setattr(environment, name, method.__wrapped__)
 
 
+def _look_once(expression: type) -> None:
+    expression.is_number = property(functools.cache(expression.is_number.fget))  # type: ignore[attr-defined]
+
+
 def _replace_no_methods(tracing: Any) -> None:
     """For a tracer that overrides nothing of AOTAutograd's, which would call what it replaces."""
     from torch.fx import _symbolic_trace
@@ -100,6 +111,17 @@ def _replace_no_methods(tracing: Any) -> None:
             patch(self, kind, name, method, *more, **named)
 
     _symbolic_trace._Patcher.patch_method = patch_for_others
+
+
+def _share_empty_states(torch: Any, state: Any) -> None:
+    """As long as nothing is recorded in it, a state holds two tensors that nobody writes to."""
+    empty = torch.tensor(())
+
+    def reset(self: Any) -> None:
+        self.seed = self.base_offset = empty
+        self.relative_offset, self.offset_advanced_at_least_once = 0, False
+
+    state.reset = reset
 
 
 def _leave_slow(builder: Any) -> None:
