@@ -65,7 +65,7 @@ def test_what_is_put_otherwise_stays(name):
     args = crowded(torch.float32) if "bfloat16" not in name else layer(100, torch.float32)
     result, out = computed(function, *args, passes=PIPELINE)
     assert not result.ops() and any(reason in each for each in result.reasons), result.reasons
-    if "memory" not in name:  # which holds anything
+    if "memory" not in name and "indices" not in name:  # which hold anything, and any one of several rows
         assert error_of(function, args, out) <= RELATIVE_NORM[torch.float32]
 
 
