@@ -23,7 +23,7 @@ def route_by_override(
 def route_by_function(
     function: RoutingFunction, config: MoEConfig, logits: Tensor, hidden_states: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(topk_weights in the compute dtype, topk_ids int32) of a `routing_function`.
+    """(topk_weights in the compute dtype, topk_ids int32) of a `routing_function`. Ids of no expert choose none.
 
     Raises:
         TypeError, ValueError: it returned something else than weights [T, K] and integers [T, K], in this order.
@@ -41,7 +41,14 @@ def route_by_function(
         type_error(
             "topk_ids of routing_function has dtype {}: expected integers, behind topk_weights", ids.dtype
         )
-    return weights.to(_checks.compute_dtype(weights.dtype)), ids.int()
+    return weights.to(_checks.compute_dtype(weights.dtype)), _in_32_bits(ids)
+
+
+def _in_32_bits(ids: Tensor) -> Tensor:
+    """Ids of no expert for those that would wrap round."""
+    if ids.dtype == torch.int32:
+        return ids
+    return ids.long().clamp(-1, torch.iinfo(torch.int32).max).int()
 
 
 def _pair(name: str, returned: Any) -> tuple[Tensor, Tensor]:

@@ -151,6 +151,33 @@ def test_a_routing_functions_weights_are_computed_with_in_float32():
         layer.route(torch.randn(7, E))
 
 
+@pytest.mark.parametrize("far", [2**32 + 1, -(2**32) + 1, 2**31, -5])
+def test_ids_of_a_routing_function_that_no_expert_has_choose_none(far):
+    def routing(none):
+        def function(hidden_states, router_logits, top_k, renormalize):
+            weights, ids = router_logits.topk(top_k)
+            return weights, ids.index_fill(1, torch.tensor([1]), none)
+
+        return function
+
+    layers = [FusedMoE(_config(router=RouterConfig(routing_function=routing(none)))) for none in (far, -1)]
+    layers[0].load_state_dict(layers[1].state_dict())
+    logits, hidden = torch.randn(7, E), torch.randn(7, H)
+    assert torch.equal(*(layer(hidden, logits) for layer in layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_ids_of_a_routing_function_are_integers_of_any_size(dtype):
+    def function(hidden_states, router_logits, top_k, renormalize):
+        weights, ids = router_logits.topk(top_k)
+        return weights, ids.to(dtype)
+
+    layer = FusedMoE(_config(router=RouterConfig(routing_function=function)))
+    logits = torch.randn(7, E)
+    routed = layer.route(logits, torch.randn(7, H))
+    assert torch.equal(routed.topk_ids, logits.topk(routed.topk_ids.shape[1]).indices.int())
+
+
 def test_a_routing_function_sees_the_tokens_a_block_is_given():
     seen = []
 
