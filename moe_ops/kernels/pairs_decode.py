@@ -119,6 +119,24 @@ def _read(
 
 
 @triton.jit
+def _read_both(
+    weight_ptr, scale_ptr, zero_ptr, low, high, part, block_rows,
+    weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
+    DEPTH: tl.constexpr, EVEN: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
+    """`_read` of a program's first eight rows, and of its last."""
+    first = _read(
+        weight_ptr, scale_ptr, zero_ptr, low, part, block_rows, weight_stride_n,
+        scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
+    )  # fmt: skip
+    last = _read(
+        weight_ptr, scale_ptr, zero_ptr, high, part, block_rows, weight_stride_n,
+        scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
+    )  # fmt: skip
+    return first, last
+
+
+@triton.jit
 def _numbers(read, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
     """[R, 128] weights, of what was read."""
     shift = shifts(read[2], DTYPE) if HAS_ZEROS else None
@@ -126,10 +144,10 @@ def _numbers(read, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.con
 
 
 @triton.jit
-def _added(acc, x, low, high, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
+def _added(acc, x, read, HAS_ZEROS: tl.constexpr, DTYPE: tl.constexpr, IS_E2M1: tl.constexpr):
     """acc [PARTS, 16, 8] and products of x with parts of eight rows, then of eight others: a thread has one of each."""
     PARTS: tl.constexpr = acc.shape[0]
-    both = tl.join(_numbers(low, HAS_ZEROS, DTYPE, IS_E2M1), _numbers(high, HAS_ZEROS, DTYPE, IS_E2M1))
+    both = tl.join(_numbers(read[0], HAS_ZEROS, DTYPE, IS_E2M1), _numbers(read[1], HAS_ZEROS, DTYPE, IS_E2M1))
     split = both.reshape(PARTS, _ROWS, 4, 4, 2, 4, 2)  # part, row, thread, word, half, number, first or last
     weight = split.trans(0, 6, 1, 3, 2, 5, 4).reshape(PARTS, FEATURES, PART)
     return dot(weight, x, acc)
@@ -150,22 +168,14 @@ def _steps(
     HAS_ZEROS: tl.constexpr = zero_ptr is not None
     parts = part + tl.arange(0, _ROWS * PARTS) // _ROWS
     x = _x_of_step(x_row_ptr, part, x_stride_k, PARTS, DTYPE, IS_E2M1, DEPTH, EVEN)
-    of_gate_low = _read(
-        weight_ptr, scale_ptr, zero_ptr, gate_low, parts, block_rows, weight_stride_n,
+    of_gate = _read_both(
+        weight_ptr, scale_ptr, zero_ptr, gate_low, gate_high, parts, block_rows, weight_stride_n,
         scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
     )  # fmt: skip
-    of_gate_high = _read(
-        weight_ptr, scale_ptr, zero_ptr, gate_high, parts, block_rows, weight_stride_n,
-        scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
-    )  # fmt: skip
-    of_up_low, of_up_high = of_gate_low, of_gate_high
+    of_up = of_gate
     if GATED:
-        of_up_low = _read(
-            weight_ptr, scale_ptr, zero_ptr, up_low, parts, block_rows, weight_stride_n,
-            scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
-        )  # fmt: skip
-        of_up_high = _read(
-            weight_ptr, scale_ptr, zero_ptr, up_high, parts, block_rows, weight_stride_n,
+        of_up = _read_both(
+            weight_ptr, scale_ptr, zero_ptr, up_low, up_high, parts, block_rows, weight_stride_n,
             scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED,
         )  # fmt: skip
     if STEPS > 1:
@@ -175,9 +185,9 @@ def _steps(
             x_stride_k, weight_stride_n, scale_stride_n, scale_stride_k, zero_stride_n, zero_stride_k,
             GATED, DTYPE, IS_E2M1, DEPTH, EVEN, BLOCK_COLUMNS, GROUPS, PAIRED, STEPS - 1,
         )  # fmt: skip
-    gate = _added(gate, x, of_gate_low, of_gate_high, HAS_ZEROS, DTYPE, IS_E2M1)
+    gate = _added(gate, x, of_gate, HAS_ZEROS, DTYPE, IS_E2M1)
     if GATED:
-        up = _added(up, x, of_up_low, of_up_high, HAS_ZEROS, DTYPE, IS_E2M1)
+        up = _added(up, x, of_up, HAS_ZEROS, DTYPE, IS_E2M1)
     return gate, up
 
 
