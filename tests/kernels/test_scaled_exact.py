@@ -11,6 +11,7 @@ import torch
 from moe_ops.kernels import pairs_decode_plan
 from moe_ops.kernels.gpu import H200, Gpu
 from moe_ops.kernels.program import describe
+from moe_ops.types import Activation
 from tests.helpers import mixed, usually
 from tests.kernels import test_scaled_fused as quantised
 from tests.kernels.by_name import launch, program_of
@@ -263,10 +264,16 @@ def test_integers_beside_float32_are_tiles():
     assert _first(1, 8, torch.bfloat16, torch.float16) == "pairs_gemv"
 
 
-def _launches_of_a_token(slots, hidden, inner, scale=torch.uint8, columns=32):
+def _launches_of_a_token(slots, hidden, inner, scale=torch.uint8, columns=32, activation="silu"):
     weights, ids = meta(1, slots, dtype=torch.float32), meta(1, slots, dtype=torch.int32)
-    named = {"hidden_states": meta(1, hidden), "topk_weights": weights, "topk_ids": ids, "activation": "silu"}
-    for name, rows, depth in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+    named = {
+        "hidden_states": meta(1, hidden),
+        "topk_weights": weights,
+        "topk_ids": ids,
+        "activation": activation,
+    }
+    halves = 2 if Activation(activation).is_gated else 1
+    for name, rows, depth in (("w13", halves * inner, hidden), ("w2", hidden, inner)):
         named |= {name: meta(64, rows, depth // 2, dtype=torch.uint8)}
         named |= {f"{name}_scale": meta(64, rows, depth // columns, dtype=scale)}
         named |= {f"{name}_block_rows": 1, f"{name}_block_columns": columns}
@@ -276,8 +283,8 @@ def _launches_of_a_token(slots, hidden, inner, scale=torch.uint8, columns=32):
 def test_how_many_warps_share_a_depth():
     """As many as 132 multiprocessors have registers for, with some steps of 128 columns each, from two to eight."""
 
-    def parts(*layer):
-        launches = _launches_of_a_token(*layer)
+    def parts(*layer, **gate):
+        launches = _launches_of_a_token(*layer, **gate)
         assert all(each.num_warps == each.args["PARTS"] for each in launches)
         return [each.num_warps for each in launches]
 
@@ -289,22 +296,22 @@ def test_how_many_warps_share_a_depth():
     assert parts(6, 2048, 1408) == [4, 4]  # DeepSeek-V2-Lite: 528 and 768
     assert parts(1, 512, 512) == [2, 2]  # four parts of a depth
     assert parts(8, 7168, 2048) == [2, 2]
+    assert parts(4, 2880, 2880, activation="relu2") == [4, 4]  # without a gate the first is as the second
 
 
 def test_how_a_depth_is_gone_through():
     """At once two steps, or four of gates, but of deep ones in NVFP4, are of whole parts; then the rest."""
 
-    def steps(*layer):
-        return [
-            [each.args[name] for name in ("AT_ONCE", "WHOLE", "REST")]
-            for each in _launches_of_a_token(*layer)
-        ]
+    def steps(*layer, **gate):
+        names, launches = ("AT_ONCE", "WHOLE", "REST"), _launches_of_a_token(*layer, **gate)
+        return [[each.args[name] for name in names] for each in launches]
 
     assert steps(4, 2880, 2880) == [[4, 16, 4], [2, 16, 2]]
     assert steps(4, 2880, 2880, FLOAT8, 16) == [[4, 16, 4], [2, 16, 2]]
     assert steps(8, 4096, 1536, FLOAT8, 16) == [[2, 32, 0], [2, 12, 0]]
     assert steps(8, 4096, 1536, torch.bfloat16, 128) == [[4, 32, 0], [2, 12, 0]]
     assert steps(2, 64, 64) == [[4, 0, 1], [2, 0, 1]]
+    assert steps(4, 2880, 2880, activation="relu2") == [[2, 16, 2], [2, 16, 2]]
 
 
 def test_scales_of_a_part():
