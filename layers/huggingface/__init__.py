@@ -16,13 +16,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from layers.config import Emit, SaveForBackward
     from layers.lora import ExpertLora
     from layers.weights.scales import WeightScale
     from moe_ops.scaled_experts import RowKind
 
-__all__ = ["PatchReport", "add_adapters", "patch", "quantise_experts", "register", "tp_plan", "unpatch"]
+__all__ = [
+    "PatchReport",
+    "add_adapters",
+    "patch",
+    "quantisation",
+    "quantise_experts",
+    "register",
+    "tp_plan",
+    "unpatch",
+]
 
 register_with_transformers()
 
@@ -173,6 +183,44 @@ def quantise_experts(
     from layers.huggingface import quantising
 
     return quantising.quantise_experts(model, kind, block, dtype, rows, zero_points)
+
+
+def quantisation(
+    kind: "WeightScale",
+    block: tuple[int, int] = (128, 128),
+    *,
+    dtype: "torch.dtype",
+    rows: "RowKind | None" = None,
+    zero_points: bool = False,
+) -> "QuantizationConfigMixin":
+    """What makes `from_pretrained` read a model's experts into 8 or 4 bits, one weight after the other, and patch it.
+
+    The model is that of `patch` and then `quantise_experts`, but its experts are never all there in 16 bits. Published
+    MXFP4, as gpt-oss is, is taken to the bit with `dtype=torch.uint8`, `WeightScale.GROUP` and (1, 32), if the model's
+    config has no `quantization_config` of its own. `patch` again changes options and shares experts out to ranks.
+
+    Args:
+        kind, block, dtype, rows, zero_points: see `layers.quantise_experts`.
+
+    Returns:
+        For `from_pretrained(..., quantization_config=...)`, which raises ValueError where experts are not of
+        transformers' interface, cannot run on our operators, or are not in the checkpoint as such.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError, ValueError: as `layers.quantise_experts`.
+
+    Example:
+        >>> config = AutoConfig.from_pretrained("openai/gpt-oss-120b")
+        >>> del config.quantization_config  # by which transformers would convert all of it to bfloat16
+        >>> in_mxfp4 = quantisation(layers.WeightScale.GROUP, (1, 32), dtype=torch.uint8)
+        >>> model = AutoModelForCausalLM.from_pretrained(
+        ...     "openai/gpt-oss-120b", config=config, quantization_config=in_mxfp4, device_map="cuda"
+        ... )
+    """
+    from layers.huggingface import quantised_loading
+
+    return quantised_loading.ExpertsQuantisation(kind, block, dtype, rows, zero_points)
 
 
 def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:

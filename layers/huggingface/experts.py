@@ -89,7 +89,7 @@ def forward(self: Any, *args: Any, **named: Any) -> Tensor:
 
 
 # Stock code would pass over the ones, and multiply with the others as they are stored.
-_OURS_ALONE = ("moe_ops_lora", "with adapters"), ("moe_ops_format", "that quantise_experts made")
+_OURS_ALONE = ("moe_ops_lora", "with adapters"), ("moe_ops_format", "that are quantised")
 
 
 def implementation(config: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 Stock transformers multiplies with them by kernels that it downloads, on a GPU. Our operators read the same parameters
 as they are stored. What such experts are is read from their parameters and options; their class is of no interest.
-Experts that `quantise_experts` made are like them, and say how.
+Experts that we quantised are like them, and say how.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _STORED = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How `quantise_experts` made an experts module, as its attribute `moe_ops_format`."""
+    """How an experts module was quantised, as its attribute `moe_ops_format`."""
 
     rows: RowKind
     blocks: Blocks

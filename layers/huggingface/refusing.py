@@ -75,7 +75,7 @@ def _expect_savable(model: Any) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "moe_ops_format"):
             raise ValueError(
-                f"{name} was quantised by quantise_experts, of which a checkpoint says nothing: expected "
+                f"{name} is quantised, of which a checkpoint says nothing: expected "
                 "save_pretrained before that, or a state_dict"
             )
         if hasattr(module, "moe_ops_parallel") and not _is_gathered(model, module):

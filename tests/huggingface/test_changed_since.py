@@ -126,7 +126,7 @@ def test_what_another_implementation_would_pass_over(compiled):
         huggingface.patch(ours)
     huggingface.add_adapters(adapted, 1, 2, torch.zeros(12, dtype=torch.int32))
     huggingface.quantise_experts(quantised, WeightScale.CHANNEL, dtype=torch.int8)
-    for ours, what in ((adapted, "with adapters"), (quantised, "that quantise_experts made")):
+    for ours, what in ((adapted, "with adapters"), (quantised, "that are quantised")):
         ours.set_experts_implementation("eager")
         run = torch.compile(ours, backend="eager") if compiled else ours
         with pytest.raises(
