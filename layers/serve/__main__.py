@@ -15,6 +15,7 @@ def options_of(arguments: list[str]) -> ServeOptions:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--experts", help="float8, int8, mxfp4, nvfp4 or int4: read into fewer bits")
     parser.add_argument("--backend", default="moe_inductor", help="of torch.compile, or none")
     parser.add_argument("--greedy", action="store_true", help="whatever the checkpoint says of sampling")
     parser.add_argument(

@@ -13,6 +13,7 @@ from transformers.cli.serving.model_manager import ModelManager
 
 import moe_ops
 from layers.huggingface import patch
+from layers.serve import quantised
 from layers.serve.options import ServeOptions
 from moe_ops._checks import as_device
 
@@ -50,7 +51,7 @@ class PatchedModels(ModelManager):
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            model = super()._load_model(*args, **kwargs).eval().requires_grad_(False)
+            model = self._read(*args, **kwargs).eval().requires_grad_(False)
         except SafetensorError as error:  # of a file that was not copied to its end, say
             raise ValueError(f"the weights of {self._options.model!r} cannot be read: {error}") from error
         expect_no_collision(model, self._options)
@@ -59,6 +60,16 @@ class PatchedModels(ModelManager):
         if self._options.backend is None:
             load_kernels(model, self._options.max_batch_tokens or _MOST_TOKENS)
         return model
+
+    def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self._options.experts is None:
+            return super()._load_model(name, *args, **kwargs)
+        named = {
+            "attn_implementation": self.attn_implementation,
+            "dtype": self.dtype,
+            "device_map": self.device,
+        }
+        return quantised.read(self._options.model, self._options.experts, **named)
 
     def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
         return tokenizer_of(super()._load_processor(*args, **kwargs))

@@ -1,8 +1,12 @@
 """What a server is started with."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from layers._checks import expect_positive, expect_type
+from layers._checks import expect_choice, expect_positive, expect_type
+
+Experts = Literal["float8", "int8", "mxfp4", "nvfp4", "int4"]
+"""How experts are quantised: with a scale for each row, in 4 bits for each group of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +17,7 @@ class ServeOptions:
         model: a folder that `save_pretrained` wrote, or a name on the hub.
         host, port: where to listen.
         device, dtype: where and in what the model runs; "auto" is a GPU if there is one, and what the checkpoint says.
+        experts: what experts become while they are read; None leaves them as the checkpoint has them.
         backend: of `torch.compile` for prefill and decode; None runs them uncompiled.
         greedy: take the most likely token whatever the model's generation config says.
         max_requests: requests in work at once. More are answered 429.
@@ -29,6 +34,7 @@ class ServeOptions:
     port: int = 8000
     device: str = "auto"
     dtype: str = "auto"
+    experts: Experts | None = None
     backend: str | None = "moe_inductor"
     greedy: bool = False
     cuda_graphs: bool | None = None
@@ -42,6 +48,8 @@ class ServeOptions:
             expect_type(name, getattr(self, name), str)
         for name, kind in {"backend": str, "cuda_graphs": bool}.items():
             expect_type(name, getattr(self, name), (kind, type(None)))
+        if self.experts is not None:
+            expect_choice("experts", self.experts, Experts)
         expect_type("greedy", self.greedy, bool)
         for name in ("port", "max_requests", "max_batch_tokens", "num_blocks", "page_size"):
             value = getattr(self, name)
