@@ -28,6 +28,8 @@ _WHY_LOGITS = "it gives logits alone: its block makes weights of them, by its ow
 _WHY_OFFLOADED = "modules inside it are offloaded, and get their weights when they are called"
 _WHY_UNDECORATED = {
     "JetMoeMoA": "jetmoe's mixture of attention heads is not a mixture of feed-forward experts",
+    "Mxfp4GptOssMLP": "its experts lie as kernels of the hub want them: "
+    "layers.huggingface.quantisation reads them as published",
     "DogeCDMoE": "doge's experts are single rows of two embeddings, retrieved by product keys",
 }
 

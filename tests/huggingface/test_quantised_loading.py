@@ -174,6 +174,21 @@ def test_parts_of_experts_are_refused(saved):
         torch.distributed.destroy_process_group()
 
 
+def test_experts_that_lie_as_other_kernels_want_them_are_left():
+    """As transformers leaves them where it has these kernels: weights are objects of theirs, not parameters."""
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts, Mxfp4GptOssMLP
+
+    model = tiny_model("gpt_oss")
+    layer = model.model.layers[1]
+    layer.mlp = Mxfp4GptOssMLP(layer.mlp.router, Mxfp4GptOssExperts(model.config))
+    for name in ("gate_up_proj", "down_proj"):
+        del layer.mlp.experts._parameters[name]
+    report = huggingface.patch(model)
+    assert report.experts == ("model.layers.0.mlp.experts",)
+    ((name, why),) = report.left
+    assert name == "model.layers.1.mlp" and "layers.huggingface.quantisation reads them as published" in why
+
+
 @pytest.mark.parametrize(
     ("named", "error", "words"),
     [
