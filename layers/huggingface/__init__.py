@@ -83,8 +83,8 @@ def patch(
     Args:
         model: a loaded transformers model, or a module of one.
         emit, save_for_backward: as in `layers.MoEConfig`, for all its experts; not "batch_invariant". Experts with a
-            gate of their own, or in float8 (`FineGrainedFP8Config`), always run stage by stage and keep activations;
-            with "inputs" they are checkpointed.
+            gate of their own, and quantised ones (`FineGrainedFP8Config`), always run stage by stage and keep
+            activations; with "inputs" they are checkpointed.
         mesh: of one dimension: its ranks share the experts of the model, which every one of them has loaded, or its
             part by the plan of `tp_plan`. None leaves them as they are, whole or shared before.
         style: how, an `ExpertParallel` or `ExpertTensorParallel` of `layers.parallel`. None is

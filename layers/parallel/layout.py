@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layers.expert_parameters import WHOLE_ON_RANKS, plain_parameters
 from layers.fused_moe import FusedMoE
-from layers.huggingface.quantised import GLOBAL_SCALE, PARTS, blocks, has_scales
+from layers.huggingface.quantised import GLOBAL_SCALE, PARTS, blocks, has_scales, numbers_in_each
 from layers.quantised import blocks_of
 from layers.weights.scales import GLOBAL_SCALES, SCALES, ZERO_POINTS, Blocks
 from layers.weights.shard import TensorShard
@@ -128,7 +128,7 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
     if module.quantisation is not None and module.w2_weight.dtype.itemsize == 1:
         kind, block = module.quantisation.kind, module.quantisation.block
         found = blocks_of(module, module.expert_weights(), kind, block)
-        of_scales, unit = _of_scales(found, rows, module.w2_weight)
+        of_scales, unit = _of_scales(found, rows, module.w2_weight, numbers_in(module.w2_weight.dtype))
         layouts |= dict.fromkeys(GLOBAL_SCALES, ParameterLayout(None))
         layouts |= zip((*SCALES, *ZERO_POINTS), of_scales * 2)
     for name in plain_parameters(module):
@@ -140,14 +140,13 @@ def _of_fused_moe(module: FusedMoE) -> ExpertsLayout:
 
 
 def _of_scales(
-    of: Blocks, rows: ParameterLayout, w2: Tensor
+    of: Blocks, rows: ParameterLayout, w2: Tensor, per_byte: int
 ) -> tuple[tuple[ParameterLayout, ParameterLayout], int]:
     """Of scales beside w13, whose rows lie as its own do, and beside w2, and a unit of I; zero points lie alike.
 
     What is one scale for all of I, on either side, every rank has.
     """
     (gate_rows, _), (_, columns) = of
-    per_byte = numbers_in(w2.dtype)
     size, whole = w2.shape[2] * per_byte, ParameterLayout(None)
     w13 = rows if gate_rows < size else whole
     down = ParameterLayout(2) if columns < size else whole
@@ -175,7 +174,7 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     layouts = {up: rows, "down_proj": ParameterLayout(1 if is_transposed else 2)}
     unit = 1
     if has_scales(module):
-        of_scales, unit = _of_scales(blocks(module), rows, module.down_proj)
+        of_scales, unit = _of_scales(blocks(module), rows, module.down_proj, numbers_in_each(module))
         layouts |= {
             f"{name}{part}": ParameterLayout(None) if part == GLOBAL_SCALE else layout
             for part in PARTS
@@ -185,7 +184,7 @@ def transformers_layout(module: Any) -> ExpertsLayout:
     if has_bias:
         layouts |= {f"{up}_bias": ParameterLayout(1, has_blocks), "down_proj_bias": ParameterLayout(None)}
     down, dim = module.down_proj, 1 if is_transposed else 2
-    size = down.shape[dim] * numbers_in(down.dtype)
+    size = down.shape[dim] * numbers_in_each(module)
     sizes = down.shape[0], None, down.shape[3 - dim], size
     num_idle = getattr(module, up).shape[0] - down.shape[0]
     return ExpertsLayout(*sizes, down.dtype, layouts, unit, num_idle)

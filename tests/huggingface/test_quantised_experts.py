@@ -45,14 +45,22 @@ def _rounded(matrix, scale, size):
     return (matrix.float() / _spread(scale.float(), matrix, size)).to(torch.float8_e4m3fn)
 
 
+def _rounded_to_most(matrix, scale, size):
+    return (matrix.float() / _spread(scale.float(), matrix, size)).clamp(-MOST, MOST).to(torch.float8_e4m3fn)
+
+
 def _meant(stored, scale, size):
     return stored.double() * _spread(scale.double(), stored, size)
 
 
 def _plain_linear(input, weight, scale, block_size, bias=None, activation_scale=None, *_, **__):
     """What stock's kernels compute: rows are quantised by blocks of the weight's columns."""
-    assert bias is None and activation_scale is None
+    assert bias is None
     size = _size_of(weight, scale, block_size)
+    if activation_scale is not None:
+        of_rows, size_of_rows = activation_scale.reshape(1, 1), (len(input), input.shape[1])
+        rows = _meant(_rounded_to_most(input, of_rows, size_of_rows), of_rows, size_of_rows)
+        return F.linear(rows, _meant(weight, scale, size)).to(input.dtype)
     of_rows = _scales(input, (1, size[1]))
     rows = _meant(_rounded(input, of_rows, (1, size[1])), of_rows, (1, size[1]))
     return F.linear(rows, _meant(weight, scale, size)).to(input.dtype)
@@ -296,8 +304,8 @@ def test_weights_cast_to_16_bits_are_not_multiplied_without_their_scales(cast):
         getattr(ours, cast)()(*_routed(3))
 
 
-def _static(experts):
-    experts.activation_scheme = "static"
+def _unknown(experts):
+    experts.activation_scheme = "per_head"
 
 
 def _transposed(experts):
@@ -315,7 +323,7 @@ def _other_grid(experts):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_static, "activation_scheme='static'"),
+        (_unknown, "activation_scheme='per_head'"),
         (_transposed, "whose weights are transposed"),
         (_packed, "torch.int8"),
         (_other_grid, "gate_up_proj_scale_inv has shape [8, 3, 2]: expected [8, 4, 2]"),

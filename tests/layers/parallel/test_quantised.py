@@ -172,11 +172,18 @@ def test_a_checkpoint_is_read_by_parts(kind):
 
 @on_ranks(2)
 @pytest.mark.parametrize("dispatcher", ["allreduce", "alltoall"])
-def test_models_of_transformers(dispatcher):
+@pytest.mark.parametrize("how", ["dynamic", "static", "in 4 bits"])
+def test_models_of_transformers(how, dispatcher):
     from tests.huggingface.families import tiny_model, tokens
+    from tests.huggingface.test_fp4_experts import fp4_model
     from tests.huggingface.test_quantised_experts import _quantised
 
-    alone = _quantised(tiny_model("qwen3_moe"))
+    is_fp4 = how == "in 4 bits"
+    alone = fp4_model() if is_fp4 else _quantised(tiny_model("qwen3_moe"), activation_scheme=how)
+    if how == "static":
+        for layer in alone.model.layers:
+            layer.mlp.experts.gate_up_proj_activation_scale.data.copy_(torch.linspace(1e-3, 2e-2, 8))
+            layer.mlp.experts.down_proj_activation_scale.data.copy_(torch.linspace(2e-3, 1e-4, 8))
     shared = copy.deepcopy(alone)
     huggingface.patch(alone)
     huggingface.patch(shared, mesh=mesh_of_all(), style=ExpertParallel(dispatcher))

@@ -233,8 +233,11 @@ def test_bytes_are_not_cut():
 
 def stock_model(how, block=BLOCK):
     from tests.huggingface.families import tiny_model
+    from tests.huggingface.test_fp4_experts import fp4_model
     from tests.huggingface.test_quantised_experts import _quantised
 
+    if how == "stored in 4 bits":
+        return fp4_model(inter=64)
     if how == "stored":
         return _quantised(tiny_model("qwen3_moe"), block=(16, 16))
     model = tiny_model("qwen3_moe" if how == "float8 tensors" else "gpt_oss")
@@ -247,7 +250,15 @@ def stock_model(how, block=BLOCK):
 @on_ranks(2)
 @pytest.mark.parametrize(
     "how",
-    ["stored", "float8 tensors", "int8 channels", "float8 groups", "int4 channels with zero points", "NVFP4"],
+    [
+        "stored",
+        "stored in 4 bits",
+        "float8 tensors",
+        "int8 channels",
+        "float8 groups",
+        "int4 channels with zero points",
+        "NVFP4",
+    ],
 )
 def test_models_of_transformers(how):
     """gpt-oss has gate and up rows in turns, and biases; scales of tensors are for others."""
