@@ -45,7 +45,9 @@ def test_a_folder_for_figures_is_made(tmp_path, monkeypatch) -> None:
 
 
 @NO_GPU
-@pytest.mark.parametrize("name", ["gpu", "host", "kernels", "moe", "options", "quantised", "stock", "tune"])
+@pytest.mark.parametrize(
+    "name", ["gpu", "host", "kernels", "moe", "options", "published", "quantised", "stock", "tune"]
+)
 def test_what_needs_a_gpu_says_so(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["benchmarks", name])
