@@ -57,6 +57,20 @@ def test_the_page_shows_what_nvfp4_takes() -> None:
     assert f"a layer by {min(errors):.0f} to {max(errors):.0f} % instead of 20" in section
 
 
+def test_the_page_shows_what_published_gpt_oss_takes() -> None:
+    for name in ("20b", "120b"):
+        text = (RESULTS / "h200-2026-12-01" / f"published-{name}.txt").read_text()
+        rows = re.findall(r"^(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+        assert len(rows) == 5
+        for tokens, stock, in_4_bits, patched, times in rows:
+            assert f"| gpt-oss-{name} | {tokens} | {stock} | {patched} | {in_4_bits} | {times} |" in PAGE
+        for seconds, held in re.findall(r": ([\d.]+) s, ([\d.]+) GiB", text):
+            assert re.search(rf"\b{held}\b", PAGE) and re.search(rf"\b{seconds}\b", PAGE)
+        assert "weights are the same to the bit" in text
+        *_, (_, _, slowest, usual, _) = rows
+        assert name == "120b" or f"MXFP4 takes {float(slowest) / float(usual):.2f} of bfloat16" in PAGE
+
+
 def test_the_page_shows_what_high_tiles_take() -> None:
     text = (RESULTS / "h200-2026-11-30" / "high-tiles.txt").read_text()
     found = re.findall(r"^W\d +\d+ +(\d+) +(\S+) +(\d+) +(\d+) +\d+ +\S+ +(\S+)$", text, re.MULTILINE)
