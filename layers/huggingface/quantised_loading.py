@@ -2,9 +2,11 @@
 
 transformers has a quantizer for each method of quantisation, by the name that its config gives. Ours declares what is
 beside the weights, turns each into what is stored once the experts of a layer are merged, and patches the model in the
-end. Weights that gpt-oss publishes in MXFP4 are taken as they are.
+end. Weights that gpt-oss publishes in MXFP4 are read as bytes and stay what they are.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +20,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from layers.huggingface import experts, patching, quantised, quantising
 from layers.huggingface.experts import is_dispatched
 from layers.huggingface.quantised import SCALE, Blocks
+from layers.weights.safetensors_file import read_header
 from layers.weights.scales import WeightScale
+from moe_ops._checks import FLOATING_DTYPES
 from moe_ops.errors import value_error
 from moe_ops.pairs import GROUP, PAIRS
 from moe_ops.scaled_experts import RowKind
 from moe_ops.weight_formats import IN_4_BITS, quantised_weight
 
 _METHOD = "moe_ops"
-_OF_BLOCKS = 4  # dimensions of published MXFP4: experts, rows, groups of 32 columns, bytes of a group
+_BLOCKS, _SCALES = "_blocks", "_scales"  # at the end of names of MXFP4 as it is published
+_MISSING = "{}.{} is not in the checkpoint"
+_BYTES = GROUP // 2  # of a group: blocks are [E, B, A / 32, 16], scales [E, B, A / 32]
 
 
 class ExpertsQuantisation(QuantizationConfigMixin):
@@ -54,12 +60,14 @@ class ExpertsQuantizer(HfQuantizer):
         self.options = quantization_config
         self.dtype: torch.dtype = getattr(torch, quantization_config.dtype)
         self.blocks: dict[str, Blocks] = {}  # of each experts module
-        self.stored: set[str] = set()  # names of weights
+        self.rounded: set[str] = set()  # names of weights
+        self.is_published = False
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **more: Any) -> bool:
-        """Whether it is a weight of experts."""
+        """Whether it is a weight of experts that is rounded here."""
         path, _, name = param_name.rpartition(".")
-        return path in self.blocks and name in quantised.names(model.get_submodule(path))
+        is_rounded = path in self.blocks and not self.is_published
+        return is_rounded and name in quantised.names(model.get_submodule(path))
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes of a number, by which transformers shares out the memory of devices."""
@@ -73,8 +81,7 @@ class ExpertsQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """The names in which MXFP4 is published are those of what it becomes."""
-        is_mxfp4 = self.dtype == PAIRS and self.options.block == [1, GROUP]
-        ends = {"_blocks": "", "_scales": SCALE} if is_mxfp4 else {}
+        ends = {_BLOCKS: "", _SCALES: SCALE} if self.is_published else {}
         renamed = [
             WeightRenaming(rf"experts\.{weight}{end}$", f"experts.{weight}{part}")
             for weight in ("gate_up_proj", "down_proj")
@@ -96,12 +103,9 @@ class ExpertsQuantizer(HfQuantizer):
         """As patched models are."""
         return True
 
-    def store(self, module: Any, path: str, name: str) -> dict[str, Tensor]:
+    def round(self, module: Any, path: str, name: str) -> dict[str, Tensor]:
         """What is stored of a weight in the layout of the checkpoint, by the names of parameters."""
-        self.stored.add(f"{path}.{name}")
-        weight = getattr(module, name)
-        if weight.dim() == _OF_BLOCKS:
-            return {name: weight.to(PAIRS).flatten(2)}
+        self.rounded.add(f"{path}.{name}")
         return self._made(module, path, name, slice(None))
 
     def _made(self, module: Any, path: str, name: str, of: slice) -> dict[str, Tensor]:
@@ -110,31 +114,49 @@ class ExpertsQuantizer(HfQuantizer):
         made = quantised_weight(weight, self.blocks[path][index], self.dtype, self.options.zero_points)
         return quantising.parts(name, made)
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **more: Any) -> None:
-        """Declares parameters for what weights have beside them."""
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **more: Any
+    ) -> None:
+        """Declares parameters for what weights have beside them, and for published bytes."""
         found: dict[str, Any] = {n: m for n, m in model.named_modules() if is_dispatched(m)}
         if not found:
             value_error("{} has no experts that transformers dispatches: expected some", type(model).__name__)
+        stored = _stored_experts(checkpoint_files or [])
+        is_mxfp4 = self.dtype == PAIRS and self.options.block == [1, GROUP]
+        self.is_published = is_mxfp4 and any(name.endswith(_BLOCKS) for name in stored)
+        _expect_known(stored, self.is_published)
         rows, columns = self.options.block
         for path, module in found.items():
             self.blocks[path] = quantising.blocks_of(
                 module, WeightScale(self.options.kind), (rows, columns), self.dtype
             )
             for name in quantised.names(module):
-                for each, tensor in self._declared(module, path, name).items():
-                    module.register_parameter(each, nn.Parameter(tensor, requires_grad=False))
+                if self.is_published:
+                    _expect_published(stored, path, name)
+                self._declare(module, path, name)
+
+    def _declare(self, module: Any, path: str, name: str) -> None:
+        for each, tensor in self._declared(module, path, name).items():
+            parameter: Any = nn.Parameter(tensor, requires_grad=False)
+            parameter._is_hf_initialized = True  # nothing is drawn for what is not read, as on a disk
+            module.register_parameter(each, parameter)
 
     def _declared(self, module: Any, path: str, name: str) -> dict[str, Tensor]:
-        """Parameters beside a weight, by those of one expert. The weight itself stays: what is read gets its dtype."""
+        """Parameters by those of one expert. A weight that is rounded stays: what is read gets its dtype."""
         of_one = self._made(module, path, name, slice(1))
         count = experts.weights(module).w2.weight.shape[0]
-        return {n: each.new_empty((count, *each.shape[1:])) for n, each in of_one.items() if n != name}
+        declared = {n: each.new_empty((count, *each.shape[1:])) for n, each in of_one.items()}
+        weight = declared.pop(name)
+        return declared | ({name: weight.unflatten(2, (-1, _BYTES))} if self.is_published else {})
 
     def _process_model_after_weight_loading(self, model: Any, **more: Any) -> Any:
         for path, blocks in self.blocks.items():
             module = model.get_submodule(path)
             for name in quantised.names(module):
                 self._expect_here(module, path, name)
+                if self.is_published:
+                    found = nn.Parameter(getattr(module, name).flatten(2), requires_grad=False)
+                    module.register_parameter(name, found)
             quantising.settle(module, self.options.rows, blocks)
         report = patching.patch(model, "auto", "auto", None, None, False)
         for path, why in report.left:
@@ -143,11 +165,37 @@ class ExpertsQuantizer(HfQuantizer):
         return model
 
     def _expect_here(self, module: nn.Module, path: str, name: str) -> None:
-        if f"{path}.{name}" not in self.stored:
-            wanted = "expected it in 16 bits or more; or in MXFP4, and dtype=torch.uint8, block=(1, 32)"
-            value_error("{}.{} is not in the checkpoint: " + wanted, path, name)
+        if not self.is_published and f"{path}.{name}" not in self.rounded:
+            value_error(_MISSING, path, name)
+        _expect_whole(module, path, name)
         if getattr(module, name).is_meta:
             value_error("{}.{} is offloaded: expected a device_map that keeps experts on devices", path, name)
+
+
+def _expect_whole(module: nn.Module, path: str, name: str) -> None:
+    if isinstance(getattr(module, name), DTensor):
+        value_error("{}.{} is read by parts: expected whole experts, which patch shares out", path, name)
+
+
+def _stored_experts(files: list[str]) -> dict[str, torch.dtype]:
+    """Names and dtypes of what a checkpoint has of experts. Pickles do not say."""
+    headers = (read_header(Path(each)) for each in files if each.endswith(".safetensors"))
+    return {name: each.dtype for header in headers for name, each in header.items() if ".experts." in name}
+
+
+def _expect_published(stored: Iterable[str], path: str, name: str) -> None:
+    """Both parts of a weight; names in the checkpoint of a larger model begin otherwise."""
+    for end in (_BLOCKS, _SCALES):
+        if not any(each.endswith(f"{path}.{name}{end}") for each in stored):
+            value_error(_MISSING, path, name + end)
+
+
+def _expect_known(stored: dict[str, torch.dtype], is_published: bool) -> None:
+    """Raises ValueError for numbers that stand for others: transformers would read them as what they are not."""
+    for name, dtype in stored.items():
+        if dtype not in FLOATING_DTYPES and not (is_published and name.endswith((_BLOCKS, _SCALES))):
+            wanted = "expected experts in 16 bits or more; or in MXFP4, and dtype=torch.uint8, block=(1, 32)"
+            value_error("{} in the checkpoint has dtype {}: " + wanted, name, dtype)
 
 
 class _Store(ConversionOps):
@@ -165,10 +213,7 @@ class _Store(ConversionOps):
         value = value[0] if isinstance(value, list) else value
         path, _, name = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
-        if isinstance(getattr(module, name), DTensor):
-            raise ValueError(
-                f"{full_layer_name} is read by parts: expected whole experts, which patch shares out"
-            )
+        _expect_whole(module, path, name)
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        stored = self.of.store(module, path, name)
+        stored = self.of.round(module, path, name)
         return {f"{path}.{each}": nn.Parameter(found, requires_grad=False) for each, found in stored.items()}
