@@ -43,7 +43,7 @@ from inductor_passes.raising.router_trials import (
     where_scores_are_alike,
 )
 from inductor_passes.raising.views_of_rows import args, aten
-from inductor_passes.raising.writing import erase_unread, in_shape, or_as_it_was, record, written
+from inductor_passes.raising.writing import erase_unread, in_shape, in_shape_of, or_as_it_was, record, written
 from inductor_passes.sizes import is_open
 from moe_ops.types import RoutingConfig
 
@@ -90,7 +90,8 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
     with or_as_it_was(graph), graph.inserting_before(choice.weights):
         router = _router(graph, dispatch, choice, config)
         new_weights, new_ids = (pick(graph, router, index) for index in range(2))
-        shown = in_shape(graph, new_ids, first.meta["val"].shape[:-1], choice.logits)
+        alike = in_shape_of(graph, first, choice.logits)
+        shown = in_shape(graph, new_ids, first.meta["val"].shape[:-1], alike)
     log.lift("topk_routing", dispatch, choice.cut.nodes)
     erase_held(graph, choice.ids, plan.num_experts)
     for old, new in ((choice.weights, new_weights), (choice.ids, new_ids), (first, shown)):

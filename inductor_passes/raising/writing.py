@@ -287,10 +287,10 @@ def _as(graph: Graph, result: Node, layer: Experts) -> Node:
         result = written(graph, lambda out: out.to(value.dtype), (result,), old)
     if value.dim() == 3 and is_one(value.shape[2]) and not is_one(result.meta["val"].shape[1]):
         return written(graph, lambda out: out.unsqueeze(2), (result,), old)
-    return in_shape(graph, result, value.shape[:-1], _in_shape_of(graph, old, layer.indices.ids))
+    return in_shape(graph, result, value.shape[:-1], in_shape_of(graph, old, layer.indices.ids))
 
 
-def _in_shape_of(graph: Graph, root: Node, ids: Node) -> Node:
+def in_shape_of(graph: Graph, root: Node, ids: Node) -> Node:
     """A tensor before the sum that has its [*leading]; ids, which may have some of them, where there is none."""
     leading = root.meta["val"].shape[:-1]
     before = takewhile(lambda node: node is not root, graph.nodes)

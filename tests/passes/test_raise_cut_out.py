@@ -55,18 +55,17 @@ def error(function, inputs, out):
     return relative_error(out, function(*(each.double() for each in inputs)))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("combine", LAYERS)
 @pytest.mark.parametrize("router", ROUTERS)
-def test_it_is_raised_whole(router, combine, dynamic):
-    inputs = layer(7, torch.float32, dynamic)
+def test_it_is_raised_whole(router, combine):
+    inputs = layer(7, torch.float32, dynamic=True)
     function = of(ROUTERS[router], LAYERS[combine])
     result, out = computed(function, *inputs, passes=PIPELINE)
     assert result.ops() == ["fused_moe"] and not result.reasons
     assert error(function, inputs, out) <= RELATIVE_NORM[torch.float32]
 
 
-@pytest.mark.parametrize(("router", "combine"), zip(ROUTERS, ["a loop", "a loop", "einsums"], strict=True))
+@pytest.mark.parametrize(("router", "combine"), [("sort", "a loop"), ("softmax_of_the_first", "einsums")])
 def test_gradients(router, combine):
     inputs, run = float32(), Run()
     function = of(ROUTERS[router], LAYERS[combine])
