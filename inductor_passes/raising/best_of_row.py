@@ -39,7 +39,7 @@ _MAXIMUM = ((aten.max.dim, 0), (aten.max.dim, 1))
 
 
 def _is_best(node: Node) -> bool:
-    """Whether `node` [T] holds the largest of each row [T, E], or which it is; of [T, K, E] these are [T, K] already."""
+    """Whether `node` [T] is the largest of each row [T, E], or which that is; of [T, K, E] they are [T, K] as it is."""
     finder, output = getitem_source(node) or (node, None)
     if (finder.target, output) not in (*_MAXIMUM, (aten.argmax.default, None)) or not node.users:
         return False

@@ -82,6 +82,9 @@ def _ones(numbers: Tensor, ids: Tensor) -> Tensor:
 Part = Callable[[Tensor, int], Tensor]
 """What a node holds of rows [T, N, C], where ids are the sample of this number."""
 
+Candidate = tuple[Node, Node, Score]
+"""What may be a sum, and of what its weights are made."""
+
 Terms = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[..., M, C]: of weights [T, K], ids [T, K] in range, and rows, what each row of a sum is the sum of."""
 
@@ -125,7 +128,7 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
     """
     roots = list(ends(graph, given.parts))
     ways = _with_what_is_there(roots, given)
-    found = next(filter(None, (weighed(*way, indices, tried) for way in ways)), None)
+    found = next(filter(None, (_times_a_number(*way, indices, tried) for way in ways)), None)
     if found is None:
         raise Refusal(
             roots[0], f"{describe(roots[0])} is not the sum of what experts give, weighed by one tensor"
@@ -137,7 +140,15 @@ def weighed(
     roots: Sequence[Node], given: Given, indices: Indices, tried: Sequence[Tensor]
 ) -> WeightedSum | None:
     """The first of some nodes that is made of rows, weighed by one tensor, in the way that is `given`."""
-    found = chain(_candidates(roots, given, indices), _of_all(roots, given, indices))
+    found = ((1.0, each) for each in _candidates(roots, given, indices))
+    return _first_of(found, given, indices, tried)
+
+
+def _times_a_number(
+    roots: Sequence[Node], given: Given, indices: Indices, tried: Sequence[Tensor]
+) -> WeightedSum | None:
+    """The same, which may be times a number."""
+    found = _with_factors(_candidates(roots, given, indices), given)
     return _first_of(found, given, indices, tried)
 
 
@@ -145,7 +156,7 @@ def unweighed(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tens
     """The same where nothing is weighed, but for weights of one. Raises Refusal as well."""
     roots = list(ends(graph, given.parts))
     for some, way in _with_what_is_there(roots, given):
-        candidates = ((root, indices.ids, _ones) for root in some)
+        candidates = ((1.0, (root, indices.ids, _ones)) for root in some)
         if (found := _first_of(candidates, way, indices, tried)) is not None:
             return found
     raise Refusal(roots[-1], f"{describe(roots[-1])} is not the sum of what experts give")
@@ -183,12 +194,12 @@ def _added(node: Node) -> Sequence[Node]:
 
 
 def _first_of(
-    candidates: Iterable[tuple[Node, Node, Score]], given: Given, indices: Indices, tried: Sequence[Tensor]
+    candidates: Iterable[tuple[float, Candidate]], given: Given, indices: Indices, tried: Sequence[Tensor]
 ) -> WeightedSum | None:
     columns = _columns(given.parts)
     few = {tokens: Few(columns, partial(indices.given, tokens=tokens)) for tokens in {*map(len, tried)}}
     rows = [*given.parts] if given.into is None else [*given.parts, given.into]
-    for factor, (root, weights, score) in _with_factors(candidates, given):
+    for factor, (root, weights, score) in candidates:
         steps = steps_between(cut([root], {weights, indices.ids, *rows}.__contains__), rows)
         samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
         found = WeightedSum(weights, root, score, given.into)
@@ -197,9 +208,7 @@ def _first_of(
     return None
 
 
-def _with_factors(
-    candidates: Iterable[tuple[Node, Node, Score]], given: Given
-) -> Iterator[tuple[float, tuple[Node, Node, Score]]]:
+def _with_factors(candidates: Iterable[Candidate], given: Given) -> Iterator[tuple[float, Candidate]]:
     """What may be a sum as it is, then times each number that is written between rows and it, as LoRA's `alpha / r`."""
     seen = []
     for each in candidates:
@@ -267,7 +276,11 @@ def _before(root: Node, given: Given, indices: Indices) -> Cut:
     return cut([root], lambda node: node in ends_here or is_of_router(node))
 
 
-def _candidates(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:
+def _candidates(roots: Sequence[Node], given: Given, indices: Indices) -> Iterator[Candidate]:
+    return chain(_of_tokens(roots, given, indices), _of_all(roots, given, indices))
+
+
+def _of_tokens(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[Candidate]:
     """What may be a sum and its weights, before they were rounded; nearer the router first."""
     for root in roots:
         region = _before(root, given, indices)
@@ -276,7 +289,7 @@ def _candidates(roots: Iterable[Node], given: Given, indices: Indices) -> Iterat
                 yield root, node, as_they_are
 
 
-def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:
+def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[Candidate]:
     """The same of weights [T, E] or [E, T], where these are zero for who was not chosen."""
     seen: dict[tuple[Node, bool], bool] = {}
     for root in roots:
