@@ -20,6 +20,7 @@ from inductor_passes.image import VALUE, Image, image_of
 from inductor_passes.pipeline import RAISES, run_passes
 from inductor_passes.raising.as_written import as_written
 from inductor_passes.raising.experts import layers_of_all, product_layers
+from inductor_passes.raising.read_sizes import read_sizes_first
 from inductor_passes.slot import InSlot
 from inductor_passes.transplant import Transplant, inputs_of
 
@@ -55,6 +56,7 @@ def raise_layers(graph: Graph) -> PassLog | None:
     except Exception as error:  # whatever a model calls: then it trains as it is
         LOGGER.warning("a training graph is not looked into: %r", error)
         return None
+    read_sizes_first(image.graph)
     with as_written(image.graph):
         found = [each.node for layer in product_layers(image.graph) for each in layer]
         found += [node for layer in layers_of_all(image.graph) for node in layer.nodes]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from inductor_passes.graph_tools import getitem_source, write_out
+from inductor_passes.graph_tools import getitem_source, outputs, write_out
 from inductor_passes.raising.views_of_rows import args, aten, rank
 
 
@@ -35,10 +35,15 @@ def best_kept(graph: Graph) -> Iterator[None]:
             _show(graph, each)
 
 
+_MAXIMUM = ((aten.max.dim, 0), (aten.max.dim, 1))
+
+
 def _is_best(node: Node) -> bool:
-    """Whether `node` [T] holds which is the largest of each row [T, E]; of [T, K, E] ids are [T, K] as they are."""
+    """Whether `node` [T] is the largest of each row [T, E], or which that is; of [T, K, E] they are [T, K] as it is."""
     finder, output = getitem_source(node) or (node, None)
-    if (finder.target, output) not in ((aten.max.dim, 1), (aten.argmax.default, None)) or not node.users:
+    if (finder.target, output) not in (*_MAXIMUM, (aten.argmax.default, None)) or not node.users:
+        return False
+    if output == 0 and 1 not in outputs(finder):  # a maximum that chooses nothing
         return False
     source, *how = args(finder)
     is_last = bool(how) and how[0] in (-1, 1)
@@ -46,10 +51,10 @@ def _is_best(node: Node) -> bool:
 
 
 def _with_dimension(graph: Graph, ids: Node) -> _Best:
-    finder, _ = getitem_source(ids) or (ids, None)
+    finder, output = getitem_source(ids) or (ids, None)
 
     def keep(source: Tensor) -> Tensor:
-        return source.argmax(-1, True) if finder is ids else source.max(-1, True).indices
+        return source.argmax(-1, True) if output is None else source.max(-1, True)[output]
 
     readers = [*ids.users]
     with graph.inserting_before(ids.next):

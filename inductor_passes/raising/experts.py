@@ -19,6 +19,7 @@ from inductor_passes.raising.layer import Experts
 from inductor_passes.raising.parts import parts_of
 from inductor_passes.raising.places import Placed
 from inductor_passes.raising.products import Product, ids_of, order_of, products
+from inductor_passes.raising.read_sizes import read_sizes_first
 from inductor_passes.raising.sums import weighted_sum
 from inductor_passes.raising.unrouted import alone, unrouted
 from inductor_passes.raising.writing import write
@@ -33,8 +34,10 @@ class RaiseExperts:
 
     def run(self, graph: Graph, log: PassLog) -> None:
         """Raises every layer; says why not at the last product of a layer that it leaves."""
+        read_sizes_first(graph)
         with as_written(graph):
             _raise_all(graph, log)
+        read_sizes_first(graph)
 
 
 def _raise_all(graph: Graph, log: PassLog) -> None:

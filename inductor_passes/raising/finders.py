@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from inductor_passes import _compat
 from inductor_passes.graph_tools import getitem_source
 from inductor_passes.raising.evaluation import aten
 
@@ -39,8 +40,49 @@ def is_found_in_rows(ids: Node) -> bool:
     return finder is not None and dim in (-1, ids.meta["val"].dim() - 1)
 
 
+def longer(ids: Node) -> Node | None:
+    """The rows of which `ids` are a part: `scores.sort().indices[:, :K]`. None where they are no part of rows."""
+    if not _is_slice(ids) or _dim(ids) != ids.meta["val"].dim() - 1 or _is_whole(ids):
+        return None
+    rows = ids.all_input_nodes[0]
+    while _is_slice(rows) and _is_whole(rows):  # `[:, :K]` is two slices, of which the first takes all
+        rows = rows.all_input_nodes[0]
+    return rows
+
+
+def is_cut_out(ids: Node) -> bool:
+    """Whether `ids` are a part of longer rows of which nobody reads the rest."""
+    rows = longer(ids)
+    return rows is not None and _is_read_as(ids, rows)
+
+
+def _is_read_as(ids: Node, rows: Node) -> bool:
+    """Whether of `rows` everybody reads what `ids` are."""
+    return all(
+        _is_read_as(ids, user)
+        if _is_slice(user) and _is_whole(user)
+        else _is_slice(user) and user.args[1:] == ids.args[1:]
+        for user in rows.users
+    )
+
+
+def _is_slice(node: Node) -> bool:
+    return node.target is aten.slice.Tensor and len(node.all_input_nodes) == 1
+
+
+def _dim(part: Node) -> int:
+    dim: Any = part.args[1] if len(part.args) > 1 else 0
+    return dim % part.meta["val"].dim()
+
+
+def _is_whole(part: Node) -> bool:
+    own, before = (each.meta["val"].shape[_dim(part)] for each in (part, part.all_input_nodes[0]))
+    return _compat.statically_known_true(own == before)
+
+
 def _finder(ids: Node) -> tuple[Node | None, int]:
-    """The operator that found `ids`, and along which dimension of what it reads."""
+    """The operator that found `ids`, or longer rows of which they are a part, and along which dimension."""
+    ids = longer(ids) or ids
     node, output = getitem_source(ids) or (ids, 1)
     target: Any = node.target
     if target not in _FINDERS or output != 1 or not node.all_input_nodes[0].meta["val"].dim():

@@ -18,7 +18,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.forms import form
 from inductor_passes.graph_tools import describe, getitem_source
 from inductor_passes.raising.evaluation import VIEWS, Cut, aten, concrete, cut, evaluate, is_size, numbers
-from inductor_passes.raising.finders import is_found_in_rows, may_repeat
+from inductor_passes.raising.finders import is_cut_out, is_found_in_rows, longer, may_repeat
 from inductor_passes.sizes import is_open, size_given
 
 _MIN_SAMPLES, _MIN_ROWS = 4, 256
@@ -316,6 +316,9 @@ def _innermost(ids: Node) -> Node:
 
 def is_chosen(node: Node) -> bool:
     """Whether an integer comes out of an operator on floating numbers, as those of a top-k do."""
+    rows = longer(node)
+    if rows is not None and is_cut_out(node):
+        return is_chosen(rows)
     source = getitem_source(node)
     inputs = node.all_input_nodes if source is None else source[0].all_input_nodes
     return not all(_is_counted(each) for each in inputs)

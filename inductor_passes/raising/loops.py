@@ -174,7 +174,15 @@ def _matrix(factor: Node) -> tuple[Node, bool]:
 
 def _gate(second: Multiplied, known: Mapping[Node, Multiplied]) -> Cut:
     """What stands in front of a second product, back to the products before it."""
-    return cut([_unseen(second.rows)], lambda node: node in known or not is_in_gate(node))
+    return cut([_activated(second, known)], lambda node: node in known or not is_in_gate(node))
+
+
+def _activated(second: Multiplied, known: Collection[Node]) -> Node:
+    """What a second product multiplies, before it is shown in another shape; a first one as that is found."""
+    rows = second.rows
+    while rows not in known and is_view_of_rows(rows) and not is_cast(rows):
+        rows = args(rows)[0]
+    return rows
 
 
 def _unseen(rows: Node, ends: Collection[object] = ()) -> Node:
@@ -193,7 +201,7 @@ def _experts(loop: Loop) -> Experts:
     weighted_sum = total(graph, rows, indices, [*indices.samples, *stray_ids(indices)])
     *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
-    activated = _unseen(loop.seconds[0].rows)
+    activated = _activated(loop.seconds[0], {each.node for each in chain(*loop.firsts)})
     others = tuple(each.product for each in chain(*loop.firsts[1:]))
     return Experts(indices, Parts(tokens, tuple(firsts), gate, {}, activated, last), weighted_sum, others)
 

@@ -29,6 +29,7 @@ from inductor_passes.graph_tools import (
     pick,
 )
 from inductor_passes.raising.asserted import erase_held
+from inductor_passes.raising.chosen_once import expect_one_choice, first_held
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_plain, is_size, numbers
 from inductor_passes.raising.router_trials import (
     CLOSE,
@@ -42,7 +43,7 @@ from inductor_passes.raising.router_trials import (
     where_scores_are_alike,
 )
 from inductor_passes.raising.views_of_rows import args, aten
-from inductor_passes.raising.writing import erase_unread, record, written
+from inductor_passes.raising.writing import erase_unread, in_shape, in_shape_of, or_as_it_was, record, written
 from inductor_passes.sizes import is_open
 from moe_ops.types import RoutingConfig
 
@@ -84,18 +85,30 @@ def _rewrite(graph: Graph, dispatch: Node, log: PassLog, known: Known) -> None:
         return
     weights = arguments(combines[0]).topk_weights
     choice, config = _recognised(weights, ids, plan.num_experts, known)
-    with graph.inserting_before(choice.weights):
-        bias, logits = choice.bias, choice.logits
-        if logits.meta["val"].dim() != 2:
-            logits = written(graph, lambda rows: rows.flatten(0, -2), (logits,), dispatch)
-        if bias is not None and bias.meta["val"].dim() != 1:
-            bias = written(graph, torch.flatten, (bias,), dispatch)
-        router = call(graph, record.TopkRouting(record.Router(logits, bias, config.spec)), choice.weights)
+    first = first_held(choice.ids)
+    expect_one_choice(choice, first)
+    with or_as_it_was(graph), graph.inserting_before(choice.weights):
+        router = _router(graph, dispatch, choice, config)
+        new_weights, new_ids = (pick(graph, router, index) for index in range(2))
+        alike = in_shape_of(graph, first, choice.logits)
+        shown = in_shape(graph, new_ids, first.meta["val"].shape[:-1], alike)
     log.lift("topk_routing", dispatch, choice.cut.nodes)
     erase_held(graph, choice.ids, plan.num_experts)
+    for old, new in ((choice.weights, new_weights), (choice.ids, new_ids), (first, shown)):
+        if not old._erased:
+            _replace(graph, old, new)
+    erase_unread(graph, shown)
+
+
+def _router(graph: Graph, dispatch: Node, choice: Choice, config: RoutingConfig) -> Node:
+    bias, logits = choice.bias, choice.logits
+    if logits.meta["val"].dim() != 2:
+        logits = written(graph, lambda rows: rows.flatten(0, -2), (logits,), dispatch)
+    if bias is not None and bias.meta["val"].dim() != 1:
+        bias = written(graph, torch.flatten, (bias,), dispatch)
+    router = call(graph, record.TopkRouting(record.Router(logits, bias, config.spec)), choice.weights)
     router.meta[LAYER_KEY] = layer_of(dispatch)
-    for index, old in ((0, choice.weights), (1, choice.ids)):
-        _replace(graph, old, pick(graph, router, index))
+    return router
 
 
 def _source(node: Node) -> Node:

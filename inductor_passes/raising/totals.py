@@ -18,7 +18,7 @@ from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
 from inductor_passes.raising.choices import is_of_router
 from inductor_passes.raising.elsewhere import is_zero_elsewhere, of_sizes, ways_of_all
-from inductor_passes.raising.evaluation import VIEWS, Cut, cut, is_size
+from inductor_passes.raising.evaluation import VIEWS, Cut, cut, is_size, numbers
 from inductor_passes.raising.gates import are_columns
 from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Score, WeightedSum, as_they_are
@@ -61,6 +61,9 @@ _UNDERSTOOD = (
 )
 
 
+_SCALES = (aten.mul.Tensor, aten.div.Tensor)
+
+
 def _of_ids(numbers: Tensor, ids: Tensor) -> Tensor:
     """Those of all experts, which are zero where nobody was chosen."""
     return numbers.gather(1, ids)
@@ -78,6 +81,9 @@ def _ones(numbers: Tensor, ids: Tensor) -> Tensor:
 
 Part = Callable[[Tensor, int], Tensor]
 """What a node holds of rows [T, N, C], where ids are the sample of this number."""
+
+Candidate = tuple[Node, Node, Score]
+"""What may be a sum, and of what its weights are made."""
 
 Terms = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[..., M, C]: of weights [T, K], ids [T, K] in range, and rows, what each row of a sum is the sum of."""
@@ -122,7 +128,7 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
     """
     roots = list(ends(graph, given.parts))
     ways = _with_what_is_there(roots, given)
-    found = next(filter(None, (weighed(*way, indices, tried) for way in ways)), None)
+    found = next(filter(None, (_times_a_number(*way, indices, tried) for way in ways)), None)
     if found is None:
         raise Refusal(
             roots[0], f"{describe(roots[0])} is not the sum of what experts give, weighed by one tensor"
@@ -134,7 +140,15 @@ def weighed(
     roots: Sequence[Node], given: Given, indices: Indices, tried: Sequence[Tensor]
 ) -> WeightedSum | None:
     """The first of some nodes that is made of rows, weighed by one tensor, in the way that is `given`."""
-    found = chain(_candidates(roots, given, indices), _of_all(roots, given, indices))
+    found = ((1.0, each) for each in _candidates(roots, given, indices))
+    return _first_of(found, given, indices, tried)
+
+
+def _times_a_number(
+    roots: Sequence[Node], given: Given, indices: Indices, tried: Sequence[Tensor]
+) -> WeightedSum | None:
+    """The same, which may be times a number."""
+    found = _with_factors(_candidates(roots, given, indices), given)
     return _first_of(found, given, indices, tried)
 
 
@@ -142,7 +156,7 @@ def unweighed(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tens
     """The same where nothing is weighed, but for weights of one. Raises Refusal as well."""
     roots = list(ends(graph, given.parts))
     for some, way in _with_what_is_there(roots, given):
-        candidates = ((root, indices.ids, _ones) for root in some)
+        candidates = ((1.0, (root, indices.ids, _ones)) for root in some)
         if (found := _first_of(candidates, way, indices, tried)) is not None:
             return found
     raise Refusal(roots[-1], f"{describe(roots[-1])} is not the sum of what experts give")
@@ -180,18 +194,38 @@ def _added(node: Node) -> Sequence[Node]:
 
 
 def _first_of(
-    candidates: Iterable[tuple[Node, Node, Score]], given: Given, indices: Indices, tried: Sequence[Tensor]
+    candidates: Iterable[tuple[float, Candidate]], given: Given, indices: Indices, tried: Sequence[Tensor]
 ) -> WeightedSum | None:
     columns = _columns(given.parts)
     few = {tokens: Few(columns, partial(indices.given, tokens=tokens)) for tokens in {*map(len, tried)}}
     rows = [*given.parts] if given.into is None else [*given.parts, given.into]
-    for root, numbers, score in candidates:
-        steps = steps_between(cut([root], {numbers, indices.ids, *rows}.__contains__), rows)
+    for factor, (root, weights, score) in candidates:
+        steps = steps_between(cut([root], {weights, indices.ids, *rows}.__contains__), rows)
         samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
-        found = WeightedSum(numbers, root, score, given.into)
-        if all(_agrees(steps, found, given, indices, each) for each in samples):
-            return found
+        found = WeightedSum(weights, root, score, given.into)
+        if all(_agrees(steps, found, given, indices, each, factor) for each in samples):
+            return found if factor == 1 else found._replace(score=_scaled(score, factor))
     return None
+
+
+def _with_factors(candidates: Iterable[Candidate], given: Given) -> Iterator[tuple[float, Candidate]]:
+    """What may be a sum as it is, then times each number that is written between rows and it, as LoRA's `alpha / r`."""
+    seen = []
+    for each in candidates:
+        seen.append(each)
+        yield 1.0, each
+    for root, weights, score in seen:
+        between = cut([root], {weights, *given.parts}.__contains__)
+        behind = steps_between(between, given.parts).behind - {*given.parts}
+        for number in numbers(each for each in between.nodes if each in behind and each.target in _SCALES):
+            yield from ((factor, (root, weights, score)) for factor in (number, 1 / number) if number)
+
+
+def _scaled(score: Score, factor: float) -> Score:
+    def run(numbers: Tensor, ids: Tensor) -> Tensor:
+        return score(numbers, ids) * factor
+
+    return run
 
 
 def ends(graph: Graph, parts: Mapping[Node, Part]) -> Iterator[Node]:
@@ -242,7 +276,11 @@ def _before(root: Node, given: Given, indices: Indices) -> Cut:
     return cut([root], lambda node: node in ends_here or is_of_router(node))
 
 
-def _candidates(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:
+def _candidates(roots: Sequence[Node], given: Given, indices: Indices) -> Iterator[Candidate]:
+    return chain(_of_tokens(roots, given, indices), _of_all(roots, given, indices))
+
+
+def _of_tokens(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[Candidate]:
     """What may be a sum and its weights, before they were rounded; nearer the router first."""
     for root in roots:
         region = _before(root, given, indices)
@@ -251,7 +289,7 @@ def _candidates(roots: Iterable[Node], given: Given, indices: Indices) -> Iterat
                 yield root, node, as_they_are
 
 
-def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[tuple[Node, Node, Score]]:
+def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[Candidate]:
     """The same of weights [T, E] or [E, T], where these are zero for who was not chosen."""
     seen: dict[tuple[Node, bool], bool] = {}
     for root in roots:
@@ -267,14 +305,19 @@ def _of_all(roots: Iterable[Node], given: Given, indices: Indices) -> Iterator[t
 
 
 def _agrees(
-    steps: Steps, found: WeightedSum, given: Given, indices: Indices, sample: tuple[Few, int, Tensor]
+    steps: Steps,
+    found: WeightedSum,
+    given: Given,
+    indices: Indices,
+    sample: tuple[Few, int, Tensor],
+    factor: float,
 ) -> bool:
     """Whether the sum is ours for ids [T, K]: of numbers large, small and negative.
 
     With ids out of range it is ours, or these are none that PyTorch takes. Each sample has numbers of its own: of few
     tokens those of one may all lie on one side of a limit.
     """
-    (few, place, ids), (numbers, score) = sample, (found.topk_weights, found.score)
+    (few, place, ids), score = sample, found.score
     generator = torch.Generator().manual_seed(place)
     weights = _numbers(of_sizes(ids.shape, 2, generator), ids, score, indices)
     rows = torch.randn(len(ids), given.number, COLUMNS, generator=generator, dtype=torch.float64)
@@ -283,7 +326,7 @@ def _agrees(
         leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, steps.between.leaves)
     }
     shown = weights if score is _of_ids_by_expert else indices.in_shape(weights)
-    known |= {numbers: shown, indices.ids: indices.in_shape(ids)}
+    known |= {found.topk_weights: shown, indices.ids: indices.in_shape(ids)}
     parts = {node: part(rows, place) for node, part in given.parts.items()}
     there = torch.randn(len(ids), 1, COLUMNS, generator=generator, dtype=torch.float64)
     parts |= {} if given.into is None else {given.into: there}
@@ -291,7 +334,7 @@ def _agrees(
         ours = computed(steps, known, parts, few)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
         return not bool(in_range.all())
-    kept = score(weights, ids).where(in_range, 0.0)
+    kept = score(weights, ids).where(in_range, 0.0) * factor
     terms = given.terms(kept, ids.where(in_range, 0), rows)
     terms = terms if given.into is None else torch.cat([terms, there], 1)
     ours, wanted = ours.reshape(-1, ours.shape[-1]), terms.sum(-2).flatten(0, -2)

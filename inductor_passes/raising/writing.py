@@ -219,7 +219,7 @@ def _as_given(graph: Graph, ids: Node, rows: Node, outcome: Node) -> Node:
     value = outcome.meta["val"]
     if are_columns(value):
         return written(graph, lambda rows: rows.unsqueeze(-1), (rows,), rows)
-    return _in_shape(graph, rows, value.shape[:-1], ids)
+    return in_shape(graph, rows, value.shape[:-1], ids)
 
 
 def _names_a_shape(node: Node) -> bool:
@@ -263,7 +263,7 @@ def _copied(
     return graph.node_copy(node, lambda each: copies.get(each, each))
 
 
-def _in_shape(graph: Graph, rows: Node, leading: Sequence[Any], alike: Node) -> Node:
+def in_shape(graph: Graph, rows: Node, leading: Sequence[Any], alike: Node) -> Node:
     """`rows` [N, F] as the model had them, [*leading, F]; of `alike`, the ids perhaps, are sizes not known."""
     if len(leading) == 1:
         return rows
@@ -287,10 +287,10 @@ def _as(graph: Graph, result: Node, layer: Experts) -> Node:
         result = written(graph, lambda out: out.to(value.dtype), (result,), old)
     if value.dim() == 3 and is_one(value.shape[2]) and not is_one(result.meta["val"].shape[1]):
         return written(graph, lambda out: out.unsqueeze(2), (result,), old)
-    return _in_shape(graph, result, value.shape[:-1], _in_shape_of(graph, old, layer.indices.ids))
+    return in_shape(graph, result, value.shape[:-1], in_shape_of(graph, old, layer.indices.ids))
 
 
-def _in_shape_of(graph: Graph, root: Node, ids: Node) -> Node:
+def in_shape_of(graph: Graph, root: Node, ids: Node) -> Node:
     """A tensor before the sum that has its [*leading]; ids, which may have some of them, where there is none."""
     leading = root.meta["val"].shape[:-1]
     before = takewhile(lambda node: node is not root, graph.nodes)

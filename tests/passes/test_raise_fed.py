@@ -181,6 +181,10 @@ OTHER = {
         {"last": lambda out, weights: out.mean(0)},
         "aten.mean.dim is not the sum of what experts give",
     ),
+    "a sum times a number": (
+        {"last": lambda out, weights: (2 * out).sum(0)},
+        "is not the sum of what experts give",
+    ),
     "weighed again": ({"last": lambda out, weights: (out * weights.T[..., None]).sum(0)}, "experts read"),
 }
 
