@@ -95,25 +95,27 @@ def test_merged_adapters_and_the_way_back(patch_first):
     assert merged.config._experts_implementation == "eager"
 
 
-# Routers around a linear module, or in a block of their own: what of them is trained.
-INSIDE = {
-    "afmoe": {"target_modules": ["q_proj"], "modules_to_save": ["router.gate"]},
-    "longcat_flash": {"target_modules": ["classifier"]},
-    "llama4": {"target_modules": [], "target_parameters": ["feed_forward.router.weight"]},
-}
+# Routers around a linear module, or in a block of their own, and the experts of such a block: what of them is trained.
+INSIDE = (
+    ("afmoe", {"target_modules": ["q_proj"], "modules_to_save": ["router.gate"]}),
+    ("longcat_flash", {"target_modules": ["classifier"]}),
+    ("llama4", {"target_modules": [], "target_parameters": ["feed_forward.router.weight"]}),
+    ("llama4", {"target_modules": [], "target_parameters": ["feed_forward.experts.gate_up_proj"]}),
+)
 
 
 @pytest.mark.parametrize("patch_first", [False, True], ids=["peft_then_patch", "patch_then_peft"])
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+    ("name", "trained"), INSIDE, ids=["afmoe", "longcat_flash", "llama4", "llama4_experts"]
+)
 @torch.no_grad()
-def test_what_is_trained_inside_a_router(name, patch_first):
+def test_what_is_trained_inside_a_block(name, trained, patch_first):
     stock = stock_model(name)
     ours = copy.deepcopy(stock)
     if patch_first:
         huggingface.patch(ours)
     stock, ours = (
-        adapted(model, peft.LoraConfig(r=2, init_lora_weights=False, **INSIDE[name]))
-        for model in (stock, ours)
+        adapted(model, peft.LoraConfig(r=2, init_lora_weights=False, **trained)) for model in (stock, ours)
     )
     huggingface.patch(ours)
     for model in (stock, ours):
