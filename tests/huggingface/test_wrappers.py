@@ -12,6 +12,7 @@ from tests.counting import Calls
 from tests.coverage.cases import outputs, stock_model
 from tests.helpers import mixed
 from tests.huggingface.families import pair, tiny_model, tokens
+from tests.huggingface.loops import HIDDEN, Loop, block
 
 peft = pytest.importorskip("peft")  # this module is also collected where only GPU tests run
 
@@ -129,6 +130,24 @@ def test_what_is_trained_inside_a_block(name, trained, patch_first):
         )
     merged = [outputs(model.merge_and_unload(), name)[0] for model in (ours, stock)]
     torch.testing.assert_close(*merged, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_stacked_experts_come_back_once_their_adapters_are_merged():
+    """Half brought back, the next forward would be an AttributeError of experts that have no forward."""
+    ours = block(Loop)
+    huggingface.patch(ours, stack_experts=True)
+    options = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    changed = adapted(ours, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    hidden = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(3))
+    expected = changed(hidden)[0]
+    with pytest.raises(ValueError, match=r"experts\.base_layer is stacked, and inside a wrapper: expected"):
+        huggingface.unpatch(changed)
+    assert torch.equal(changed(hidden)[0], expected)
+    merged = changed.merge_and_unload()
+    huggingface.unpatch(merged)
+    assert isinstance(merged.experts, nn.ModuleList)
+    torch.testing.assert_close(merged(hidden)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("save_for_backward", ["inputs", "activations"])
