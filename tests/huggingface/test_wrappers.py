@@ -132,6 +132,13 @@ def test_what_is_trained_inside_a_block(name, trained, patch_first):
     torch.testing.assert_close(*merged, rtol=1e-4, atol=1e-4)
 
 
+def test_a_router_around_a_wrapper_keeps_its_own_code_and_is_named():
+    name, trained = INSIDE[0]
+    report = huggingface.patch(adapted(stock_model(name), peft.LoraConfig(r=2, **trained)))
+    assert report.routers == () and len(report.left) == 2
+    assert all(path.endswith(".router") and "keeps its own code" in why for path, why in report.left)
+
+
 @torch.no_grad()
 def test_stacked_experts_come_back_once_their_adapters_are_merged():
     """Half brought back, the next forward would be an AttributeError of experts that have no forward."""
