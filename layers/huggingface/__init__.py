@@ -263,7 +263,7 @@ def unpatch(model: "nn.Module") -> None:
     Raises:
         ImportError: transformers is not installed.
         TypeError: `model` is not a module.
-        ValueError: its experts are sharded over a mesh, or were quantised.
+        ValueError: its experts are sharded over a mesh, were quantised, or are stacked and inside a wrapper.
     """
     from layers.huggingface import patching
 

@@ -88,6 +88,7 @@ def unpatch(model: nn.Module) -> None:
         raise ValueError(f"{sharded[0]} is sharded over a mesh: expected experts that are all here")
     if rounded := [name for name, module in model.named_modules() if hasattr(module, "moe_ops_format")]:
         raise ValueError(f"{rounded[0]} is quantised: expected weights as they were")
+    stacking.expect_bare(model)
     for module in list(model.modules()):
         if _STOCK in vars(module):
             _config(module)._experts_implementation_internal = getattr(module, _STOCK)

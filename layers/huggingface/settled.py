@@ -66,7 +66,7 @@ def has_changed(module: nn.Module, settings: Settings) -> bool:
 def _is_other(module: nn.Module, inside: Inside) -> bool:
     """Whether what is inside a module is something else by now, or is watched."""
     found = module._modules.get(inside.path)  # `nn.Module` itself takes a microsecond to find one
-    found = get(module, inside.path) if found is None else found
+    found = _behind(module, inside.path) if found is None else found
     if (type(found) is not inside.kind and found is not inside.kind) or is_watched(found):
         return True
     return bool(inside.names) and tuple(map(found.__dict__.get, inside.names)) != inside.values
@@ -102,6 +102,13 @@ def has_hooks(module: nn.Module) -> bool:
     if module._forward_pre_hooks or module._forward_hooks:
         return True
     return bool(module._backward_pre_hooks or module._backward_hooks)
+
+
+def _behind(module: Any, path: str) -> Any:
+    """What a dotted name stands for, or None: a wrapper that has come since has no such attribute (PEFT's)."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def get(module: Any, path: str) -> Any:

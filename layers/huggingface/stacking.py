@@ -82,6 +82,16 @@ def _gates(model: nn.Module) -> Iterator[tuple[str, StackedBlock]]:
             yield f"{name}.{how.gate}".lstrip("."), how
 
 
+def expect_bare(model: nn.Module) -> None:
+    """Raises ValueError where a wrapper (PEFT's) is around stacked experts: modules could not come back behind it."""
+    bare = {id(block._modules.get("experts")) for block in model.modules()}
+    for name, module in model.named_modules():
+        if name and isinstance(module, StackedExperts) and id(module) not in bare:
+            raise ValueError(
+                f"{name} is stacked, and inside a wrapper: expected it without, as after PEFT's merge_and_unload"
+            )
+
+
 def unstack(block: Any) -> None:
     """Undoes `stack` for one block; others are left as they are."""
     experts = getattr(block, "experts", None)

@@ -6,6 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
+import inductor_passes
 from layers import huggingface, weight_decay_groups
 from tests.helpers import mixed, usually
 from tests.huggingface.families import pair, tiny_model, tokens
@@ -102,6 +103,35 @@ def test_adapters_on_expert_weights_break_the_graph_in_stock_models_too(patched)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend="eager", fullgraph=True)(IDS)
     torch.testing.assert_close(torch.compile(model, backend="eager")(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("left_alone", [False, True])
+def test_wrappers_of_parameters_are_compiled_in_each_forward_unless_left_alone(left_alone, monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = tiny_model("mixtral", implementation="grouped_mm", num_hidden_layers=1, use_cache=False)
+    options = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    huggingface.patch(model)
+    if left_alone:
+        wrapper = peft.tuners.lora.ParamWrapper
+        monkeypatch.setattr(wrapper, "forward", torch.compiler.disable(wrapper.forward))
+    expected, compiled, graphs = model(IDS).logits, torch.compile(model, backend="eager"), []
+    for _ in range(3):
+        torch.testing.assert_close(compiled(IDS).logits, expected)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and (graphs[2] == graphs[1] == graphs[0]) == left_alone
+
+
+def test_accelerate_takes_our_options(monkeypatch):
+    ran = []
+    monkeypatch.setattr(torch, "compile", lambda model, **given: ran.append(given) or model)
+    plugin = accelerate.utils.TorchDynamoPlugin(backend="inductor", options=inductor_passes.options())
+    reset = accelerate.state.AcceleratorState._reset_state  # one for the process, and Trainer has one too
+    reset(True)
+    accelerate.Accelerator(cpu=True, dynamo_plugin=plugin).prepare(tiny_model("mixtral"))
+    reset(True)
+    ((given),) = ran
+    assert given["backend"] == "inductor" and given["options"] == inductor_passes.options()
 
 
 def test_trainer_does_not_decay_expert_biases(tmp_path):

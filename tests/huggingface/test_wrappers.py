@@ -12,6 +12,7 @@ from tests.counting import Calls
 from tests.coverage.cases import outputs, stock_model
 from tests.helpers import mixed
 from tests.huggingface.families import pair, tiny_model, tokens
+from tests.huggingface.loops import HIDDEN, Loop, block
 
 peft = pytest.importorskip("peft")  # this module is also collected where only GPU tests run
 
@@ -95,25 +96,27 @@ def test_merged_adapters_and_the_way_back(patch_first):
     assert merged.config._experts_implementation == "eager"
 
 
-# Routers around a linear module, or in a block of their own: what of them is trained.
-INSIDE = {
-    "afmoe": {"target_modules": ["q_proj"], "modules_to_save": ["router.gate"]},
-    "longcat_flash": {"target_modules": ["classifier"]},
-    "llama4": {"target_modules": [], "target_parameters": ["feed_forward.router.weight"]},
-}
+# Routers around a linear module, or in a block of their own, and the experts of such a block: what of them is trained.
+INSIDE = (
+    ("afmoe", {"target_modules": ["q_proj"], "modules_to_save": ["router.gate"]}),
+    ("longcat_flash", {"target_modules": ["classifier"]}),
+    ("llama4", {"target_modules": [], "target_parameters": ["feed_forward.router.weight"]}),
+    ("llama4", {"target_modules": [], "target_parameters": ["feed_forward.experts.gate_up_proj"]}),
+)
 
 
 @pytest.mark.parametrize("patch_first", [False, True], ids=["peft_then_patch", "patch_then_peft"])
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+    ("name", "trained"), INSIDE, ids=["afmoe", "longcat_flash", "llama4", "llama4_experts"]
+)
 @torch.no_grad()
-def test_what_is_trained_inside_a_router(name, patch_first):
+def test_what_is_trained_inside_a_block(name, trained, patch_first):
     stock = stock_model(name)
     ours = copy.deepcopy(stock)
     if patch_first:
         huggingface.patch(ours)
     stock, ours = (
-        adapted(model, peft.LoraConfig(r=2, init_lora_weights=False, **INSIDE[name]))
-        for model in (stock, ours)
+        adapted(model, peft.LoraConfig(r=2, init_lora_weights=False, **trained)) for model in (stock, ours)
     )
     huggingface.patch(ours)
     for model in (stock, ours):
@@ -127,6 +130,31 @@ def test_what_is_trained_inside_a_router(name, patch_first):
         )
     merged = [outputs(model.merge_and_unload(), name)[0] for model in (ours, stock)]
     torch.testing.assert_close(*merged, rtol=1e-4, atol=1e-4)
+
+
+def test_a_router_around_a_wrapper_keeps_its_own_code_and_is_named():
+    name, trained = INSIDE[0]
+    report = huggingface.patch(adapted(stock_model(name), peft.LoraConfig(r=2, **trained)))
+    assert report.routers == () and len(report.left) == 2
+    assert all(path.endswith(".router") and "keeps its own code" in why for path, why in report.left)
+
+
+@torch.no_grad()
+def test_stacked_experts_come_back_once_their_adapters_are_merged():
+    """Half brought back, the next forward would be an AttributeError of experts that have no forward."""
+    ours = block(Loop)
+    huggingface.patch(ours, stack_experts=True)
+    options = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    changed = adapted(ours, peft.LoraConfig(r=2, init_lora_weights=False, **options))
+    hidden = torch.randn(2, 9, HIDDEN, generator=torch.Generator().manual_seed(3))
+    expected = changed(hidden)[0]
+    with pytest.raises(ValueError, match=r"experts\.base_layer is stacked, and inside a wrapper: expected"):
+        huggingface.unpatch(changed)
+    assert torch.equal(changed(hidden)[0], expected)
+    merged = changed.merge_and_unload()
+    huggingface.unpatch(merged)
+    assert isinstance(merged.experts, nn.ModuleList)
+    torch.testing.assert_close(merged(hidden)[0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("save_for_backward", ["inputs", "activations"])
