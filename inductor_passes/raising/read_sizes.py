@@ -3,7 +3,7 @@
 Of tokens [B, S, H], B and S open, a size of `x.view(-1, H)` is no input of the graph: it is read off whatever has it.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,5 +25,5 @@ def read_sizes_first(graph: Graph) -> None:
             node.args = first.get(value.node.expr, node.args)
 
 
-def _is_open(size: object) -> bool:
+def _is_open(size: object) -> TypeGuard[torch.SymInt]:
     return isinstance(size, torch.SymInt) and size.node.has_hint() and size.node.maybe_as_int() is None
