@@ -112,10 +112,34 @@ def test_what_comes_of_it_is_a_patched_model(saved):
     with torch.no_grad():
         assert relative_error(compiled(tokens(2, 5)).logits, found(tokens(2, 5)).logits) < 1e-6
         assert found.generate(tokens(1, 6), max_new_tokens=3, do_sample=False).shape[1] == 9
+    assert found.hf_quantizer.is_compileable and found.is_quantized
     assert '"quant_method": "moe_ops"' in found.config.to_json_string()
     assert len(huggingface.patch(found, emit="stages").experts) == 2
     with pytest.raises(ValueError, match="is quantised, of which a checkpoint says nothing"):
         found.save_pretrained("nowhere")
+
+
+def test_adapters_of_the_rest_train_beside_them(saved, tmp_path):
+    """QLoRA by PEFT and transformers' Trainer, saved and loaded; without adapters Trainer refuses such a model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    model = _read(saved("qwen3_moe"), *FORMATS[3], dtype=torch.float32)
+    rows = [{"input_ids": row, "labels": row} for row in tokens(2, 8)]
+    how = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": [], "save_strategy": "no"}
+    named = {"args": TrainingArguments(str(tmp_path), use_cpu=True, **how), "train_dataset": rows}
+    with pytest.raises(ValueError, match="purely quantized models"):
+        Trainer(model=model, **named)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    before = {name: each.detach().clone() for name, each in adapted.named_parameters()}
+    Trainer(model=adapted, **named).train()
+    changed = {name for name, each in adapted.named_parameters() if not torch.equal(each, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+    adapted.save_pretrained(tmp_path / "adapters")
+    again = _read(saved("qwen3_moe"), *FORMATS[3], dtype=torch.float32)
+    again.load_adapter(tmp_path / "adapters")
+    with torch.no_grad():
+        assert torch.equal(again(tokens(1, 5)).logits, adapted.eval()(tokens(1, 5)).logits)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(INT8, 1), (PAIRS, 0.5), (FROM_ZEROS, 0.5)])
