@@ -45,7 +45,7 @@ def fp4_model(scales=EXPONENTS, inter=INTER):
         for name, height, width in (("gate_up_proj", 2 * inter, HIDDEN), ("down_proj", HIDDEN, inter)):
             weight = torch.randint(-128, 128, (EXPERTS, height, width // 2), dtype=torch.int8)
             scale = torch.randint(119, 125, (EXPERTS, height, width // 32), dtype=torch.uint8)
-            scale = scale.view(EXPONENTS) if scales == EXPONENTS else powers(scale, scales)
+            scale = scale.view(scales) if scales.itemsize == 1 else powers(scale, scales)
             setattr(layer.mlp.experts, name, nn.Parameter(weight, requires_grad=False))
             setattr(layer.mlp.experts, f"{name}_scale_inv", nn.Parameter(scale, requires_grad=False))
     return model
@@ -67,6 +67,14 @@ def test_values(count):
     actual, expected = ours(*given), stock(*given)
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     assert count == 0 or relative_error(actual, expected) < 1e-5
+
+
+def test_exponents_in_bytes():
+    model = fp4_model(scales=torch.uint8)
+    huggingface.patch(model)
+    (_, expected), given = _pair(), _routed(7)
+    found, wanted = (each.model.layers[0].mlp.experts for each in (model, expected))
+    assert torch.equal(found(*given), wanted(*given))
 
 
 def test_models_compiled_and_unpatched():

@@ -154,7 +154,9 @@ def test_devices_are_filled_by_what_is_stored(saved, dtype, size):
     assert quantizer.param_element_size(found, gate, found.get_parameter(gate)) == 2
 
 
-@pytest.mark.parametrize(("kind", "block", "dtype"), [FORMATS[0], (WeightScale.GROUP, (1, 64), PAIRS)])
+@pytest.mark.parametrize(
+    ("kind", "block", "dtype"), [FORMATS[0], FORMATS[4], (WeightScale.GROUP, (1, 64), PAIRS)]
+)
 def test_published_mxfp4_becomes_nothing_else(published, kind, block, dtype):
     folder, _ = published
     told = r"mlp\.experts\.\w+ in the checkpoint has dtype torch\.uint8: expected .* block=\(1, 32\)"
@@ -172,6 +174,8 @@ def test_numbers_that_stand_for_others_are_refused(saved, tmp_path):
         ValueError, match=rf"{name} in the checkpoint has dtype torch\.float8_e4m3fn: expected"
     ):
         _read(tmp_path, *FORMATS[0])
+    save_file(state | {"model.steps": torch.arange(3)}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert _read(tmp_path, *FORMATS[0]).is_quantized  # of what is elsewhere nothing is asked
 
 
 @pytest.mark.parametrize("missing", ["down_proj", "down_proj_blocks", "down_proj_scales"])
@@ -225,6 +229,8 @@ def test_parts_of_experts_are_refused(saved):
         convert = found.hf_quantizer.get_quantize_ops().convert
         with pytest.raises(ValueError, match="down_proj is read by parts: expected whole experts"):
             convert({"down_proj": torch.zeros(1)}, full_layer_name=path, model=found)
+        with pytest.raises(ValueError, match="down_proj is read by parts"):  # as published bytes would be
+            found.hf_quantizer._process_model_after_weight_loading(found)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -1,7 +1,6 @@
 """What a server is started with, and what is refused before it listens."""
 
 import gc
-import json
 import runpy
 import signal
 import socket
@@ -16,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.cli.serving.model_manager import ModelManager
 
-from layers.serve import __main__ as command, quantised
+from layers.serve import __main__ as command
 from layers.serve.batching import batching_config
 from layers.serve.model import (
     PatchedModels,
@@ -151,49 +150,6 @@ def test_weights_that_are_cut_off_are_told(monkeypatch):
     models._options = ServeOptions("model")
     with pytest.raises(ValueError, match="the weights of 'model' cannot be read: header too large"):
         models._load_model("model")
-
-
-def _saved(folder, **config):
-    from tests.huggingface.families import tiny_model
-
-    tiny_model("qwen3_moe", torch.bfloat16).save_pretrained(folder)
-    written = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(written))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("experts", "stored", "groups", "rows"),
-    [
-        ("float8", torch.float8_e4m3fn, 1, "quantised"),
-        ("int8", torch.int8, 1, "quantised"),
-        ("mxfp4", torch.uint8, 2, "exact"),
-        ("nvfp4", torch.uint8, 4, "exact"),
-        ("int4", torch.uint8, 1, "exact"),
-    ],
-)
-def test_experts_are_read_into_fewer_bits(experts, stored, groups, rows, tmp_path):
-    models = object.__new__(PatchedModels)
-    models._options = ServeOptions(str(_saved(tmp_path)), experts=experts)
-    models.attn_implementation, models.dtype, models.device = "eager", torch.bfloat16, "cpu"
-    model = models._load_model(f"{tmp_path}@main")
-    found = model.model.layers[0].mlp.experts
-    assert (found.down_proj.dtype, found.moe_ops_format.rows) == (stored, rows)
-    assert found.gate_up_proj_scale_inv.shape == (8, 64, groups)
-    assert model.config._attn_implementation == "eager" and model.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("experts", "method"), [("mxfp4", "fp8"), ("int8", "mxfp4")])
-def test_experts_that_are_quantised_otherwise_are_told(experts, method, tmp_path):
-    folder = _saved(tmp_path, quantization_config={"quant_method": method})
-    told = f"experts='{experts}': the checkpoint is quantised by '{method}', expected one in 16"
-    with pytest.raises(ValueError, match=told):
-        quantised.read(str(folder), experts)
-
-
-def test_experts_have_a_format():
-    with pytest.raises(ValueError, match=r"experts='fp8': expected one of 'float8', 'int8'"):
-        ServeOptions("model", experts="fp8")
 
 
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded():
