@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+    from transformers import PreTrainedConfig
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     from layers.config import Emit, SaveForBackward
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PatchReport",
     "add_adapters",
+    "as_published",
     "patch",
     "quantisation",
     "quantise_experts",
@@ -221,6 +223,38 @@ def quantisation(
     from layers.huggingface import quantised_loading
 
     return quantised_loading.ExpertsQuantisation(kind, block, dtype, rows, zero_points)
+
+
+def as_published(config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """A config by which `from_pretrained` reads a checkpoint in 4 bits, and leaves its experts in these.
+
+    Checkpoints are GPTQ's, AWQ's, compressed-tensors' ("pack-quantized", "nvfp4-pack-quantized") or ModelOpt's (NVFP4);
+    no package of theirs is needed. Experts are integers of 4 bits or NVFP4 then, the same numbers to the bit, and other
+    matrices that are in 4 bits (attention, shared experts) become ones of the model's dtype. Tokens stay exact, also
+    those that NVFP4's config would round, and so do caches. The model is patched.
+
+    Args:
+        config: of a transformers model, with the `quantization_config` of the checkpoint. It stays as it is.
+
+    Returns:
+        A copy for `from_pretrained(..., config=...)`, which raises ValueError where tensors are missing, unknown or do
+        not belong together, a layer's experts are in 4 bits in part, or they cannot run on our operators.
+
+    Raises:
+        ImportError: transformers is not installed.
+        TypeError: `config` is none.
+        ValueError: it has no `quantization_config`, or one that is not read so: another method, other bits, groups of
+            no multiple of 32, several formats at once, rounded tokens beside integers.
+
+    Example:
+        >>> config = as_published(AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B-GPTQ-Int4"))
+        >>> model = AutoModelForCausalLM.from_pretrained(
+        ...     "Qwen/Qwen3-30B-A3B-GPTQ-Int4", config=config, device_map="cuda"
+        ... )
+    """
+    from layers.huggingface import published, published_loading  # noqa: F401  # the latter is known to transformers then
+
+    return published.as_published(config)
 
 
 def tp_plan(model: "nn.Module", style: "ParallelStyle") -> dict[str, str]:

@@ -30,7 +30,7 @@ from moe_ops.weight_formats import IN_4_BITS, quantised_weight
 
 _METHOD = "moe_ops"
 _BLOCKS, _SCALES = "_blocks", "_scales"  # at the end of names of MXFP4 as it is published
-_MISSING = "{}.{} is not in the checkpoint"
+MISSING = "{}.{} is not in the checkpoint"
 _BYTES = GROUP // 2  # of a group: blocks are [E, B, A / 32, 16], scales [E, B, A / 32]
 
 
@@ -51,8 +51,26 @@ class ExpertsQuantisation(QuantizationConfigMixin):
         self.dtype = str(dtype).removeprefix("torch.")
 
 
+class Quantizer(HfQuantizer):
+    """Of experts in fewer bits: what one may do with a model."""
+
+    def is_serializable(self) -> bool:  # type: ignore[override]
+        """transformers has no names for what the state dict holds."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:  # type: ignore[override]
+        """Gradients go through to tokens, to adapters and to all that is not quantised."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """As patched models are."""
+        return True
+
+
 @register_quantizer(_METHOD)
-class ExpertsQuantizer(HfQuantizer):
+class ExpertsQuantizer(Quantizer):
     """What transformers asks while it reads a model."""
 
     def __init__(self, quantization_config: ExpertsQuantisation, **named: Any) -> None:
@@ -89,20 +107,6 @@ class ExpertsQuantizer(HfQuantizer):
         ]
         return [*renamed, *weight_conversions]
 
-    def is_serializable(self) -> bool:  # type: ignore[override]
-        """transformers has no names for what the state dict holds."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:  # type: ignore[override]
-        """Gradients go through to tokens, to adapters and to all that is not quantised."""
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        """As patched models are."""
-        return True
-
     def round(self, module: Any, path: str, name: str) -> dict[str, Tensor]:
         """What is stored of a weight in the layout of the checkpoint, by the names of parameters."""
         self.rounded.add(f"{path}.{name}")
@@ -118,9 +122,7 @@ class ExpertsQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **more: Any
     ) -> None:
         """Declares parameters for what weights have beside them, and for published bytes."""
-        found: dict[str, Any] = {n: m for n, m in model.named_modules() if is_dispatched(m)}
-        if not found:
-            value_error("{} has no experts that transformers dispatches: expected some", type(model).__name__)
+        found = experts_of(model)
         stored = _stored_experts(checkpoint_files or [])
         is_mxfp4 = self.dtype == PAIRS and self.options.block == [1, GROUP]
         self.is_published = is_mxfp4 and any(name.endswith(_BLOCKS) for name in stored)
@@ -133,13 +135,7 @@ class ExpertsQuantizer(HfQuantizer):
             for name in quantised.names(module):
                 if self.is_published:
                     _expect_published(stored, path, name)
-                self._declare(module, path, name)
-
-    def _declare(self, module: Any, path: str, name: str) -> None:
-        for each, tensor in self._declared(module, path, name).items():
-            parameter: Any = nn.Parameter(tensor, requires_grad=False)
-            parameter._is_hf_initialized = True  # nothing is drawn for what is not read, as on a disk
-            module.register_parameter(each, parameter)
+                declare(module, self._declared(module, path, name))
 
     def _declared(self, module: Any, path: str, name: str) -> dict[str, Tensor]:
         """Parameters by those of one expert. A weight that is rounded stays: what is read gets its dtype."""
@@ -150,31 +146,59 @@ class ExpertsQuantizer(HfQuantizer):
         return declared | ({name: weight.unflatten(2, (-1, _BYTES))} if self.is_published else {})
 
     def _process_model_after_weight_loading(self, model: Any, **more: Any) -> Any:
-        for path, blocks in self.blocks.items():
+        for path in self.blocks:
             module = model.get_submodule(path)
             for name in quantised.names(module):
-                self._expect_here(module, path, name)
+                self._expect_read(path, name)
+                expect_here(module, path, name)
                 if self.is_published:
                     found = nn.Parameter(getattr(module, name).flatten(2), requires_grad=False)
                     module.register_parameter(name, found)
-            quantising.settle(module, self.options.rows, blocks)
-        report = patching.patch(model, "auto", "auto", None, None, False)
-        for path, why in report.left:
-            if path in self.blocks and path not in report.experts:
-                value_error("{} cannot run on our operators: {}", path, why)
-        return model
+        return settle(model, self.blocks, self.options.rows)
 
-    def _expect_here(self, module: nn.Module, path: str, name: str) -> None:
+    def _expect_read(self, path: str, name: str) -> None:
         if not self.is_published and f"{path}.{name}" not in self.rounded:
-            value_error(_MISSING, path, name)
-        _expect_whole(module, path, name)
-        if getattr(module, name).is_meta:
-            value_error("{}.{} is offloaded: expected a device_map that keeps experts on devices", path, name)
+            value_error(MISSING, path, name)
 
 
-def _expect_whole(module: nn.Module, path: str, name: str) -> None:
+def settle(model: Any, blocks: dict[str, Blocks], rows: RowKind) -> Any:
+    """The model, patched, once all of its experts have been read. Raises ValueError for ones that cannot be."""
+    for path, of_experts in blocks.items():
+        quantising.settle(model.get_submodule(path), rows, of_experts)
+    report = patching.patch(model, "auto", "auto", None, None, False)
+    for path, why in report.left:
+        if path in blocks and path not in report.experts:
+            value_error("{} cannot run on our operators: {}", path, why)
+    return model
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """Modules by name. Raises ValueError where there are none."""
+    found = {name: each for name, each in model.named_modules() if is_dispatched(each)}
+    if not found:
+        value_error("{} has no experts that transformers dispatches: expected some", type(model).__name__)
+    return found
+
+
+def expect_here(module: nn.Module, path: str, name: str) -> None:
+    """Raises ValueError for experts of which a part is elsewhere."""
+    expect_whole(module, path, name)
+    if getattr(module, name).is_meta:
+        value_error("{}.{} is offloaded: expected a device_map that keeps experts on devices", path, name)
+
+
+def expect_whole(module: nn.Module, path: str, name: str) -> None:
+    """Raises ValueError for a weight of which a rank reads its part."""
     if isinstance(getattr(module, name), DTensor):
         value_error("{}.{} is read by parts: expected whole experts, which patch shares out", path, name)
+
+
+def declare(module: nn.Module, parameters: dict[str, Tensor]) -> None:
+    """Registers what is going to be read, by name."""
+    for name, tensor in parameters.items():
+        parameter: Any = nn.Parameter(tensor, requires_grad=False)
+        parameter._is_hf_initialized = True  # nothing is drawn for what is not read, as on a disk
+        module.register_parameter(name, parameter)
 
 
 def _stored_experts(files: list[str]) -> dict[str, torch.dtype]:
@@ -187,7 +211,7 @@ def _expect_published(stored: Iterable[str], path: str, name: str) -> None:
     """Both parts of a weight; names in the checkpoint of a larger model begin otherwise."""
     for end in (_BLOCKS, _SCALES):
         if not any(each.endswith(f"{path}.{name}{end}") for each in stored):
-            value_error(_MISSING, path, name + end)
+            value_error(MISSING, path, name + end)
 
 
 def _expect_known(stored: dict[str, torch.dtype], is_published: bool) -> None:
@@ -213,7 +237,7 @@ class _Store(ConversionOps):
         value = value[0] if isinstance(value, list) else value
         path, _, name = full_layer_name.rpartition(".")
         module = model.get_submodule(path)
-        _expect_whole(module, path, name)
+        expect_whole(module, path, name)
         module.register_parameter(name, nn.Parameter(value, requires_grad=False))
         stored = self.of.round(module, path, name)
         return {f"{path}.{each}": nn.Parameter(found, requires_grad=False) for each, found in stored.items()}

@@ -62,14 +62,18 @@ class PatchedModels(ModelManager):
         return model
 
     def _read(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self._options.experts is None:
+        model, fewer_bits = self._options.model, self._options.experts
+        config = quantised.published_config(model) if fewer_bits is None else None
+        if fewer_bits is None and config is None:
             return super()._load_model(name, *args, **kwargs)
         named = {
             "attn_implementation": self.attn_implementation,
             "dtype": self.dtype,
             "device_map": self.device,
         }
-        return quantised.read(self._options.model, self._options.experts, **named)
+        if fewer_bits is not None:
+            return quantised.read(model, fewer_bits, **named)
+        return quantised.read_by(config, model, **named)
 
     def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
         return tokenizer_of(super()._load_processor(*args, **kwargs))

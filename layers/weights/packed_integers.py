@@ -58,7 +58,8 @@ def integers_of_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> PackedIn
     """
     _expect_words(qweight=qweight, qzeros=qzeros)
     codes, zeros = _unpacked(qweight, _AWQ_ORDER), _unpacked(qzeros, _AWQ_ORDER)
-    return _of_columns(codes, zeros, scales)
+    _expect_groups(codes.shape[-2], zeros.shape[-2])
+    return _of_rows(paired(codes.mT.contiguous()), zeros, scales)
 
 
 def integers_of_gptq(
@@ -81,14 +82,16 @@ def integers_of_gptq(
     """
     _expect_words(qweight=qweight, qzeros=qzeros)
     expect_type("is_v2", is_v2, bool)
-    codes, zeros = _unpacked(qweight.mT, _IN_ORDER).mT, _unpacked(qzeros, _IN_ORDER)
+    weight, zeros = qweight.mT.contiguous().view(PAIRS), _unpacked(qzeros, _IN_ORDER)
     if not is_v2:
         if bool((zeros == _LAST).any()):
             value_error("qzeros has 15 with is_v2=False: expected 0 to 14, zero points less 1")
         zeros = zeros + 1
+    depth, groups = 2 * weight.shape[-1], zeros.shape[-2]
+    _expect_groups(depth, groups)
     if g_idx is not None:
-        _expect_order(g_idx, codes.shape[-2], zeros.shape[-2])
-    return _of_columns(codes, zeros, scales)
+        _expect_order(g_idx, depth, groups)
+    return _of_rows(weight, zeros, scales)
 
 
 def zeros_of_compressed_tensors(weight_zero_point: Tensor, rows: int) -> Tensor:
@@ -127,31 +130,33 @@ def _expect_words(**tensors: Tensor) -> None:
 
 def _unpacked(words: Tensor, order: tuple[int, ...]) -> Tensor:
     """[..., N] words as [..., 8N] codes; `order` says which is in which bits of a word."""
-    shifts = torch.tensor([_BITS * order.index(place) for place in _IN_ORDER], device=words.device)
-    return ((words.unsqueeze(-1) >> shifts.int()) & _LAST).flatten(-2)
+    pairs = words.contiguous().view(PAIRS)
+    codes = torch.stack((pairs & _LAST, pairs >> _BITS), -1).flatten(-2).unflatten(-1, (-1, _CODES))
+    return codes[..., [order.index(place) for place in _IN_ORDER]].flatten(-2)
 
 
-def _of_columns(codes: Tensor, zeros: Tensor, scales: Tensor) -> PackedIntegers:
-    """Of codes [..., A, B], zero points and scales [..., groups, B]."""
+def _of_rows(weight: Tensor, zeros: Tensor, scales: Tensor) -> PackedIntegers:
+    """Of bytes [..., B, A / 2], and of zero points and scales [..., groups, B]."""
     expect_type("scales", scales, Tensor)
     if not scales.is_floating_point():
         raise TypeError(f"scales has dtype {scales.dtype}: expected a floating point dtype")
-    (*outer, depth, features), groups = codes.shape, zeros.shape[-2]
+    (*outer, features, _), groups = weight.shape, zeros.shape[-2]
     for name, tensor in (("qzeros, unpacked,", zeros), ("scales", scales)):
         if tensor.shape != (*outer, groups, features):
             expected = [*outer, groups, features]
             value_error("{} has shape {}: expected {}", name, list(tensor.shape), expected)
+    return PackedIntegers(weight, scales.mT.contiguous(), zeros.mT.to(PAIRS).contiguous())
+
+
+def _expect_groups(depth: int, groups: int) -> None:
     if groups < 1 or depth % groups or depth % 2:
         value_error("qweight has {} columns: expected an even number, of {} groups", depth, groups)
-    return PackedIntegers(
-        paired(codes.mT.contiguous()), scales.mT.contiguous(), zeros.mT.to(PAIRS).contiguous()
-    )
 
 
 def _expect_order(g_idx: Tensor, depth: int, groups: int) -> None:
     expect_type("g_idx", g_idx, Tensor)
     if g_idx.shape[-1:] != (depth,):
         value_error("g_idx has shape {}: expected {} columns", list(g_idx.shape), depth)
-    in_order = torch.arange(depth, device=g_idx.device) // max(depth // max(groups, 1), 1)
+    in_order = torch.arange(depth, device=g_idx.device) // (depth // groups)
     if not bool((g_idx == in_order).all()):
         value_error("g_idx has columns in another order than their groups: expected 0, 0, ..., 1, 1, ...")

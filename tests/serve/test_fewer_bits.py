@@ -5,10 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers.cli.serving.model_manager import ModelManager
 
 from layers.serve import quantised
 from layers.serve.model import PatchedModels
 from layers.serve.options import ServeOptions
+from tests.helpers import relative_error
 
 
 def _saved(folder, **config):
@@ -61,3 +63,41 @@ def test_a_revision_of_a_name_on_the_hub(monkeypatch):
 def test_experts_have_a_format():
     with pytest.raises(ValueError, match=r"experts='fp8': expected one of 'float8', 'int8'"):
         ServeOptions("model", experts="fp8")
+
+
+def _served(folder):
+    models = object.__new__(PatchedModels)
+    models._options = ServeOptions(str(folder), backend="eager")
+    models.attn_implementation, models.dtype, models.device = "eager", torch.float32, "cpu"
+    return models
+
+
+@pytest.mark.parametrize("kind", ["gptq", "nvfp4-pack-quantized"])
+def test_checkpoints_in_4_bits_keep_their_experts(kind, tmp_path):
+    from tests.huggingface.families import tokens
+    from tests.huggingface.publishing import publish
+
+    stock = publish(tmp_path, "mixtral", kind)
+    model = _served(tmp_path)._load_model(f"{tmp_path}@main")
+    assert model.model.layers[0].mlp.experts.gate_up_proj.dtype == torch.uint8
+    with torch.no_grad():
+        assert relative_error(model(tokens(2, 5)).logits, stock(tokens(2, 5)).logits) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 8},
+            "is read as transformers reads it: bits=8 of quantization_config",
+        ),
+        ({"quant_method": "fp8"}, ""),
+        (None, ""),
+    ],
+)
+def test_other_checkpoints_are_read_as_transformers_reads_them(settings, told, tmp_path, monkeypatch, capsys):
+    folder = _saved(tmp_path, quantization_config=settings)
+    monkeypatch.setattr(ModelManager, "_load_model", mock.Mock(side_effect=KeyError("by transformers")))
+    with pytest.raises(KeyError, match="by transformers"):
+        _served(folder)._load_model(f"{folder}@main")
+    assert told in (printed := capsys.readouterr().out) and bool(printed) == bool(told)
