@@ -274,6 +274,23 @@ def test_models_of_transformers(how):
         assert relative_error(shared(tokens(2, 5)).logits, alone(tokens(2, 5)).logits) < 1e-4
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["modelopt", "gptq of whole rows"])
+def test_models_as_they_are_published(kind, tmp_path):
+    """Gate and up rows of NVFP4 have a scale each, of which every rank has both."""
+    from tests.huggingface.families import tokens
+    from tests.huggingface.publishing import publish, read
+
+    if dist.get_rank() == 0:
+        publish(tmp_path, "qwen3_moe", kind)
+    dist.barrier()
+    alone, shared = read(tmp_path), read(tmp_path)
+    huggingface.patch(shared, mesh=mesh_of_all(), style=ExpertTensorParallel())
+    assert shared.model.layers[0].mlp.experts.down_proj.to_local().shape == (8, 64, 8)
+    with torch.no_grad():
+        assert relative_error(shared(tokens(2, 5)).logits, alone(tokens(2, 5)).logits) < 1e-5
+
+
 def test_blocks_of_stock_models_are_not_cut():
     layout = layout_of("stored")
     assert layout.unit == 16
