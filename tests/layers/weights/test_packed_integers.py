@@ -127,6 +127,10 @@ REFUSED = {
         lambda: integers_of_awq(WORDS, ZEROS[[0, 0, 1]], SCALES[[0, 0, 1]]), ValueError,
         "qweight has 64 columns: expected an even number, of 3 groups",
     ),
+    "and of rows that are packed": (
+        lambda: integers_of_gptq(ROWS, ZEROS[[0, 0, 1]], SCALES[[0, 0, 1]]), ValueError,
+        "qweight has 64 columns: expected an even number, of 3 groups",
+    ),
     "half a byte": (
         lambda: integers_of_awq(WORDS[:63], ZEROS[:1], SCALES[:1]), ValueError,
         "qweight has 63 columns: expected an even number, of 1 groups",
