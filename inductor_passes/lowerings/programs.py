@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -56,10 +57,13 @@ def on_cuda(node: Node) -> bool:
     return all(value.device.type == "cuda" for value in _tensors(node).values())
 
 
-def _tensors(node: Node) -> dict[str, Any]:
-    return {
-        name: arg.meta["val"] for name, arg in records.named(arguments(node)).items() if isinstance(arg, Node)
-    }
+def _tensors(node: Node) -> dict[str, Tensor]:
+    return {name: value for name, value in _values(node).items() if isinstance(value, Tensor)}
+
+
+def _values(node: Node) -> dict[str, Any]:
+    """What an operator is given that the graph computes: tensors, and sizes that are open."""
+    return {name: given.meta["val"] for name, given in _given(node).items()}
 
 
 _Launched = dict[Any, dict[str, Node]]
@@ -100,8 +104,8 @@ def write_launches(
 
 def expect_static(fused: Node) -> None:
     """Refuses sizes that are symbolic or 0."""
-    sizes = {name: (*value.shape, *value.stride()) for name, value in _tensors(fused).items()}
-    for name, numbers in sizes.items():
+    for name, value in _values(fused).items():
+        numbers = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
         if not all(isinstance(number, int) for number in numbers):
             raise Refusal(fused, f"{name} has symbolic sizes; the operator picks its kernels at run time")
     if any(0 in value.shape for value in _tensors(fused).values()):
@@ -197,7 +201,7 @@ class _Launcher:
         node.meta["val"] = value
         return node
 
-    def _new_value(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _new_value(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # One fake tensor per node: reinplacing reads a shared one as shared storage and copies.
         mode = _compat.detect_fake_mode(list(_tensors(self.fused).values()))
         assert mode is not None

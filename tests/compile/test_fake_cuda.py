@@ -145,6 +145,25 @@ def test_symbolic_sizes_say_so(caplog):
     _refused(caplog, "has symbolic sizes; the operator picks its kernels at run time", symbolic=True)
 
 
+@pytest.mark.parametrize("num_rows", [128, None], ids=["rows known", "rows open"])
+def test_a_symbolic_number_beside_tensors_leaves_the_call(num_rows, caplog):
+    """What a backward is told of sizes is a number among its tensors, which has no device."""
+
+    def inputs(tokens):
+        rows = 2 * tokens if num_rows is None else num_rows
+        slots = torch.empty(rows, device="cuda", dtype=torch.int32)
+        return torch.empty(tokens, HIDDEN, device="cuda"), torch.empty(rows, HIDDEN, device="cuda"), slots
+
+    def backward(tokens, grad, slots):
+        return torch.ops.moe.permute_backward(grad, slots, tokens.shape[0]).sin()
+
+    with caplog.at_level(logging.DEBUG, logger="inductor_passes"):
+        compiled = compile_for_h200(backward, inputs, symbolic=True)
+    assert body(compiled.code).count("torch.ops.moe.permute_backward.default(") == 1 and not _ours(compiled)
+    first = "num_tokens" if num_rows else "grad"
+    assert f"{first} has symbolic sizes; the operator picks its kernels at run time" in caplog.text
+
+
 def test_a_launch_that_seems_to_write_an_input_leaves_the_call(monkeypatch, caplog):
     def everything(kernel, arguments, descriptors):
         return [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]

@@ -1,5 +1,6 @@
 """What layers that train keep for their backward when compiled with our passes, and what they launch on a GPU."""
 
+import re
 import sys
 
 import pytest
@@ -224,3 +225,15 @@ def test_on_a_gpu_the_backward_runs_no_product_again(monkeypatch):
         "weight_gradient_tma_kernel",
         "weight_gradient_tma_kernel",
     ]
+
+
+def test_on_a_gpu_a_backward_of_open_tokens_is_calls(monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["moe_ops.act_gemm_combine"],
+        "_scale",
+        lambda args: args.topk_weights.new_empty(args.gate_up.shape[0]),
+    )
+    compiled = compile_for_h200(backward, arguments, tokens=512, symbolic=True)
+    assert {name for name in names(compiled.launches) if not name.startswith("triton_")} == set()
+    called = re.findall(r"= torch\.ops\.moe\.(\w+)\.default\(", compiled.code)
+    assert called.count("grouped_gemm_weight_backward") == 2 and "permute_backward" in called

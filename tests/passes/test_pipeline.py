@@ -40,6 +40,17 @@ def test_on_a_cpu_a_layer_is_two_products():
     assert [fusion.kind for fusion in result.log.lowered] == ["ATen"] and not result.log.kept
 
 
+def test_on_a_cpu_quantised_weights_are_one_call_and_no_launch_is_looked_for():
+    def quantised(hidden_states, ids, w13, w2):
+        weights = torch.ones_like(ids, dtype=hidden_states.dtype)
+        scaled = [moe_ops.ScaledWeight(each.to(torch.int8), each[:, :, :1].abs()) for each in (w13, w2)]
+        return moe_ops.scaled_fused_experts(hidden_states, *scaled, weights, ids)
+
+    hidden_states, logits, w13, w2 = inputs(MANY_TOKENS)
+    result = rewrite(quantised, hidden_states, logits.topk(2).indices, w13, w2, passes=PIPELINE)
+    assert result.ops() == ["scaled_fused_experts"] and not result.log.kept
+
+
 def test_new_operator_nodes_pin_the_strides_of_their_arguments():
     # Inductor drops needs_exact_strides for nodes without this entry.
     fused = next(n for n in rewrite(layer, *inputs()).graph.nodes if "fused_moe" in str(n.target))
