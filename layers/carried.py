@@ -59,12 +59,6 @@ def placed(rows: Tensor, places: Tensor, num_rows: int, fill: int = 0) -> Tensor
     return empty.index_copy(0, places, rows)[:num_rows]
 
 
-def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
-    """[S] int64: the expert of each row of a plan, E for those behind the last one's."""
-    row = torch.arange(num_rows, dtype=torch.int32, device=expert_offsets.device)
-    return torch.searchsorted(expert_offsets[1:], row, right=True)
-
-
 def bytes_per_token(rows: Sequence[Tensor]) -> int:
     """Of tensors [T, ...], together."""
     return sum(each.shape[1:].numel() * each.element_size() for each in rows)

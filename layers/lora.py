@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from layers._checks import expect_count, expect_finite, expect_positive, expect_type
 from layers.adapted_experts import AdaptedExperts
-from layers.carried import expert_of_rows
 from layers.expert_parameters import ExpertParameters
 from layers.low_rank import LowRank, expect_low_rank
 from layers.weights.expert_loader import is_distributed
@@ -28,6 +27,7 @@ from moe_ops._checks import FLOATING_DTYPES, expect_index, expect_shape
 from moe_ops._library import autocasts
 from moe_ops.arguments import ExpertWeights, FusedExperts
 from moe_ops.errors import type_error, value_error
+from moe_ops.gate import expert_of_rows
 from moe_ops.scaled import STORED
 
 if TYPE_CHECKING:

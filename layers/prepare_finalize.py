@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from layers._checks import expect_positive
-from layers.carried import expert_of_rows, in_slot_order, moved_as_bytes, placed
+from layers.carried import in_slot_order, moved_as_bytes, placed
 from layers.modular_parts import ActivationFormat, ExpertOutput, Prepared, TopKWeightAndReduce
 from layers.weigh_and_reduce import TopKWeightAndReduceContiguous, TopKWeightAndReduceNaiveBatched
 from moe_ops import DispatchPlan, build_dispatch
+from moe_ops.gate import expert_of_rows
 
 
 class LocalPrepareAndFinalize:

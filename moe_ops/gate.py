@@ -57,7 +57,7 @@ def apply_function(gate_up: Tensor, gate: Custom, features: int, expert_offsets:
     columns = values.chunk(2, dim=1) if gate_up.shape[1] != features else (values,)
     rows: tuple[Tensor, ...] = ()
     if gate.per_expert:
-        expert = expert_of_rows(expert_offsets, gate_up.shape[0])
+        expert = _expert_read(expert_offsets, gate_up.shape[0])
         rows = tuple(_of_rows(each, expert).to(values.dtype) for each in gate.per_expert)
     result = gate.function(*columns, *rows)
     if not isinstance(result, Tensor):
@@ -88,11 +88,19 @@ def _of_rows(tensor: Tensor, expert: Tensor) -> Tensor:
     return rows if rows.dim() == 2 else rows.unsqueeze(1)
 
 
-def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
-    """[S] the expert of each row; the last one for rows of dropped slots, which nothing reads."""
+def expert_of_rows(expert_offsets: Tensor, num_rows: int | torch.SymInt) -> Tensor:
+    """[S] int64: the expert of each row of a plan, E for those behind the last one's.
+
+    The first offset is 0, and is searched as well: Inductor of torch 2.11, which searches in a view on a GPU, such as
+    the offsets behind the first, begins where its memory does.
+    """
     rows = torch.arange(num_rows, dtype=expert_offsets.dtype, device=expert_offsets.device)
-    last = expert_offsets.shape[0] - 1
-    return torch.searchsorted(expert_offsets.narrow(0, 1, last), rows, right=True).clamp(max=last - 1)
+    return torch.searchsorted(expert_offsets, rows, right=True) - 1
+
+
+def _expert_read(expert_offsets: Tensor, num_rows: int) -> Tensor:
+    """The same; the last one for rows of dropped slots, which nothing reads."""
+    return expert_of_rows(expert_offsets, num_rows).clamp(max=expert_offsets.shape[0] - 2)
 
 
 def apply_formula(gate_up: Tensor, gate: Gate, expert_offsets: Tensor) -> Tensor:
@@ -108,7 +116,7 @@ def apply_to_halves(halves: Sequence[Tensor], gate: Gate, expert_offsets: Tensor
     columns = [_in_compute_dtype(half, expert_offsets) for half in halves]
     rows = []
     if gate.operands:
-        expert = expert_of_rows(expert_offsets, first.shape[0])
+        expert = _expert_read(expert_offsets, first.shape[0])
         rows = formula.rows_of(gate.operands, expert, columns[0])
     result = formula(columns[0], columns[-1], rows).to(first.dtype)
     return result.where(_is_kept(expert_offsets, first.shape[0]), 0.0)

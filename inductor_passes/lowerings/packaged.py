@@ -103,6 +103,6 @@ def finish(rows: Tensor, expert_offsets: Tensor, *biases: Tensor) -> Tensor:
     """`rows` [S, B] with the bias [E, B] of their experts, if any; zeros where a row is no expert's."""
     index = torch.arange(rows.shape[0], device=rows.device)
     for bias in biases:
-        expert = torch.searchsorted(expert_offsets[1:], index, right=True)
+        expert = torch.searchsorted(expert_offsets, index, right=True) - 1
         rows = rows + bias.index_select(0, expert.clamp(max=bias.shape[0] - 1))
     return rows.masked_fill((index >= expert_offsets.select(0, -1)).unsqueeze(1), 0.0)

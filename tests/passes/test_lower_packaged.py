@@ -103,8 +103,8 @@ class TestGolden(expecttest.TestCase):
 %9 = sub(%8, 1) : SymInt
 %10 = floordiv(%9, 1) : SymInt
 %11 = prims.iota.default(%10) : int64[T0]
-%12 = aten.slice.Tensor(%2, 0, 1, 9223372036854775807) : int32[5]
-%13 = aten.searchsorted.Tensor(%12, %11) : int64[T0]
+%12 = aten.searchsorted.Tensor(%2, %11) : int64[T0]
+%13 = aten.sub.Tensor(%12, 1) : int64[T0]
 %14 = aten.clamp_max.default(%13, 4) : int64[T0]
 %15 = input() : bfloat16[5, 24]
 %16 = aten.index.Tensor(%15, [%14]) : bfloat16[T0, 24]
