@@ -326,7 +326,7 @@ def _agrees(
         leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, steps.between.leaves)
     }
     shown = weights if score is _of_ids_by_expert else indices.in_shape(weights)
-    known |= {found.topk_weights: shown, indices.ids: indices.in_shape(ids)}
+    known |= {found.topk_weights: shown, indices.ids: indices.as_read(ids)}
     parts = {node: part(rows, place) for node, part in given.parts.items()}
     there = torch.randn(len(ids), 1, COLUMNS, generator=generator, dtype=torch.float64)
     parts |= {} if given.into is None else {given.into: there}

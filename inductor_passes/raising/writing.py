@@ -77,7 +77,7 @@ def _expect_private(layer: Experts) -> None:
 
 def _stages(graph: Graph, layer: Experts) -> Node:
     like = layer.parts.second.product.node
-    ids = _flat(graph, layer.indices.ids, like)
+    ids = _own(graph, _flat(graph, layer.indices.ids, like), layer.indices.start)
     plan = call(graph, record.BuildDispatch(ids, record.Placement(), layer.indices.num_experts), like)
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     weights = _flat(graph, layer.sum.topk_weights, like)
@@ -95,6 +95,11 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     if layer.sum.into is None:
         return combined
     return written(graph, torch.add, (layer.sum.into, combined), layer.sum.root)
+
+
+def _own(graph: Graph, ids: Node, start: int) -> Node:
+    """Ids that count from the first expert of the layer: those below are below zero."""
+    return written(graph, lambda ids: ids - start, (ids,), ids) if start else ids
 
 
 def _flat(graph: Graph, node: Node, like: Node) -> Node:
