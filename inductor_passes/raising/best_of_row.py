@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from inductor_passes.graph_tools import getitem_source, outputs, write_out
+from inductor_passes.graph_tools import getitem_source, write_out
 from inductor_passes.raising.views_of_rows import args, aten, rank
 
 
@@ -18,8 +18,8 @@ class _Best(NamedTuple):
     """Ids of the best of each row."""
 
     ids: Node
-    kept: Node
-    """The same with a dimension of size 1 at the end."""
+    kept: tuple[Node, ...]
+    """The same with a dimension of size 1 at the end, and what finds that."""
     shown: Node
     """These without it, which those read who read `ids`."""
 
@@ -43,8 +43,6 @@ def _is_best(node: Node) -> bool:
     finder, output = getitem_source(node) or (node, None)
     if (finder.target, output) not in (*_MAXIMUM, (aten.argmax.default, None)) or not node.users:
         return False
-    if output == 0 and 1 not in outputs(finder):  # a maximum that chooses nothing
-        return False
     source, *how = args(finder)
     is_last = bool(how) and how[0] in (-1, 1)
     return is_last and rank(source) == 2 and how[1:] in ([], [False])
@@ -62,14 +60,13 @@ def _with_dimension(graph: Graph, ids: Node) -> _Best:
         (shown,) = write_out(graph, lambda kept: kept.squeeze(-1), (kept,), ids)
     for each in readers:
         each.replace_input_with(ids, shown)
-    return _Best(ids, kept, shown)
+    return _Best(ids, (kept, *kept.all_input_nodes) if output is not None else (kept,), shown)
 
 
 def _show(graph: Graph, best: _Best) -> None:
     if not best.shown._erased:
         best.shown.replace_all_uses_with(best.ids)
         graph.erase_node(best.shown)
-    finder, _ = getitem_source(best.kept) or (best.kept, None)
-    for node in dict.fromkeys((best.kept, finder)):
+    for node in best.kept:  # the layer may have done without
         if not node._erased and not node.users:
             graph.erase_node(node)

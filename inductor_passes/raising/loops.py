@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising.added import added_to
 from inductor_passes.raising.choices import chosen_ids
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
 from inductor_passes.raising.fed import fed_into
@@ -28,7 +29,7 @@ from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.some_experts import total_of_some
 from inductor_passes.raising.stacks import Stack, of_expert
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import Given, Part, added_to, ends, of_experts
+from inductor_passes.raising.totals import Given, Part, ends, of_experts
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,

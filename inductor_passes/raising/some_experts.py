@@ -1,8 +1,8 @@
 """Layers with a part of all experts, as a rank has them: ids count from the first of these.
 
-    for e in range(num_local_experts):
-        weight = (topk_weights * (topk_ids == start + e)).sum(-1, keepdim=True)
-        out += experts[e](hidden_states) * weight
+for e in range(num_local_experts):
+    weight = (topk_weights * (topk_ids == start + e)).sum(-1, keepdim=True)
+    out += experts[e](hidden_states) * weight
 """
 
 import math

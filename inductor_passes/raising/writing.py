@@ -24,7 +24,7 @@ from inductor_passes.raising.gates import (
     shapes_of_rows,
     shows_rows,
 )
-from inductor_passes.raising.layer import Experts, Outcome, as_they_are
+from inductor_passes.raising.layer import Experts, Outcome, as_they_are, scaled
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.views_of_rows import aten, is_one, is_read, is_view, rank, readers, same_shape
@@ -83,6 +83,8 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.sum.score is not as_they_are:
         weights = written(graph, layer.sum.score, (weights, ids), like)
+    if layer.sum.scales is not None:
+        weights = written(graph, scaled, (weights, ids, layer.sum.scales), like)
     rows = _rows(graph, layer, weights, sorted_slots, like)
     activated = _activated(graph, layer, rows, offsets)
     dtype = layer.parts.second.product.rows.meta["val"].dtype

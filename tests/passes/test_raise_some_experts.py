@@ -54,7 +54,9 @@ def of_arange(weights, ids):
 
 SPELLINGS = {
     "ids that count from elsewhere": looped(of_expert),
-    "ids less the first": looped(lambda weights, ids, expert: of_expert(weights, ids - START, expert - START)),
+    "ids less the first": looped(
+        lambda weights, ids, expert: of_expert(weights, ids - START, expert - START)
+    ),
     "columns of all experts": looped(
         lambda weights, ids, expert: scattered(weights, ids)[:, START + expert, None]
     ),
