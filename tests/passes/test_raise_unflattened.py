@@ -1,17 +1,14 @@
 """Layers of tokens [B, S, H] whose router gives ids [B, S, K]: raised as those of [T, H] are, B and S known or not."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from inductor_passes.pipeline import FUSIONS, RAISES
-from tests.helpers import assert_matches_oracle, mixed, relative_error
+from tests.helpers import assert_matches_oracle, mixed
 from tests.passes import stock
 from tests.passes.capture import computed, rewrite
 from tests.passes.stock import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, oracle, softmax_router, swiglu
-from tests.passes.test_before_autograd import ALLOWED, Run, grads
 
 PIPELINE = (*RAISES, *FUSIONS)
 BATCH = 3
@@ -85,47 +82,6 @@ def scattered(x, weights, ids, w13, w2):
         gate, up = x @ w13[expert, :INTERMEDIATE].T, x @ w13[expert, INTERMEDIATE:].T
         total += ((F.silu(gate) * up) @ w2[expert].T) * dense[..., expert, None]
     return total
-
-
-def by_argmax(x, router, w13, w2):
-    """Switch: ids [B, S], weights [B, S, 1]."""
-    probs = F.linear(x, router).float().softmax(-1)
-    ids, total = probs.argmax(-1), torch.zeros_like(x)
-    weights = probs.gather(-1, ids.unsqueeze(-1))
-    for expert in range(EXPERTS):
-        out = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert])
-        total = total + out * (weights * (ids == expert).unsqueeze(-1)).to(x.dtype)
-    return total
-
-
-def gathered_by_max(x, router, w13, w2):
-    """Weights and ids [B, S]."""
-    weights, ids = F.linear(x, router).float().softmax(-1).max(-1)
-    hidden = swiglu(torch.einsum("bsh,bsih->bsi", x, w13[ids]))
-    return torch.einsum("bsi,bshi->bsh", hidden, w2[ids]) * weights.unsqueeze(-1).to(x.dtype)
-
-
-BEST = {each.__name__: each for each in (by_argmax, gathered_by_max)}
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"), product(BEST, [(torch.float32, False), (torch.bfloat16, True)]), ids=str
-)
-def test_the_best_of_each_row_of_a_sequence(name, sizes):
-    """Also of fewer tokens a sequence than there are experts: these are no choices."""
-    inputs = layer(4, *sizes)
-    result, out = computed(BEST[name], *inputs, passes=PIPELINE)
-    assert result.ops() == ["fused_moe"] and not result.reasons
-    assert_matches_oracle(out, BEST[name](*(each.double() for each in inputs)))
-
-
-@pytest.mark.parametrize("name", BEST)
-def test_gradients_of_the_best_of_each_row_of_a_sequence(name):
-    inputs, run = layer(4, torch.float32), Run()
-    exact_ones = grads(BEST[name], [each.double() for each in inputs])
-    for ours, expected in zip(grads(run.compile(BEST[name]), inputs), exact_ones, strict=True):
-        assert relative_error(ours, expected) <= ALLOWED
-    assert run.raised == ["experts", "topk_routing"]
 
 
 FORMS = {each.__name__: each for each in (sorted_once, einsums, multiplied, looped, scattered)}
