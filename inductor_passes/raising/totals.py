@@ -178,10 +178,12 @@ def _with_what_is_there(roots: Sequence[Node], given: Given) -> Iterator[tuple[S
 def _scaled_by_expert(
     roots: Sequence[Node], given: Given, indices: Indices
 ) -> Iterator[tuple[Sequence[Node], Given]]:
-    """The same, times E numbers that stand between rows and their sum."""
-    between = cut(roots, {indices.ids, *given.parts}.__contains__)
+    """The same, times E numbers that stand between rows and their sum, and do not follow from ids."""
+    between = _before(roots[-1], given, indices)
+    behind = steps_between(between, [indices.ids, *given.parts]).behind
     for node in reversed((*between.leaves, *between.nodes)):
-        if rank(node) > 0 and node.meta["val"].dtype in WIDE and has_numbers(node, indices.num_experts):
+        is_floating = node not in behind and rank(node) > 0 and node.meta["val"].dtype in WIDE
+        if is_floating and has_numbers(node, indices.num_experts):
             yield roots, given._replace(scales=node)
 
 

@@ -52,7 +52,17 @@ def of_arange(weights, ids):
     return (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == here)).sum(1)
 
 
+def scaled(x, weights, ids, w13, w2):
+    """By a number for each of those that are here."""
+    total, scales = torch.zeros_like(x), w13[:, 0, 0]
+    for expert in range(HERE):
+        out = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert]) * scales[expert]
+        total = total + out * of_expert(weights, ids, expert).to(x.dtype)
+    return total
+
+
 SPELLINGS = {
+    "times a number of each": scaled,
     "ids that count from elsewhere": looped(of_expert),
     "ids less the first": looped(
         lambda weights, ids, expert: of_expert(weights, ids - START, expert - START)
