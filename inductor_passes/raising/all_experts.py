@@ -26,6 +26,7 @@ from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Parts, Tokens, WeightedSum
 from inductor_passes.raising.place_trials import Known
 from inductor_passes.raising.places import Placed, placed
+from inductor_passes.raising.some_experts import total_of_some
 from inductor_passes.raising.spreads import (
     Inside,
     Spread,
@@ -36,7 +37,7 @@ from inductor_passes.raising.spreads import (
     spreads,
 )
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import as_given, ends, total, unweighed
+from inductor_passes.raising.totals import as_given, ends, unweighed
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -114,11 +115,11 @@ def _experts(layer: Everyone) -> Experts:
     if layer.fed is None or layer.fed.is_input:  # else what is weighed says what is where
         expect_own_rows(inside)
     *firsts, last = (outcome(each, indices) for each in (*inside.firsts, second))
-    tried = [*indices.samples, *stray_ids(indices)]
     if layer.fed is None:
         tokens = Tokens(_tokens_of_all(layer, indices), None)
-        weighted_sum = total(second.product.graph, second.given, indices, tried)
+        indices, weighted_sum = total_of_some(second.product.graph, second.given, indices)
     else:
+        tried = [*indices.samples, *stray_ids(indices)]
         tokens, weights = _weighed_before(layer, layer.fed, indices, tried)
         given = second.given._replace(terms=as_given)
         found = unweighed(second.product.graph, given, indices, tried)

@@ -7,6 +7,7 @@ from torch.fx import Graph
 
 from inductor_passes.raising.best_of_row import best_kept
 from inductor_passes.raising.cut_apart import selected_parts
+from inductor_passes.raising.from_the_left import products_of_rows
 from inductor_passes.raising.gathered import gathered_by_index
 from inductor_passes.raising.glu import multiplied_glu
 from inductor_passes.raising.merged import summed_by_expert
@@ -34,6 +35,7 @@ def as_written(graph: Graph) -> Iterator[None]:
         unpadded(graph),
         multiplied_glu(graph),
         best_kept(graph),
+        products_of_rows(graph),
         turned_once(graph),
         selected_parts(graph),
     ):

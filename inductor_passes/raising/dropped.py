@@ -50,12 +50,18 @@ def expect_dropped(layer: Experts) -> None:
             raise Refusal(layer.parts.second.product.node, reason)
 
 
+def _are_by_expert(layer: Experts) -> bool:
+    """Whether rows lie in the order of experts, else in that of slots: by choice have been refused with their sum."""
+    first, indices = layer.parts.firsts[0].product, layer.indices
+    return first.kind == "grouped" or not indices.are_experts(first.experts, indices.slot_order)
+
+
 def _slots(layer: Experts, run: Run) -> Tensor | None:
-    """[S]: the slot of each row: slots that lie by choice have been refused with their sum."""
-    first, num_slots = layer.parts.firsts[0].product, run.ids.numel()
-    if first.kind != "grouped":
+    """[S]: the slot of each row."""
+    num_slots = run.ids.numel()
+    if not _are_by_expert(layer):
         return torch.arange(num_slots)
-    slots = run.value(sorted_places(first, layer.indices)[0])
+    slots = run.value(sorted_places(layer.parts.firsts[0].product, layer.indices)[0])
     is_whole = slots is not None and bool(((slots >= 0) & (slots < num_slots)).all())
     return slots if is_whole else None
 
@@ -65,11 +71,13 @@ def _experts(product: Product, run: Run, slots: Tensor) -> Tensor | None:
     value, number = run.value(product.experts), product.num_experts
     if value is None:
         return None
-    if product.kind != "grouped":
+    if product.kind == "grouped":
+        of_rows = torch.searchsorted(value.long(), torch.arange(len(slots)), right=True)
+        read = torch.where(of_rows < number, of_rows, -1)
+    else:
         experts = value.flatten()
-        return torch.where((-number <= experts) & (experts < number), experts % number, -1)
-    of_rows = torch.searchsorted(value.long(), torch.arange(len(slots)), right=True)
-    return _by_slot(torch.where(of_rows < number, of_rows, -1), slots, -1)
+        read = torch.where((-number <= experts) & (experts < number), experts % number, -1)
+    return _by_slot(read, slots, -1)
 
 
 def _by_slot(of_rows: Tensor, slots: Tensor, other: int) -> Tensor:
@@ -79,7 +87,7 @@ def _by_slot(of_rows: Tensor, slots: Tensor, other: int) -> Tensor:
 def _masks(layer: Experts) -> list[_Mask]:
     """What masks outputs of experts, and weights. Raises Refusal where anything but zeros is taken for them."""
     product = layer.parts.second.product
-    by_row = {product.node: product.kind == "grouped", _unmasked(layer.sum.topk_weights): False}
+    by_row = {product.node: _are_by_expert(layer), _unmasked(layer.sum.topk_weights): False}
     masks = []
     for node in cut([layer.sum.root], [*by_row].__contains__).nodes:
         source = next((each for each in node.all_input_nodes if each in by_row), None)

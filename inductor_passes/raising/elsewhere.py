@@ -78,7 +78,7 @@ def _weights(
 def _drawn(leaf: Node, ids: Tensor, indices: Indices, draw: Callable[[Sequence[int]], Tensor]) -> Any:
     """Numbers for a leaf; None where it holds others."""
     if leaf is indices.ids:
-        return indices.in_shape(ids)
+        return indices.as_read(ids)
     if is_size(leaf):
         return indices.size(leaf, len(ids))
     shape = [indices.given(size, len(ids)) for size in leaf.meta["val"].shape] if rank(leaf) >= 0 else [None]

@@ -56,13 +56,14 @@ class Indices:
         ids: [T, K], a node, or [B, S, K] with as many tokens.
         num_experts: E; ids lie in [0, E).
         found: What other layers of the graph have computed: of alike layers the first computes for all.
+        start: What the graph's ids have in addition: the first expert of a part of all that a rank has.
 
     Raises:
         Refusal: ids of another rank, T or K are zero or not known, or there are too many slots to try.
     """
 
-    def __init__(self, ids: Node, num_experts: int, found: Found) -> None:
-        self.ids = ids
+    def __init__(self, ids: Node, num_experts: int, found: Found, start: int = 0) -> None:
+        self.ids, self.start = ids, start
         self.num_experts = num_experts
         shape = ids.meta["val"].shape
         self.num_tokens: int | torch.SymInt = math.prod(shape[:-1])
@@ -77,13 +78,13 @@ class Indices:
         if not tokens or not self.top_k or tokens * self.top_k > _MOST_SLOTS or self.top_k > num_experts:
             raise Refusal(ids, f"expert ids of shape {list(shape)} cannot be tried out")
         repeats = self.top_k > 1 and may_repeat(ids)
-        self._found, self._sizes = found, (num_experts, repeats, *map(str, shape))
+        self._found, self._sizes = found, (num_experts, start, repeats, *map(str, shape))
         if self._sizes not in found:
             batches = crowded_batches(ids.graph, self.num_tokens, self.top_k)
             found[self._sizes] = samples((tokens, self.top_k), num_experts, repeats, batches)
         self.samples = found[self._sizes]
         """[T, K] each."""
-        self._known: list[dict[Node, Any]] = [{ids: self.in_shape(sample)} for sample in self.samples]
+        self._known: list[dict[Node, Any]] = [{ids: self.as_read(sample)} for sample in self.samples]
 
     @cached_property
     def slot_order(self) -> Order:
@@ -107,6 +108,10 @@ class Indices:
             reason = f"expert ids of shape {list(shape)} cannot be tried out for other numbers of tokens"
             raise Refusal(self.ids, reason)
         return given.view(*sizes, given.shape[1])
+
+    def as_read(self, ids: Tensor) -> Tensor:
+        """Ids [T, K] as the graph has them."""
+        return self.in_shape(ids) + self.start
 
     def values(self, node: Node) -> tuple[Tensor, ...] | None:
         """`node` for each sample of ids; None when it depends on anything else."""

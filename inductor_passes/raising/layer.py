@@ -20,6 +20,11 @@ def as_they_are(numbers: Tensor, ids: Tensor) -> Tensor:
     return numbers
 
 
+def scaled(weights: Tensor, ids: Tensor, scales: Tensor) -> Tensor:
+    """Weights times the number of their expert; those of ids out of range are read by nobody."""
+    return weights * scales.flatten()[ids.clamp(0, scales.numel() - 1)]
+
+
 class Outcome(NamedTuple):
     """The output [S, B] of a product, with its bias and past masks."""
 
@@ -43,6 +48,8 @@ class WeightedSum(NamedTuple):
     score: Score = as_they_are
     into: Node | None = None
     """What the sum is added to, if `root` has that in it."""
+    scales: Node | None = None
+    """E numbers, by which what experts give is multiplied as well."""
 
 
 class Parts(NamedTuple):

@@ -17,7 +17,8 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
-from inductor_passes.raising.choices import chosen_ids, stray_ids
+from inductor_passes.raising.added import added_to
+from inductor_passes.raising.choices import chosen_ids
 from inductor_passes.raising.evaluation import Cut, concrete, cut, is_size
 from inductor_passes.raising.fed import fed_into
 from inductor_passes.raising.gates import is_in_gate, written_as
@@ -25,9 +26,10 @@ from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Experts, Outcome, Parts, Tokens
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
+from inductor_passes.raising.some_experts import total_of_some
 from inductor_passes.raising.stacks import Stack, of_expert
 from inductor_passes.raising.tokens import flat
-from inductor_passes.raising.totals import Given, Part, added_to, ends, of_experts, total
+from inductor_passes.raising.totals import Given, Part, ends, of_experts
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -197,8 +199,7 @@ def _experts(loop: Loop) -> Experts:
     graph = loop.seconds[0].node.graph
     roots = list(ends(graph, rows.parts))
     ids = chosen_ids(roots, {*rows.parts, *chain(*(added_to(root, rows.parts) for root in roots))})
-    indices = Indices(ids, number, {})
-    weighted_sum = total(graph, rows, indices, [*indices.samples, *stray_ids(indices)])
+    indices, weighted_sum = total_of_some(graph, rows, Indices(ids, number, {}))
     *firsts, last = (_outcome(each, indices) for each in (*zip(*loop.firsts, strict=True), loop.seconds))
     tokens = Tokens(flat(loop.firsts[0][0].rows, indices), None)
     activated = _activated(loop.seconds[0], {each.node for each in chain(*loop.firsts)})

@@ -58,7 +58,7 @@ def seen_rows(source: Node, shown: Node, sizes: Sizes, columns: tuple[int, int] 
         if not all(map(is_size, others)) or math.prod(shape) > _MOST_NUMBERS:
             return None
         known: dict[Node, Any] = {leaf: sizes.given(leaf.meta["val"]) for leaf in others}
-        known[source] = _numbered(shape, columns[0])
+        known[source] = _laid_out(_numbered(shape, columns[0]), source)
         found = evaluate(views.nodes, known)[shown].movedim(columns[1], -1)
     except (RuntimeError, ValueError, TypeError):
         return None
@@ -70,6 +70,14 @@ def _numbered(shape: Sequence[int], dim: int) -> Tensor:
     *leading, columns = torch.empty(shape, device="meta").movedim(dim, -1).shape
     numbers = torch.arange(math.prod(shape), dtype=torch.int32)
     return numbers.view(*leading, columns).movedim(-1, dim)
+
+
+def _laid_out(numbers: Tensor, like: Node) -> Tensor:
+    """The same in memory as a tensor of the graph lies there: of others there may be no such views."""
+    strides = [size_hint(each) or 0 for each in like.meta["val"].stride()]
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    lying = numbers.permute(order).contiguous()
+    return lying.permute([order.index(dim) for dim in range(len(order))])
 
 
 def _rows_of(found: Tensor, columns: int) -> Tensor | None:

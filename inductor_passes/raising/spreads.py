@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -18,8 +19,9 @@ from inductor_passes.raising.indices import Indices
 from inductor_passes.raising.layer import Outcome
 from inductor_passes.raising.products import Product
 from inductor_passes.raising.rowwise import expect_rowwise
+from inductor_passes.raising.seen_rows import Sizes, seen_rows
 from inductor_passes.raising.stacks import Stack
-from inductor_passes.raising.totals import Given, of_experts
+from inductor_passes.raising.totals import Given, Part, of_experts
 from inductor_passes.raising.views_of_rows import (
     args,
     aten,
@@ -53,7 +55,7 @@ class Spread(NamedTuple):
     """[E, T, A] or [T, A], as they are multiplied."""
     weight: Stack
     node: Node
-    """[T, E, B] or [E, T, B], with dimensions of size 1 perhaps, and T in several."""
+    """[T, E, B] or [E, T, B], with dimensions of size 1 perhaps, and T in several, on both sides of E perhaps."""
     bias: Stack | None
     place: int
     """Which dimension of `node` is that of experts."""
@@ -66,9 +68,10 @@ class Spread(NamedTuple):
     @property
     def given(self) -> Given:
         """What it gives of all experts."""
-        is_by_token = all(map(is_one, self.node.meta["val"].shape[self.place + 1 : -1]))
-        part = _as_they_lie if is_by_token else _by_expert
-        return Given({self.node: part}, self.num_experts, of_experts)
+        shape = self.node.meta["val"].shape
+        before, behind = math.prod(shape[: self.place]), math.prod(shape[self.place + 1 : -1])
+        sizes = (-1, behind) if isinstance(behind, int) else (before if isinstance(before, int) else 1, -1)
+        return Given({self.node: _between(sizes)}, self.num_experts, of_experts)
 
 
 class Inside(NamedTuple):
@@ -206,12 +209,9 @@ def _bias(added: Node, spread: Spread, shape: tuple[int, int]) -> Stack | None:
     return Stack(added, ((aten.view.default, (shape,)),)) if is_aligned else None
 
 
-def _as_they_lie(rows: Tensor, place: int) -> Tensor:
-    return rows
-
-
-def _by_expert(rows: Tensor, place: int) -> Tensor:
-    return rows.transpose(0, 1)
+def _between(sizes: tuple[int, int]) -> Part:
+    """Rows [T, E, C] as they lie where T is two `sizes`, before and behind E."""
+    return lambda rows, place: rows.unflatten(0, sizes).transpose(1, 2)
 
 
 def _layout(shape: Sequence[int], place: int) -> tuple[Strides, tuple[int, int, int]]:
@@ -242,8 +242,18 @@ def expect_own_rows(inside: Inside) -> None:
     shape = [concrete(each) or 0 for each in inside.activated.meta["val"].shape]
     (of_token, of_expert), (tokens, num_experts, columns) = _layout(shape, inside.firsts[0].place)
     shown, sizes = seen_from(inside.activated, inside.second.rows), (num_experts, tokens, columns)
-    if shown is None or not has_layout(shown, sizes, (of_expert, of_token, 1)):
+    is_seen = shown is not None and has_layout(shown, sizes, (of_expert, of_token, 1))
+    if not is_seen and not _are_copied(inside, shape[:-1]):
         raise _of_others(inside)
+
+
+def _are_copied(inside: Inside, leading: Sequence[int]) -> bool:
+    """The same of rows that no view of the gate's gives, as T lies on both sides of E in it."""
+    place, of_tokens = inside.firsts[0].place, [*inside.activated.meta["val"].shape[:-1]]
+    number = math.prod(leading) // of_tokens.pop(place)
+    rows = seen_rows(inside.activated, inside.second.rows, Sizes(math.prod(of_tokens), number))
+    wanted = torch.arange(math.prod(leading)).view(*leading).movedim(place, 0).reshape(-1, number)
+    return rows is not None and torch.equal(rows, wanted)
 
 
 def _of_others(inside: Inside) -> Refusal:

@@ -42,12 +42,14 @@ def stray_runs(indices: Indices) -> list[Run]:
         Refusal: there are too many ids to try.
     """
     ids, num_experts = indices.ids, indices.num_experts
+    end = indices.start + num_experts
     if (num_found_among(ids) or num_experts + 1) <= num_experts:
         return []
     sources = [leaf for leaf in cut([ids], _is_source).leaves if not is_size(leaf)]
-    tried = _tried(ids, sources, num_experts) if all(map(is_integral, sources)) else []
-    tried = tried or _tried(ids, [ids], num_experts)
-    runs = (Run(known, value, ((value < 0) | (value >= num_experts)).flatten()) for known, value in tried)
+    tried = _tried(ids, sources, end) if all(map(is_integral, sources)) else []
+    tried = tried or _tried(ids, [ids], end)
+    own = ((known, value - indices.start) for known, value in tried)
+    runs = (Run(known, value, ((value < 0) | (value >= num_experts)).flatten()) for known, value in own)
     return [run for run in runs if bool(run.is_stray.any())]
 
 

@@ -16,12 +16,13 @@ from torch.fx import Graph, Node
 
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe
+from inductor_passes.raising.added import added_to
 from inductor_passes.raising.choices import is_of_router
 from inductor_passes.raising.elsewhere import is_zero_elsewhere, of_sizes, ways_of_all
-from inductor_passes.raising.evaluation import VIEWS, Cut, cut, is_size, numbers
+from inductor_passes.raising.evaluation import VIEWS, WIDE, Cut, cut, is_size, numbers
 from inductor_passes.raising.gates import are_columns
 from inductor_passes.raising.indices import Indices
-from inductor_passes.raising.layer import Score, WeightedSum, as_they_are
+from inductor_passes.raising.layer import Score, WeightedSum, as_they_are, scaled
 from inductor_passes.raising.row_trials import (
     ALIGNED,
     COLUMNS,
@@ -31,7 +32,7 @@ from inductor_passes.raising.row_trials import (
     place_of_columns,
     steps_between,
 )
-from inductor_passes.raising.views_of_rows import aten, is_cast, rank, readers, same_shape, size
+from inductor_passes.raising.views_of_rows import aten, has_numbers, is_cast, rank, readers, size
 from inductor_passes.raising.weights import are_weights, chosen
 
 _CLOSE = 1e-9
@@ -97,6 +98,8 @@ class Given(NamedTuple):
     terms: Terms
     into: Node | None = None
     """What their sum is added to, if that has a row for each token as well."""
+    scales: Node | None = None
+    """E numbers, by which what experts give is multiplied, if it is."""
 
 
 def of_experts(weights: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
@@ -127,8 +130,9 @@ def total(graph: Graph, given: Given, indices: Indices, tried: Sequence[Tensor])
         Refusal: what experts give is not added up, weighed by one tensor [T, K], or something else reads it.
     """
     roots = list(ends(graph, given.parts))
-    ways = _with_what_is_there(roots, given)
-    found = next(filter(None, (_times_a_number(*way, indices, tried) for way in ways)), None)
+    ways = [*_with_what_is_there(roots, given)]
+    scaled = (way for each in ways for way in _scaled_by_expert(*each, indices))
+    found = next(filter(None, (_times_a_number(*way, indices, tried) for way in chain(ways, scaled))), None)
     if found is None:
         raise Refusal(
             roots[0], f"{describe(roots[0])} is not the sum of what experts give, weighed by one tensor"
@@ -171,26 +175,16 @@ def _with_what_is_there(roots: Sequence[Node], given: Given) -> Iterator[tuple[S
             yield [root], given._replace(into=there[0])
 
 
-def added_to(root: Node, parts: Iterable[Node]) -> list[Node]:
-    """What rows are added to on their way from `parts` to `root`, as it is there without them: in its shape."""
-    behind, pending = {*parts, root}, [*parts]
-    while pending:
-        users = [each for each in readers(pending.pop()) if each not in behind]
-        behind.update(users)
-        pending += users
-    found = dict.fromkeys(chain.from_iterable(map(_added, behind)))
-    shape = root.meta["val"].shape
-    return [each for each in found if each not in behind and same_shape(each.meta["val"].shape, shape)]
-
-
-def _added(node: Node) -> Sequence[Node]:
-    """What `node` adds something to, or may have added to it."""
-    if node.kwargs:
-        return ()
-    if node.target is aten.add.Tensor:
-        return node.all_input_nodes
-    is_sum = node.target in (aten.index_add.default, aten.scatter_add.default)
-    return node.all_input_nodes[:1] if is_sum or node.target is aten.index_put.default else ()
+def _scaled_by_expert(
+    roots: Sequence[Node], given: Given, indices: Indices
+) -> Iterator[tuple[Sequence[Node], Given]]:
+    """The same, times E numbers that stand between rows and their sum, and do not follow from ids."""
+    between = _before(roots[-1], given, indices)
+    behind = steps_between(between, [indices.ids, *given.parts]).behind
+    for node in reversed((*between.leaves, *between.nodes)):
+        is_floating = node not in behind and rank(node) > 0 and node.meta["val"].dtype in WIDE
+        if is_floating and has_numbers(node, indices.num_experts):
+            yield roots, given._replace(scales=node)
 
 
 def _first_of(
@@ -200,9 +194,10 @@ def _first_of(
     few = {tokens: Few(columns, partial(indices.given, tokens=tokens)) for tokens in {*map(len, tried)}}
     rows = [*given.parts] if given.into is None else [*given.parts, given.into]
     for factor, (root, weights, score) in candidates:
-        steps = steps_between(cut([root], {weights, indices.ids, *rows}.__contains__), rows)
+        ends_here = {weights, indices.ids, given.scales, *rows}
+        steps = steps_between(cut([root], ends_here.__contains__), rows)
         samples = ((few[len(ids)], place, ids) for place, ids in enumerate(tried))
-        found = WeightedSum(weights, root, score, given.into)
+        found = WeightedSum(weights, root, score, given.into, given.scales)
         if all(_agrees(steps, found, given, indices, each, factor) for each in samples):
             return found if factor == 1 else found._replace(score=_scaled(score, factor))
     return None
@@ -326,7 +321,9 @@ def _agrees(
         leaf: indices.size(leaf, len(ids)) for leaf in filter(is_size, steps.between.leaves)
     }
     shown = weights if score is _of_ids_by_expert else indices.in_shape(weights)
-    known |= {found.topk_weights: shown, indices.ids: indices.in_shape(ids)}
+    known |= {found.topk_weights: shown, indices.ids: indices.as_read(ids)}
+    scales = torch.randn(indices.num_experts, generator=generator, dtype=torch.float64)
+    known |= {} if given.scales is None else {given.scales: scales.view(given.scales.meta["val"].shape)}
     parts = {node: part(rows, place) for node, part in given.parts.items()}
     there = torch.randn(len(ids), 1, COLUMNS, generator=generator, dtype=torch.float64)
     parts |= {} if given.into is None else {given.into: there}
@@ -335,6 +332,7 @@ def _agrees(
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError):
         return not bool(in_range.all())
     kept = score(weights, ids).where(in_range, 0.0) * factor
+    kept = kept if given.scales is None else scaled(kept, ids, scales)
     terms = given.terms(kept, ids.where(in_range, 0), rows)
     terms = terms if given.into is None else torch.cat([terms, there], 1)
     ours, wanted = ours.reshape(-1, ours.shape[-1]), terms.sum(-2).flatten(0, -2)

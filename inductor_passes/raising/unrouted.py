@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from inductor_passes.base import Refusal
 from inductor_passes.graph_tools import describe, is_moe_op, outputs
 from inductor_passes.raising.evaluation import cut
+from inductor_passes.raising.from_the_left import is_of_expert
 from inductor_passes.raising.indices import is_integral
 from inductor_passes.raising.products import products
 from inductor_passes.raising.stacks import Stack, selected
@@ -40,7 +41,8 @@ _REASONS = {
     "stacked": "rows are multiplied with all experts at once, and weighed by what was chosen: raised is that where all "
     "experts read all tokens, and what a top-k chose of what they give is weighed and added up",
     "looped": "every token is multiplied with every weight[expert], and weighed by what was chosen: such a loop is "
-    "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products",
+    "raised where it reads weight[expert], or the same part of it, for every expert, with a gate between products "
+    "that give rows [tokens, columns]",
     "fed": "what goes into a product with all experts is weighed by what was chosen: such a layer is raised where what "
     "they give is weighed, or where rows are those of what was chosen",
     "placed": "a product with what was chosen places tokens (a dispatch tensor) and may drop some over a capacity: "
@@ -232,6 +234,8 @@ def _kind(product: Node) -> str | None:
     if product.target is _CONVOLUTION:
         return "convolved" if args(product)[-1] > 1 else None
     kinds = [_kind_of(each) for each in args(product)[-2:]]
+    if kinds[1] is None and rank(product) == 2 and is_of_expert(args(product)[-2]):
+        return "looped"
     return kinds[1] or (kinds[0] if rank(product) == 3 and kinds[0] != "own" else None)
 
 

@@ -47,6 +47,11 @@ def same_shape(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return len(ours) == len(theirs) and all(same)
 
 
+def has_numbers(node: Node, number: int) -> bool:
+    """Whether a tensor is known to have so many numbers."""
+    return _compat.statically_known_true(node.meta["val"].numel() == number)
+
+
 def is_view_of_rows(node: Node) -> bool:
     """Whether `node` shows rows [S, F] in another shape, such as [T, K, F] or [S, F, 1]: all rows, in their order."""
     if node.target in _COPIES or is_cast(node):

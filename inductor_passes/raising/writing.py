@@ -24,7 +24,7 @@ from inductor_passes.raising.gates import (
     shapes_of_rows,
     shows_rows,
 )
-from inductor_passes.raising.layer import Experts, Outcome, as_they_are
+from inductor_passes.raising.layer import Experts, Outcome, as_they_are, scaled
 from inductor_passes.raising.rowwise import expect_rowwise
 from inductor_passes.raising.stacks import Stack
 from inductor_passes.raising.views_of_rows import aten, is_one, is_read, is_view, rank, readers, same_shape
@@ -77,12 +77,14 @@ def _expect_private(layer: Experts) -> None:
 
 def _stages(graph: Graph, layer: Experts) -> Node:
     like = layer.parts.second.product.node
-    ids = _flat(graph, layer.indices.ids, like)
+    ids = _own(graph, _flat(graph, layer.indices.ids, like), layer.indices.start)
     plan = call(graph, record.BuildDispatch(ids, record.Placement(), layer.indices.num_experts), like)
     sorted_slots, inverse, offsets = (pick(graph, plan, index) for index in range(3))
     weights = _flat(graph, layer.sum.topk_weights, like)
     if layer.sum.score is not as_they_are:
         weights = written(graph, layer.sum.score, (weights, ids), like)
+    if layer.sum.scales is not None:
+        weights = written(graph, scaled, (weights, ids, layer.sum.scales), like)
     rows = _rows(graph, layer, weights, sorted_slots, like)
     activated = _activated(graph, layer, rows, offsets)
     dtype = layer.parts.second.product.rows.meta["val"].dtype
@@ -95,6 +97,11 @@ def _stages(graph: Graph, layer: Experts) -> Node:
     if layer.sum.into is None:
         return combined
     return written(graph, torch.add, (layer.sum.into, combined), layer.sum.root)
+
+
+def _own(graph: Graph, ids: Node, start: int) -> Node:
+    """Ids that count from the first expert of the layer: those below are below zero."""
+    return written(graph, lambda ids: ids - start, (ids,), ids) if start else ids
 
 
 def _flat(graph: Graph, node: Node, like: Node) -> Node:

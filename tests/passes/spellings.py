@@ -84,6 +84,15 @@ def gathered(gate):
     return combine
 
 
+def from_the_left(x, weights, ids, w13, w2):
+    """Tokens are columns of products."""
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        hidden = swiglu((w13[expert] @ x.T).T)
+        total = total + (w2[expert] @ hidden.T).T * of_expert(weights, ids, expert)
+    return total
+
+
 def flat_ids(x, weights, ids, w13, w2):
     """Weights gathered slot by slot, seen by token."""
     w13 = torch.index_select(w13, 0, ids.view(-1)).view(-1, TOP_K, 2 * INTERMEDIATE, HIDDEN)
@@ -138,6 +147,15 @@ def one_by_mask(x, probs, ids, w13, w2):
     return total * (probs * mask).sum(-1, keepdim=True).to(x.dtype)
 
 
+def one_by_maximum(x, probs, ids, w13, w2):
+    """The weight is the maximum, which was looked for by itself."""
+    best, total = probs.max(-1).values, torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        out = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert])
+        total = total + out * (best * (ids == expert)).unsqueeze(-1).to(x.dtype)
+    return total
+
+
 def one_at_once(x, probs, ids, w13, w2):
     out = torch.einsum("tei,ehi->teh", swiglu(torch.einsum("th,eih->tei", x, w13)), w2)
     chosen = torch.einsum("teh,te->th", out, F.one_hot(ids, EXPERTS).to(x.dtype))
@@ -175,6 +193,7 @@ def summed_by_slots(x, weights, ids, w13, w2):
 SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "experts unbound": of_best(unbound),
     "einsums by expert": of_best(einsum_by_expert),
+    "weights on the left": of_best(from_the_left),
     "gate and up unflattened": of_best(looped(unflattened)),
     "gate and up in pairs": of_best(looped(in_pairs)),
     "gathered, unflattened": of_best(gathered(unflattened)),
@@ -203,6 +222,7 @@ SPELLINGS: dict[str, Callable[..., Tensor]] = {
     "sigmoid of scattered logits": sigmoid_of_the_best,
     "top-1, gathered": of_one(one_gathered),
     "top-1 by mask": of_one(one_by_mask),
+    "top-1 by a maximum": of_one(one_by_maximum),
     "top-1 at once": of_one(one_at_once),
     "top-1 by max of rows": one_by_max,
 }

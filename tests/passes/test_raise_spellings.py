@@ -40,9 +40,11 @@ def test_every_spelling_is_raised(what, sizes):
     [
         "experts unbound",
         "einsums by expert",
+        "weights on the left",
         "gathered, unflattened",
         "summed number by number",
         "top-1 by max of rows",
+        "top-1 by a maximum",
         "top-1 at once",
     ],
 )
@@ -87,7 +89,27 @@ def worst_of_all(x, probs, ids, w13, w2):
     return chosen[probs.argmax(0)].sum(0, keepdim=True) + x
 
 
+def gates_on_columns(x, weights, ids, w13, w2):
+    """Products from the left, of which none is turned before the last."""
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        gate, up = (w13[expert] @ x.T).chunk(2)
+        total = total + (w2[expert] @ (F.silu(gate) * up)).T * of_expert(weights, ids, expert)
+    return total
+
+
+def columns_to_the_end(x, weights, ids, w13, w2):
+    """Products from the left, of which none is turned."""
+    total = torch.zeros_like(x.T)
+    for expert in range(EXPERTS):
+        gate, up = (w13[expert] @ x.T).chunk(2)
+        total = total + w2[expert] @ (F.silu(gate) * up) * of_expert(weights, ids, expert).T
+    return total.T
+
+
 OTHER = {
+    "gates on columns": (of_best(gates_on_columns), "products that give rows [tokens, columns]"),
+    "columns to the end": (of_best(columns_to_the_end), "products that give rows [tokens, columns]"),
     "a matrix seen in another shape": (
         of_best(seen_otherwise),
         "every token is multiplied with every weight[expert]",
@@ -209,3 +231,20 @@ def test_a_number_of_tokens_is_no_weight():
     """Where it is a symbol."""
     result = rewrite(by_number_of_tokens, *layer(7, dynamic=True), passes=PIPELINE)
     assert not result.log.raised and any("is no weight for each slot" in each for each in result.reasons)
+
+
+def looped_top_1(x, router, w13, w2):
+    """Weighed by the maximum of one weight."""
+    weights, ids = F.linear(x, router).float().softmax(-1).topk(1)
+    best, place = weights.max(-1)
+    total = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        out = F.linear(swiglu(F.linear(x, w13[expert])), w2[expert])
+        total = total + out * of_expert(best.unsqueeze(-1), ids, expert).to(x.dtype)
+    return total, place
+
+
+def test_the_maximum_of_one_weight():
+    """The layer does without it, and somebody else reads where it is."""
+    result = rewrite(looped_top_1, *layer(6), passes=PIPELINE)
+    assert [each.kind for each in result.log.raised] == ["experts", "topk_routing"]

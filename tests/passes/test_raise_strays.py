@@ -40,6 +40,16 @@ def grouped(x, weights, ids, w13, w2, index=lambda ids: ids, out_of=lambda out, 
     return torch.zeros_like(x).index_add(0, order // TOP_K, out.to(x.dtype))
 
 
+def sorted_gathered(x, weights, ids, w13, w2, index=lambda ids: ids, out_of=lambda out, ids, rows: out):
+    """As `gathered`, with rows in the order of experts."""
+    sorted_ids, order = ids.reshape(-1).sort()
+    experts, rows = index(sorted_ids), x[order // TOP_K]
+    activated = swiglu(torch.bmm(w13[experts], rows.unsqueeze(-1)).squeeze(-1))
+    out = out_of(torch.bmm(w2[experts], activated.unsqueeze(-1)).squeeze(-1), sorted_ids, rows)
+    out = out * weights.reshape(-1)[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, order // TOP_K, out.to(x.dtype))
+
+
 def exactly(x, weights, experts, w13, w2):
     """The sum over slots in float64; those of no expert, -1, are left out."""
     x, weights, w13, w2 = (each.double() for each in (x, weights, w13, w2))
@@ -68,10 +78,11 @@ def with_parts(combine, **parts):
     return lambda *inputs: combine(*inputs, **parts)
 
 
+@pytest.mark.parametrize("combine", [gathered, sorted_gathered])
 @pytest.mark.parametrize("ids", [IDS % FEWER, IDS % FEWER - FEWER], ids=["in range", "below zero"])
-def test_ids_from_outside_read_weights_as_python_does(ids):
+def test_ids_from_outside_read_weights_as_python_does(ids, combine):
     x, weights, ids, w13, w2 = from_ids(ids)
-    result, out = run_on(gathered, x, weights, ids, w13, w2)
+    result, out = run_on(combine, x, weights, ids, w13, w2)
     torch.testing.assert_close(out.double(), exactly(x, weights, ids % FEWER, w13, w2), rtol=1e-4, atol=1e-4)
     assert not result.log.raised
     (reason,) = result.reasons
@@ -239,6 +250,7 @@ LEFT_OUT = {
     "another's, and set to zero": (gathered, {"index": _last, "out_of": _zero}),
     "the last one's, and set to zero": (grouped, {"index": _last, "out_of": _zero}),
     "the last one's, and set to zero as slots": (brought_back, {"index": _last, "out_of": _zero}),
+    "another's in rows, and set to zero": (sorted_gathered, {"index": _last, "out_of": _zero}),
     "another's, and not taken": (gathered, {"index": _last, "out_of": _chosen}),
     "another's, and weighed by zero": (masked_before, {"index": _last}),
     "weights of nobody": (scattered_over_all, {}),
@@ -248,6 +260,7 @@ LEFT_OUT = {
 READ = {
     "the last one's in a loop": (looped_over_last, {}, "is not the sum of what experts give"),
     "the last one's": (gathered, {"index": _last}, "is read as 9"),
+    "the last one's, in rows": (sorted_gathered, {"index": _last}, "is read as 9"),
     "the first ones'": (gathered, {"index": lambda ids: ids % FEWER}, "is read as"),
     "rows of the last one": (grouped, {"index": _last}, "is read as 9"),
     "weights of the last one": (
