@@ -88,7 +88,7 @@ def _of_rows(tensor: Tensor, expert: Tensor) -> Tensor:
     return rows if rows.dim() == 2 else rows.unsqueeze(1)
 
 
-def expert_of_rows(expert_offsets: Tensor, num_rows: int | torch.SymInt) -> Tensor:
+def expert_of_rows(expert_offsets: Tensor, num_rows: int) -> Tensor:
     """[S] int64: the expert of each row of a plan, E for those behind the last one's.
 
     The first offset is 0, and is searched as well: Inductor of torch 2.11, which searches in a view on a GPU, such as

@@ -48,7 +48,7 @@ def gated(hidden, ids, biases):
 SEARCHES = {"adapters": adapted, "batches": batched, "gates": gated}
 
 
-@pytest.mark.parametrize("name", ["adapters", "gates"])  # what indexes as Python does wants a GPU to be traced
+@pytest.mark.parametrize("name", ["adapters", "gates"])  # Python indexing wants a GPU to be traced
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_all_offsets_are_searched(name, symbolic):
     def inputs(tokens):

@@ -117,7 +117,7 @@ def test_a_gate_of_ones_own_is_captured_between_both(what):
 
 
 def test_a_gate_of_ones_own_compiled():
-    inputs = apart(layer(40))
+    inputs = apart(layer(400))  # so many that their products are not sums
     run = lambda *given: grouped(*given, gate=OWN["alternating"])  # noqa: E731
     with torch.no_grad():
         compiled = torch.compile(run, options=inductor_passes.options(), fullgraph=True)(*inputs)
