@@ -25,3 +25,16 @@ def test_the_largest_of_a_layer_counts(plain_kernels, block):  # noqa: F811
     assert relative_error(ours(hidden, ids, weights).detach(), expected) > 1e-2, (
         "exact where it has a gradient"
     )
+
+
+def test_compiled(plain_kernels):  # noqa: F811
+    """Scales are read as they are in each call, not as they were when it was compiled."""
+    stock, ours = _pair(block=None, activation_scheme="static")
+    compiled = torch.compile(ours, backend="moe_inductor", fullgraph=True)
+    given = _routed(7)
+    for largest in (2e-3, 5e-4):
+        for each in (stock, ours):
+            each.gate_up_proj_activation_scale.data.fill_(largest)
+            each.down_proj_activation_scale.data.fill_(largest / 8)
+        with torch.no_grad():
+            assert relative_error(compiled(*given), stock(*given)) < 2e-3
