@@ -81,3 +81,20 @@ def test_experts_that_read_rows_of_other_sequences_stay(turn):
     result, out = computed(function, *inputs, passes=PIPELINE)
     assert not result.log.raised and result.reasons
     assert_matches_oracle(out, function(*(each.double() for each in inputs)))
+
+
+@pytest.mark.parametrize(("gate", "up"), product(("eti", "tei"), repeat=2))
+def test_a_gate_of_products_that_lie_otherwise_stays(gate, up):
+    """As many tokens as experts: a gate's row of a token and an expert meets that of an expert and a token."""
+
+    def run(x, router, w1, w3, w2):
+        weights, ids = (x @ router.T).softmax(-1).topk(2)
+        dense = torch.zeros(EXPERTS, EXPERTS).scatter(1, ids, weights)
+        hidden = F.silu(torch.einsum(f"th,eih->{gate}", x, w1)) * torch.einsum(f"th,eih->{up}", x, w3)
+        return torch.einsum("teh,te->th", torch.einsum("tei,ehi->teh", hidden, w2), dense)
+
+    sizes = (EXPERTS, 16), (EXPERTS, 16), (EXPERTS, 12, 16), (EXPERTS, 12, 16), (EXPERTS, 16, 12)
+    inputs = [torch.randn(size) for size in sizes]
+    result, out = computed(run, *inputs, passes=PIPELINE)
+    assert bool(result.log.raised) == (gate == up == "tei")
+    assert_matches_oracle(out, run(*inputs))
