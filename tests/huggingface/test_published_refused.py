@@ -205,3 +205,15 @@ def test_experts_whose_rows_are_in_turns_are_refused(published, monkeypatch):
         ValueError, match="gate_up_proj in 4 bits: expected experts of which each has its own"
     ):
         read(published("qwen3_moe", "awq")[0])
+
+
+def test_scales_of_caches_are_left_out(published, tmp_path):
+    folder, stock = published("qwen3_moe", "pack-quantized")
+
+    def add(state):
+        for name in ("k_proj.k_scale", "v_proj.v_scale"):
+            state[f"model.layers.0.self_attn.{name}"] = torch.ones(1)
+
+    _changed(folder, tmp_path, add)
+    with torch.no_grad():
+        assert relative_error(read(tmp_path)(tokens(1, 5)).logits, stock(tokens(1, 5)).logits) < 2e-6

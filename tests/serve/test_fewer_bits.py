@@ -60,6 +60,20 @@ def test_a_revision_of_a_name_on_the_hub(monkeypatch):
         asked.assert_called_with("org/model", revision=revision)
 
 
+def test_a_published_revision_of_a_name_on_the_hub(monkeypatch):
+    written = {"quantization_config": {"quant_method": "awq"}}, {}
+    told, read = mock.Mock(return_value=written), mock.Mock(side_effect=ValueError("no config"))
+    monkeypatch.setattr(quantised.PreTrainedConfig, "get_config_dict", told)
+    monkeypatch.setattr(quantised.AutoConfig, "from_pretrained", read)
+    assert quantised.published_config("org/model@dev") is None
+    for each in (told, read):
+        each.assert_called_once_with("org/model", revision="dev")
+
+
+def test_a_model_without_a_config_is_left_to_who_reads_it(tmp_path):
+    assert quantised.published_config(str(tmp_path)) is None
+
+
 def test_experts_have_a_format():
     with pytest.raises(ValueError, match=r"experts='fp8': expected one of 'float8', 'int8'"):
         ServeOptions("model", experts="fp8")
